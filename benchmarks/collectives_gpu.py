@@ -407,20 +407,21 @@ def exchange(group: Group, x: torch.Tensor, got: torch.Tensor, count: int) -> No
             work.wait()
 
 
-def messages_us(make: Callable[..., None], group: Group, size: int) -> float:
-    """Microseconds of a round trip, or of an exchange, eager, queue kept full; median of blocks, slower rank."""
+def messages_us(make: Callable[..., None], group: Group, size: int) -> tuple[float, float]:
+    """Microseconds of a round trip, or of an exchange, eager, queue kept full, and until the host goes on; medians."""
     x, got = (torch.zeros(max(1, size), dtype=torch.uint8, device="cuda") for _ in range(2))
     count = 100 if size <= 1 << 20 else 40 if size <= 16 << 20 else 8
     make(group, x, got, 5)
-    blocks = []
+    blocks, hosts = [], []
     for _ in range(7):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
         make(group, x, got, count)
+        hosts.append((time.perf_counter() - start) / count * 1e6)
         torch.cuda.synchronize()
         blocks.append((time.perf_counter() - start) / count * 1e6)
-    return slowest(sorted(blocks)[len(blocks) // 2])
+    return slowest(sorted(blocks)[len(blocks) // 2]), slowest(sorted(hosts)[len(hosts) // 2])
 
 
 def time_messages(ours: Group, nccl: Group) -> list[dict[str, Any]]:
@@ -428,22 +429,23 @@ def time_messages(ours: Group, nccl: Group) -> list[dict[str, Any]]:
     rows = []
     for name, make in (("round trip", round_trip), ("exchange", exchange)):
         for size in MESSAGE_SIZES:
-            row: dict[str, Any] = {"op": name, "bytes": size, "epee_eager_us": messages_us(make, ours, size)}
+            row: dict[str, Any] = {"op": name, "bytes": size}
+            row["epee_eager_us"], row["epee_host_us"] = messages_us(make, ours, size)
             ours._messages.check()
-            row["nccl_eager_us"] = messages_us(make, nccl, size)
+            row["nccl_eager_us"], row["nccl_host_us"] = messages_us(make, nccl, size)
             rows.append(row)
     return rows
 
 
 def print_messages(rows: list[dict[str, Any]]) -> None:
     """A line for each figure."""
-    say("us, eager            bytes      epee      NCCL     ratio")
+    say("us, eager            bytes      epee      NCCL     ratio    hosts: epee      NCCL")
     for row in rows:
         ratio = row["epee_eager_us"] / row["nccl_eager_us"]
         is_met = "met" if ratio <= (0.7 if row["bytes"] <= 1 << 20 else 1.0) else ""
         say(
             f"{row['op']:12s} {row['bytes']:12d} {row['epee_eager_us']:9.1f} {row['nccl_eager_us']:9.1f} "
-            f"{ratio:9.2f} {is_met if row['op'] == 'round trip' else ''}"
+            f"{ratio:9.2f}    {row['epee_host_us']:12.1f} {row['nccl_host_us']:9.1f} {is_met}"
         )
 
 

@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -392,9 +392,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
         if self._messages is not None and tensor.is_cuda:
-            work = self._on_gpus(True, tensor, dst_rank, tag)
+            work: Any = self._on_gpus(True, tensor, dst_rank, tag)
             if work is not NOT_SERVED:
-                return cast("Work", work)
+                return work
         try:
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
@@ -425,9 +425,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
         """Receive the oldest message of `src_rank` with this tag."""
         if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
-            work = self._on_gpus(False, tensors[0], src_rank, tag)
+            work: Any = self._on_gpus(False, tensors[0], src_rank, tag)
             if work is not NOT_SERVED:
-                return cast("Work", work)
+                return work
         try:
             self._view.check_peer(src_rank, "recv")
         except PeerError as exc:
@@ -438,9 +438,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
         if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
-            work = self._on_gpus(False, tensors[0], ANY, tag)
+            work: Any = self._on_gpus(False, tensors[0], ANY, tag)
             if work is not NOT_SERVED:
-                return cast("Work", work)
+                return work
         return self._recv(tensors, ANY, tag)
 
     def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work | Ended:
@@ -582,6 +582,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if self._place is not None and not self._view.is_out():
             return
         before = self._engine
+        if self._messages is not None:
+            self._messages.close(False)  # members take this rank's words as empty from the moment at which it is in
         engine = self._come_in(limit_s)
         before.close()
         self._begin(engine)

@@ -14,10 +14,10 @@ def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:
     return DeviceHalf(engine, rank, staging_bytes, policy)
 
 
-def _make_messages(engine: Any, rank: int, staging_bytes: int, store: Any, check_peer: Any) -> Any:
+def _make_messages(engine: Any, rank: int, staging_bytes: int, store: Any, check_peer: Any, is_masked: bool) -> Any:
     from .messages.half import MessageHalf
 
-    return MessageHalf(engine, rank, staging_bytes, store, check_peer)
+    return MessageHalf(engine, rank, staging_bytes, store, check_peer, is_masked)
 
 
 def serve() -> None:

@@ -6,7 +6,8 @@ middle and large ones, and compare every value, once the GPU has ended the call 
 it. The call that meets the death is an error that names the victim, on both; their next calls run without it, until
 they take its successor in. Groups are in mode "raise".
 
-In mode "mask" (`MASKED`) no call is an error: each is compared with the rows of those who were in it, as its kernel
+In mode "mask" (`MASKED`) messages go between all ranks as well: those of the survivors are right, whoever dies. No
+collective is an error: each is compared with the rows of those who were in it, as its kernel
 says, and the first one without the victim has the same number on both survivors.
 """
 
@@ -24,7 +25,7 @@ import epee
 from epee.collectives.params import KERNELS, MASKED_KERNELS, kernel_head
 from epee.collectives.plan import CollectivePlan
 from epee.ep.gpu.platform import CudaPlatform
-from epee.errors import RankFailedError
+from epee.errors import PeerError, RankFailedError
 from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, take_in
 from tests.harness import tell
 
@@ -81,6 +82,8 @@ class Player:
             "all_gather": lambda: gather(many, x),
             "all_to_all": lambda: gather(many, wide),
         }
+        if self.is_masked:
+            self.exchange(number, members)
         made = self.call(op, calls[op])
         if self.is_masked:
             there = dist.group.WORLD.last_contributors()  # type: ignore[union-attr]
@@ -101,6 +104,46 @@ class Player:
         plain = got.cpu().as_subclass(torch.Tensor)
         assert torch.equal(plain, want), f"rank {self.rank}, call {number} of {members}: {op} of {count}"  # type: ignore[arg-type]
         return made._replace(came=VICTIM in members)
+
+    def exchange(self, number: int, members: tuple[int, ...]) -> None:
+        """A message each way between each two members: single ones, or a batch for each pair, in turns."""
+        kind = number % 3
+        for peer in [rank for rank in members if rank != self.rank]:
+            count = COUNTS[self.platform][(number + peer + self.rank) % 2]
+            x, got = self.place(row_of(self.rank, count, number)), self.place(torch.zeros(count))
+            if kind:
+                ends = [lambda x=x, p=peer: dist.isend(x, p), lambda got=got, p=peer: dist.irecv(got, p)]
+                if self.rank > peer and self.platform == "emulated":
+                    ends.reverse()  # calls block there
+                works = [self.post(end, peer) for end in ends]
+            else:
+                ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+                works = self.post(lambda ops=ops: dist.batch_isend_irecv(ops), peer) or [None]
+            for work in works:
+                if work is not None:
+                    self.post(work.wait, peer)
+            if self.platform == "cuda":
+                torch.cuda.synchronize()
+            is_right = torch.equal(got.cpu().as_subclass(torch.Tensor), row_of(peer, count, number))
+            is_told = None in works or not all(work.is_success() for work in works)
+            assert is_right or (is_told and peer == VICTIM), (number, peer, works)
+            if peer != VICTIM and self.rank != VICTIM:
+                assert not is_told, (number, peer, works)
+
+    def post(self, make: Any, peer: int) -> Any:
+        """Make a message, or wait for one; None where it is told that its other end, the victim, is lost.
+
+        A loss that is told by a message of the survivors is that of another one; what raised has not been made.
+        """
+        for _ in range(4):
+            try:
+                return make()
+            except PeerError as error:
+                if VICTIM not in error.ranks:
+                    raise
+                if peer == VICTIM:
+                    return None
+        raise AssertionError("told again and again")
 
     def call(self, op: str, make: Any) -> Call:
         """Make one call to its end; raises what has become of it, with the times."""

@@ -215,7 +215,10 @@ class EmulatedPlatform:
     def mark(self, stream: int) -> None:
         return None
 
-    def wait(self, mark: None) -> None:
+    def wait(self, mark: None, stream: int | None = None) -> None:
+        return None
+
+    def order(self, first: int, second: int, event: Any) -> None:
         return None
 
     def is_done(self, mark: None) -> bool:

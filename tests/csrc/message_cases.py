@@ -268,3 +268,36 @@ def nobody(rank: int, num_ranks: int) -> str:
     run_batch(machine, [Mail(1, 0, 100, 1, 1)])
     all_gather_bytes(b"done")
     return told
+
+
+def successor(rank: int, num_ranks: int) -> None:
+    """What this GPU has copied of the host's word about the dead is about an earlier process: the host's own counts."""
+    machine = make(rank, num_ranks)
+    late = 2**62 + time.monotonic_ns()  # another block has just renewed the copy, and goes on doing so
+    for number in range(3):
+        if rank == 0:
+            machine._store("news", 0, [late, 1 << 1 + 8, 0])
+        else:
+            time.sleep(0.1)
+        run_batch(machine, [Mail(1, 0, 3000, 6, number), Mail(0, 1, 6 * RING_BYTES, 7, 10 + number)])
+    all_gather_bytes(b"done")
+    machine.close()
+
+
+def forgotten(rank: int, num_ranks: int, is_send: bool) -> str:
+    """A launch for a peer that the host has forgotten (a graph's, say) stores nowhere, and is told as lost."""
+    machine, told = make(rank, num_ranks), ""
+    if rank == 0:
+        machine.disconnect(1)
+        room = Room(Mail(0, 1, 700, 2, 1) if is_send else Mail(1, 0, 700, 2, 1), is_send)
+        queued = machine.run_one(room.parcel(), 0, False)
+        assert machine.is_lost(1, is_send, queued.ticket)
+        (report,) = machine.reports()
+        told = str(error_of(report, rank))
+    blobs = all_gather_bytes(machine.blob)
+    machine.connect(rank ^ 1, blobs[rank ^ 1])
+    all_gather_bytes(b"met")
+    run_batch(machine, [Mail(0, 1, 3000, 6, 3), Mail(1, 0, 2000, 6, 4)])
+    all_gather_bytes(b"done")
+    machine.close()
+    return told

@@ -73,3 +73,13 @@ def test_the_host_ends_waits_in_flight(how: str, name: str) -> None:
 def test_a_receive_from_any_source_that_nobody_sends_to_loses_no_pair() -> None:
     told = run_ranks(cases.nobody, 2, timeout_s=100)[0]
     assert "from any rank within the time-out" in told
+
+
+def test_a_copy_of_the_word_about_a_predecessors_death_loses_no_message() -> None:
+    run_ranks(cases.successor, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("is_send", [True, False])
+def test_a_launch_for_a_peer_that_the_host_has_forgotten_is_lost_and_stores_nowhere(is_send: bool) -> None:
+    told = run_ranks(cases.forgotten, 2, is_send, timeout_s=100)[0]
+    assert "rank 1 is dead" in told

@@ -31,7 +31,7 @@ class _Platform(EmulatedPlatform):
         self.notes.append(("mark", stream))
         return stream
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Any, stream: int | None = None) -> None:
         self.notes.append(("wait", mark))
 
     def is_done(self, mark: Any) -> bool:

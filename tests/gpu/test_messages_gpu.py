@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from tests.harness import run_ranks
+import epee.compat.mooncake.pg as mooncake
+from tests.harness import DEAD, run_mortal, run_ranks
 from tests.messages import cases
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
@@ -211,3 +212,42 @@ def test_who_waits_for_a_dead_rank_is_told_and_the_context_lives(num_ranks: int)
     results = run_ranks(_killed, num_ranks, 5_000_000, backend="epee", timeout_s=200, dead=(num_ranks - 1,))
     print("seconds from kill to error:", [round(result, 4) for result in results[:-1]])
     assert all(elapsed < 20 for elapsed in results[:-1]), "long before the time-out of 60 s"
+
+
+def _masked(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """Mooncake's names: what meets the dead raises nothing and is told by its work; the others' messages go on."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    options: Any = mooncake.MooncakeBackendOptions(num_ranks)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("mooncake", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    half: Any = dist.group.WORLD._messages  # type: ignore[union-attr]
+    last, to = num_ranks - 1, lambda x: x.to(device)
+    cases.batch([(r, (r + 1) % num_ranks, 20, r) for r in range(num_ranks)], rank, num_ranks, to)
+    if rank == last:
+        for dst in range(last):
+            dist.send(torch.full((1000,), 5.0, device=device), dst)
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+    came, never = torch.zeros(1000, device=device), torch.zeros(5_000_000, device=device)
+    first, second = dist.irecv(came, last), dist.irecv(never, last)
+    assert not mooncake.get_local_success(second)
+    assert mooncake.get_local_success(first), "what was sent before the death counts"
+    assert bool((came == 5).all())
+    hint: list[int] = mooncake.get_failed_ranks_hint(second).tolist()
+    for number in range(20):
+        x, got = torch.full((70_000,), float(number + rank), device=device), torch.zeros(70_000, device=device)
+        ops = [dist.P2POp(dist.isend, x, rank ^ 1), dist.P2POp(dist.irecv, got, rank ^ 1)]
+        if number % 2:
+            ops.insert(number % 3, dist.P2POp(dist.isend, x, last))
+        for op, work in zip(ops, dist.batch_isend_irecv(ops), strict=True):
+            work.wait()
+            assert mooncake.get_local_success(work) == (op.peer != last), number
+        assert bool((got == number + (rank ^ 1)).all()), number
+    torch.cuda.synchronize()
+    half.check()
+    return hint
+
+
+def test_in_mode_mask_a_dead_end_is_told_by_the_work_and_living_pairs_go_on() -> None:
+    assert run_mortal(_masked, 3, dead={2}, timeout_s=200) == [[0, 0, 1], [0, 0, 1], DEAD]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+import epee.compat.mooncake.pg as mooncake
 from epee.backend import staging
 from epee.collectives import half as collectives_half
 from epee.collectives.messages import half as halves
@@ -265,6 +266,63 @@ def killed(rank: int, num_ranks: int, is_late: bool) -> float:
     half.check()
     half.close(False)
     return elapsed
+
+
+def masked_deaths(rank: int, num_ranks: int, folder: str, backend: str, passes: int) -> tuple[int, list[int]]:
+    """The last rank is killed somewhere in its kernels; what came whole counts, what did not is told by its work.
+
+    Returns how many of the dead rank's messages came, and whom the last work names.
+    """
+    options: Any = epee.BackendOptions(fault_mode="mask")
+    if backend == "mooncake":
+        options = mooncake.MooncakeBackendOptions(num_ranks)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    half = give_messages(30.0)
+    last, num_came, is_lost = num_ranks - 1, 0, False
+    batch([(r, (r + 1) % num_ranks, 20, r) for r in range(num_ranks)], rank, num_ranks, on_gpu)
+    if rank == last:
+        platform: Any = half._pairs.machine.platform  # type: ignore[union-attr]
+        platform.die_in("kernels/message/batch.cuh", passes)
+        for number in range(10_000):
+            ops = [dist.P2POp(dist.isend, on_gpu(values(900, number)), dst) for dst in range(last)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+    hint: list[int] = []
+    for number in range(10_000):
+        x, other = on_gpu(torch.zeros(900)), on_gpu(torch.zeros(500))
+        made: Any = None
+        try:
+            made = dist.irecv(x, last)
+            made.wait()
+        except epee.PeerError as error:
+            assert backend == "epee", "nothing is raised where losses are reported"
+            if error.ranks != (last,):
+                raise
+        if made is None or not made.is_success():
+            is_lost = True
+            hint = [last] if made is None else sorted(made.lost_ranks())
+            if backend == "mooncake":
+                assert not mooncake.get_local_success(made)
+                assert mooncake.get_failed_ranks_hint(made).tolist()[:num_ranks] == [0] * last + [1]
+        else:
+            assert same(x, values(900, number)), number
+            assert not is_lost, "came behind a message that was lost"
+            num_came += 1
+        if is_lost:
+            break
+    for number in range(6):  # living pairs work on, also beside the dead in one batch
+        x, other = on_gpu(values(500, number + rank)), on_gpu(torch.zeros(500))
+        ops = [dist.P2POp(dist.isend, x, rank ^ 1), dist.P2POp(dist.irecv, other, rank ^ 1)]
+        if backend == "mooncake" and number % 2:
+            ops.insert(number % 3, dist.P2POp(dist.isend, x, last))
+        works = dist.batch_isend_irecv(ops)
+        for op, work in zip(ops, works, strict=True):
+            work.wait()
+            assert mooncake.get_local_success(work) == (op.peer != last), number
+        assert same(other, values(500, number + (rank ^ 1))), number
+    half.close(False)
+    return num_came, hint
 
 
 def late(rank: int, num_ranks: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.csrc.emulated import has_compiler
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_mortal, run_ranks
 from tests.messages import cases
 
 pytestmark = [
@@ -41,6 +41,15 @@ def test_ends_that_differ_and_refused_messages_are_told_and_the_pair_works_on() 
 def test_a_dead_peer_is_told_and_the_others_go_on(is_late: bool) -> None:
     results = run_ranks(cases.killed, 3, is_late, backend="epee", timeout_s=200, dead=(2,))
     assert all(elapsed < 30 for elapsed in results[:2]), "long before the time-out"
+
+
+@pytest.mark.parametrize(("backend", "passes"), [("epee", 40), ("epee", 333), ("mooncake", 77), ("mooncake", 501)])
+def test_in_mode_mask_what_came_of_a_dead_rank_counts_and_its_other_messages_are_told(
+    backend: str, passes: int
+) -> None:
+    *found, dead = run_mortal(cases.masked_deaths, 3, backend, passes, dead={2}, timeout_s=200)
+    assert dead == DEAD
+    assert all(num_came > 0 and hint == [2] for num_came, hint in found)
 
 
 def test_a_late_sender_is_told_and_both_go_on() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ..engine.engine import Engine
 from ..options import BackendOptions
+from .calls import MODES
 
 CheckPeer = Callable[[int, str], None]
 
@@ -35,12 +36,12 @@ class DeviceMessages(Protocol):
         """End; kernels that wait for peers are ended at once if `is_aborted`. Idempotent."""
 
 
-Maker = Callable[[Engine, int, int, Any, CheckPeer], DeviceMessages]
+Maker = Callable[[Engine, int, int, Any, CheckPeer, bool], DeviceMessages]
 _makers: list[Maker] = []
 
 
 def register(maker: Maker) -> None:
-    """Let `maker(engine, rank, staging_bytes, store, check_peer)` make the messages of groups; idempotent."""
+    """Let `maker(engine, rank, staging_bytes, store, check_peer, is_masked)` make messages of groups; idempotent."""
     if maker not in _makers:
         _makers.append(maker)
 
@@ -50,8 +51,9 @@ def make(
 ) -> DeviceMessages | None:
     """Return the messages of a group, None where those of its CUDA tensors go through host memory; opens nothing.
 
-    A kernel neither waits for a decision about a rank nor makes its message again, so only mode "raise/error" is
-    served.
+    Every mode is served in which a kernel waits for no decision about a rank that lives, as for collectives.
     """
-    is_served = options.mode == "raise/error" and engine.box.exports is None
-    return _makers[0](engine, rank, engine.box.staging_bytes, store, check_peer) if _makers and is_served else None
+    if not _makers or options.mode not in MODES or engine.box.exports is not None:
+        return None
+    is_masked = options.fault_mode == "mask"
+    return _makers[0](engine, rank, engine.box.staging_bytes, store, check_peer, is_masked)

@@ -1,19 +1,24 @@
 """Which call of torch's a message belongs to: a blocking one, an asynchronous one, or a batch of them.
 
 torch makes the messages of a `batch_isend_irecv` one by one, and says neither when it begins nor when it ends; nor does
-it tell a group whether it will wait at once. Both stand on the stack, so this looks there. Who calls a group's methods
-without torch's functions has made an asynchronous message.
+it tell a group whether it will wait at once. Both stand on the stack, so this looks there: first where the last batch
+stood, then frame by frame. Who calls a group's methods without torch's functions has made an asynchronous message.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 _TORCH = "torch."  # tensors of classes of their own come back through other modules
 _C10D = "torch.distributed.distributed_c10d"
 _MAX_DEPTH = 24
+_SEND, _RECV, _BATCH = (inspect.unwrap(call).__code__ for call in (dist.send, dist.recv, dist.batch_isend_irecv))
 
 
 class MessageCaller(NamedTuple):
@@ -21,34 +26,66 @@ class MessageCaller(NamedTuple):
 
     Attributes:
         is_blocking: it is waited for at once.
+        frame: of torch's function that makes the batch that it belongs to, which tells this batch from all others.
+        depth: of that frame, from who has asked `caller`.
         operations: of the batch that it belongs to, else empty.
         position: among those.
     """
 
     is_blocking: bool = False
+    frame: Any = None
     operations: Sequence[Any] = ()
     position: int = 0
+    depth: int = 0
 
 
-def caller() -> MessageCaller:
-    """Look at the stack."""
+_BLOCKING, _ALONE = MessageCaller(True), MessageCaller()
+_usual = [0]  # how deep the last batch's frame stood
+
+
+def is_below(frame: Any, depth: int) -> bool:
+    """Whether a frame stands so deep on the stack, from who asks."""
+    try:
+        return sys._getframe(1 + depth) is frame
+    except ValueError:  # the stack is not so deep
+        return False
+
+
+def caller(tensor: torch.Tensor) -> MessageCaller:
+    """Look at the stack for who makes a message of a tensor."""
+    try:
+        found = _of_batch(sys._getframe(1 + _usual[0]), _usual[0])
+    except ValueError:
+        found = None
+    if found is not None and found.operations[found.position].tensor is tensor:
+        return found
     frame: Any = sys._getframe(1)
-    is_below = False
-    for _ in range(_MAX_DEPTH):
+    is_torchs = False
+    for depth in range(_MAX_DEPTH):
         if frame is None:
             break
+        code = frame.f_code
+        if code is _SEND or code is _RECV:
+            return _BLOCKING
+        if code is _BATCH:
+            _usual[0] = depth
+            return _of_batch(frame, depth) or _ALONE
         module = frame.f_globals.get("__name__", "")
         if module == _C10D:
-            is_below = True
-            name = frame.f_code.co_name
-            if name in ("send", "recv"):
-                return MessageCaller(True)
-            if name == "batch_isend_irecv":
-                found = frame.f_locals
-                if "reqs" not in found or "p2p_op_list" not in found:
-                    return MessageCaller()  # another torch: its messages go one by one, on streams of their own
-                return MessageCaller(False, found["p2p_op_list"], len(found["reqs"]))
-        elif is_below and not module.startswith(_TORCH):
+            is_torchs = True
+        elif is_torchs and not module.startswith(_TORCH):
             break
         frame = frame.f_back
-    return MessageCaller()
+    return _ALONE
+
+
+def _of_batch(frame: Any, depth: int) -> MessageCaller | None:
+    """Return what is made where `frame` is that of a batch; of another torch's nothing is known: its messages go one
+    by one, on streams of their own."""
+    if frame.f_code is not _BATCH:
+        return None
+    found = frame.f_locals
+    if "reqs" not in found or "p2p_op_list" not in found:
+        return None
+    operations, position = found["p2p_op_list"], len(found["reqs"])
+    return MessageCaller(False, frame, operations, position, depth) if position < len(operations) else None

@@ -22,7 +22,7 @@ import torch
 from ...ep.gpu.device import GpuDevice
 from ...ep.gpu.platform import HostWords, LentRegion, Platform
 from ...ep.gpu.report import KernelReport
-from .params import KERNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
+from .params import KERNELS, MAX_CHANNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
 
 ANY = -1
 
@@ -44,14 +44,20 @@ class Parcel(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """What must live until a kernel has ended: its operations beyond the first ones, the word of its source."""
+    """A launch.
+
+    Attributes:
+        more: its operations beyond the first ones, which must live until it has ended.
+        source: the word of the rank that a receive from any source has found; likewise.
+        ticket: its number, 0 in a graph; see `Messages.is_lost`.
+    """
 
     more: HostWords | None
     source: HostWords | None
+    ticket: int
 
 
-NOTHING = Queued(None, None)
-_WORDS, _BLOCKS, _TIME = struct.Struct("=QqQQ"), struct.Struct("=i"), struct.Struct("=Q")
+_WORDS, _BLOCKS, _TIME = struct.Struct("=QqQQ"), struct.Struct("=i"), struct.Struct("=QQ")
 _WORDS_AT, _BLOCKS_AT, _TIME_AT = (getattr(MessageParams, name).offset for name in ("ops", "blocks", "timeout_ns"))
 
 
@@ -86,6 +92,32 @@ def _power_below(count: int) -> int:
     return 1 << (max(1, count).bit_length() - 1)
 
 
+class ReadyBatch:
+    """The launch of batches that differ in addresses only.
+
+    Args:
+        machine: whose batches they are.
+        kernel: with arguments of its own, which are filled but for addresses.
+        grid: blocks.
+        places: where among the operations' words each parcel's address stands.
+    """
+
+    def __init__(self, machine: Messages, kernel: Any, grid: int, places: Sequence[int]) -> None:
+        self._machine, self._kernel, self._grid, self._places = machine, kernel, grid, places
+        self._ops = kernel.args.ops  # the words themselves
+        self.plan = machine.plan
+
+    def launch(self, addresses: Sequence[int], stream: int) -> Queued:
+        """Queue a batch whose parcels lie there, in their order; no graph is recorded."""
+        ops, machine = self._ops, self._machine
+        for place, at in zip(self._places, addresses, strict=True):
+            ops[place] = at
+        ticket = machine.next_ticket()
+        _TIME.pack_into(self._kernel.args, _TIME_AT, int(machine.timeout_s * 1e9), ticket)
+        self._kernel(self._grid, machine.threads, 0, stream)
+        return Queued(None, None, ticket)
+
+
 class Messages:
     """The messages of one rank with its peers.
 
@@ -98,6 +130,7 @@ class Messages:
     Attributes:
         device: reports, news for kernels.
         timeout_s: of one wait of a kernel.
+        skips_dead: a receive from any source goes on without the dead.
     """
 
     def __init__(
@@ -108,14 +141,19 @@ class Messages:
         self.plan = plan or plan_of(config.num_ranks, 1)
         self.threads = THREADS
         self.timeout_s = 10.0
+        self.skips_dead = False
         self.device = GpuDevice(platform, kernel_head(stall_one_in), KERNELS)
         self._own = platform.create(config.region_layout.nbytes)
         self._side = torch.cuda.Stream(platform.device) if platform.device.type == "cuda" else None
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._singles: dict[tuple[int, bool], Any] = {}
+        self._failed = platform.host_words(MAX_CHANNELS)
+        self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses that hosts have mended
+        self._ticket = 0
         for kernel in self.device.kernels.values():
             args = kernel.args
             args.own, args.report, args.abort = self._own.address, self.device.report.address, self.device.news.address
+            args.failed = self._failed.address
             args.rings_offset = config.region_layout.offset("rings")
             args.rank, args.num_ranks = config.rank, config.num_ranks
             args.num_lanes, args.num_slots = config.num_lanes, config.num_slots
@@ -142,16 +180,27 @@ class Messages:
             is_beside: other messages may be on their way on other streams.
         """
         if len(parcels) == 1:
-            self.run_one(parcels[0], stream, is_beside)
-            return NOTHING
+            return self.run_one(parcels[0], stream, is_beside)
         self.device.require_open()
-        channels: dict[int, list[Parcel]] = {}
-        for parcel in parcels:
-            channels.setdefault(parcel.peer << 1 | parcel.is_send, []).append(parcel)
         kernel = self.device.kernels["message_batch"]
-        args = kernel.args
-        ordered = [parcel for channel in channels.values() for parcel in channel]
-        more = self._write(args, ordered)
+        more, grid, _ = self._fill(kernel.args, parcels, is_beside)
+        ticket = self._number(kernel.args)
+        kernel(grid, self.threads, 0, stream)
+        return Queued(more, None, ticket)
+
+    def ready(self, parcels: Sequence[Parcel], is_beside: bool) -> ReadyBatch:
+        """Return a launcher of batches that differ from this one in addresses only, `OPS_INSIDE` parcels at most."""
+        kernel = self.device.kernels["message_batch"].bind()
+        _, grid, places = self._fill(kernel.args, parcels, is_beside)
+        return ReadyBatch(self, kernel, grid, places)
+
+    def _fill(self, args: Any, parcels: Sequence[Parcel], is_beside: bool) -> tuple[HostWords | None, int, list[int]]:
+        """Write a batch into arguments; returns what must live, the blocks, and where each parcel's address stands."""
+        channels: dict[int, list[int]] = {}
+        for number, parcel in enumerate(parcels):
+            channels.setdefault(parcel.peer << 1 | parcel.is_send, []).append(number)
+        ordered = [number for channel in channels.values() for number in channel]
+        more = self._write(args, [parcels[number] for number in ordered])
         begin = 0
         for number, (channel, ops) in enumerate(channels.items()):
             args.channels[number], args.begins[number] = channel, begin
@@ -162,13 +211,29 @@ class Messages:
             limit = min(limit, self.plan.beside if is_beside else self.plan.alone)
         lanes = max(self.config.lanes_of(parcel.nbytes) for parcel in parcels)
         args.num_channels, args.blocks = len(channels), min(_power_below(limit), lanes)
-        kernel(args.blocks * len(channels), self.threads, 0, stream)
-        return Queued(more, None)
+        places = [0] * len(parcels)
+        for place, number in enumerate(ordered):
+            places[number] = OP_WORDS * place
+        return more, args.blocks * len(channels), places
 
-    def run_one(self, parcel: Parcel, stream: int, is_beside: bool) -> None:
+    def _number(self, args: Any) -> int:
+        """Give a launch its ticket; returns it."""
+        ticket = self.next_ticket()
+        _TIME.pack_into(args, _TIME_AT, int(self.timeout_s * 1e9), ticket)
+        return ticket
+
+    def next_ticket(self) -> int:
+        """Return the number of the next launch; 0 while a graph is recorded, as it may run many times."""
+        if self.platform.is_capturing():
+            return 0
+        self._ticket += 1
+        return self._ticket
+
+    def run_one(self, parcel: Parcel, stream: int, is_beside: bool) -> Queued:
         """Queue one message; its pair and direction have a launcher of their own, where little has to be written."""
         is_send, peer, *words = parcel
-        self.device.require_open()
+        if self.device.is_closed:
+            self.device.require_open()
         single = self._singles.get((peer, is_send))
         if single is None:
             single = self._singles[peer, is_send] = self.device.kernels["message_batch"].bind()
@@ -178,8 +243,12 @@ class Messages:
         blocks = min(lanes, most, self.config.num_lanes)
         _WORDS.pack_into(single.args, _WORDS_AT, *words)
         _BLOCKS.pack_into(single.args, _BLOCKS_AT, blocks)
-        _TIME.pack_into(single.args, _TIME_AT, int(self.timeout_s * 1e9))
+        ticket = 0
+        if not self.platform.is_capturing():  # as `next_ticket`
+            ticket = self._ticket = self._ticket + 1
+        _TIME.pack_into(single.args, _TIME_AT, int(self.timeout_s * 1e9), ticket)
         single(blocks, self.threads, 0, stream)
+        return Queued(None, None, ticket)
 
     def receive_any(self, parcel: Parcel, stream: int) -> Queued:
         """Queue a receive from any source; `Queued.source` gets 1 + the rank."""
@@ -187,12 +256,12 @@ class Messages:
         kernel = self.device.kernels["message_from_any"]
         source = self.platform.host_words(1)
         self._write(kernel.args, [parcel])
-        kernel.args.source = source.address
+        kernel.args.source, kernel.args.skips_dead = source.address, self.skips_dead
+        ticket = self._number(kernel.args)
         kernel(1, self.threads, 0, stream)
-        return Queued(None, source)
+        return Queued(None, source, ticket)
 
     def _write(self, args: Any, parcels: Sequence[Parcel]) -> HostWords | None:
-        args.timeout_ns = int(self.timeout_s * 1e9)
         more = None
         if len(parcels) > OPS_INSIDE:
             more = self.platform.host_words(OP_WORDS * (len(parcels) - OPS_INSIDE))
@@ -218,6 +287,8 @@ class Messages:
             self._regions[rank] = self._own if rank == self.config.rank else self.platform.attach(blob)
         region = self._regions[rank]
         assert region is not None
+        for name in ("lost", "reported"):  # by a launch since the last process of the rank was forgotten
+            self._store(name, rank, [0])
         self._store("peers", rank, [region.address])
 
     def disconnect(self, rank: int) -> None:
@@ -230,6 +301,11 @@ class Messages:
 
     def reset(self, rank: int) -> None:
         """Begin a pair anew; nothing of it is in flight on either end."""
+        for channel in (rank << 1, rank << 1 | 1):
+            first = self._failed.words[channel]
+            if first:
+                self._lost.setdefault(channel, []).append(range(first, self._ticket + 1))
+                self._failed.words[channel] = 0
         for name in ("flags", "credits", "gone", "sent", "taken", "lost", "reported"):
             field = self.config.region_layout[name]
             self._store(name, rank, [0] * (field.nbytes // 8 // field.shape[0]))
@@ -250,6 +326,17 @@ class Messages:
         self._side.synchronize()
 
     # --- state
+
+    def is_lost(self, peer: int, is_send: bool, ticket: int) -> bool:
+        """Whether messages of a pair and direction in a launch, which has ended, were lost.
+
+        Those of one pair and direction in a batch are lost together. Of launches in graphs nothing is known: False.
+        """
+        channel = peer << 1 | is_send
+        first = self._failed.words[channel]
+        if not ticket:
+            return False
+        return bool(first and first <= ticket) or any(ticket in lost for lost in self._lost.get(channel, ()))
 
     def reports(self) -> list[KernelReport]:
         """Return what kernels have reported since the last look, the oldest first."""

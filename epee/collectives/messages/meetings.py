@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...ep.gpu.death_notifier import DeathNotifier
 from ...ep.gpu.platform import Platform
 from ...errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, UnsupportedError
 from ...memory.claim import process_start_time
+from ...view.process.detector import DeathWatch, is_leaving
 from .. import half as collectives_half
 from ..meeting import MeetingRow
 from .machine import Messages, plan_of
@@ -27,6 +29,7 @@ from .streams import Streams
 
 logger = logging.getLogger("epee")
 
+ENDING_S = 5.0  # how long a dying process may take to end
 DRAIN_S = 30.0  # beyond the group's time-out: how long a meeting waits for kernels that were queued before
 
 
@@ -53,8 +56,10 @@ class Pairs:
         rank: this process's.
         staging_bytes: by which the memory is sized; equal on all ranks.
         store: of the group.
+        is_masked: mode "mask": dead is only whose process has ended altogether, its GPU's work as well.
 
     Attributes:
+        is_masked: see there.
         machine, streams: None before the first message, and where this process has no memory for them.
         met: rank -> its process, of those that messages can go to.
         off: rank -> its process, of those with which messages go through host memory.
@@ -64,7 +69,8 @@ class Pairs:
         own_row: what this rank has told.
     """
 
-    def __init__(self, engine: Engine, rank: int, staging_bytes: int, store: Any) -> None:
+    def __init__(self, engine: Engine, rank: int, staging_bytes: int, store: Any, is_masked: bool = False) -> None:
+        self.is_masked = is_masked
         self._engine, self._rank, self._staging_bytes = engine, rank, staging_bytes
         self._board = PairBoard(engine, store, rank, self._is_dead)
         self.machine: Messages | None = None
@@ -76,6 +82,8 @@ class Pairs:
         self.met: dict[int, str] = {}
         self.off: dict[int, str] = {}
         self.lost: set[int] = set()
+        self._owners: dict[int, str] = {}  # who may have stored here
+        self._processes: dict[int, tuple[int, int]] = {}
         self._gpus: dict[int, bytes] = {}
         self._meetings: dict[int, int] = {}  # after losses
         self._notifier: DeathNotifier | None = None
@@ -86,8 +94,16 @@ class Pairs:
         assert self.machine is not None
         return self.machine.platform.device
 
+    @property
+    def gear(self) -> tuple[Messages, Streams]:
+        """The machine and its streams, of which there are some once a pair has met."""
+        assert self.machine is not None
+        assert self.streams is not None
+        return self.machine, self.streams
+
     def _is_dead(self, rank: int) -> bool:
-        return self.machine is not None and self.machine.device.is_marked(rank)
+        is_met = rank in self.met  # who comes in the place of a dead one is another process
+        return is_met and self.machine is not None and self.machine.device.is_marked(rank)
 
     def meet(self, peers: Sequence[int], device: torch.device, name: str) -> bool:
         """Have messages go between this rank and others, as far as they do not; False where one goes through the host.
@@ -96,9 +112,6 @@ class Pairs:
             InvalidArgument: a second GPU. InvalidState: a graph is being recorded, and hosts would have to meet.
             CommTimeoutError, RankFailedError: a peer does not come. Else as memory is made, or mapped.
         """
-        engine = self._engine
-        if self.epoch != engine.members.epoch:
-            self._look_at_members()
         if all(peer in self.met for peer in peers) and not self.lost.intersection(peers):
             if device != self.gpu and not _is_emulated(self.gpu):
                 raise InvalidArgument(
@@ -113,9 +126,11 @@ class Pairs:
             )
         own = self._row(device)
         for peer in sorted(set(peers)):
-            if peer in self.lost:
-                self._mend(peer, name)
-            elif peer not in self.met and peer not in self.off:
+            if peer in self.met:
+                if peer in self.lost:
+                    self._mend(peer, name)
+            elif peer not in self.off:
+                self.lost.discard(peer)  # what was queued for a process that is forgotten
                 self._connect(peer, own, name)
         return not any(peer in self.off for peer in peers)
 
@@ -128,6 +143,7 @@ class Pairs:
         try:
             platform = platform_of(device)
             machine = Messages(platform, config_of(self._rank, size, self._staging_bytes))
+            machine.skips_dead = self.is_masked
             gpu = collectives_half.gpu_name(platform.device)
             row = row._replace(gpu=gpu, blob=machine.blob, num_sms=platform.limits.num_sms)
             self.machine, self.streams = machine, Streams(platform)
@@ -136,7 +152,7 @@ class Pairs:
         except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
             row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
         self._board.publish(row)
-        self.own_row = row
+        self.own_row, self._owners = row, self._members()
         return row
 
     def _connect(self, peer: int, own: MeetingRow, name: str) -> None:
@@ -156,13 +172,15 @@ class Pairs:
             logger.warning("messages with rank %d go through host memory: %s", peer, exc)
             return
         self.met[peer], self._gpus[peer] = owner, row.gpu
+        self._processes[peer] = row.pid, row.start_time
         sharing = 1 + sum(gpu == own.gpu for rank, gpu in self._gpus.items() if rank != self._rank)
         machine.plan = plan_of(self._engine.members.group_size, sharing)
         if peer == self._rank:
             return
         if self._notifier is None:
             device = machine.device
-            self._notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-messages-{self._rank}")
+            name_of_thread = f"epee-messages-{self._rank}"
+            self._notifier = DeathNotifier(device.mark_dead, device.waiting, name_of_thread, self.is_masked)
             self._notifier.start({peer: (row.pid, row.start_time)})
         else:
             self._notifier.follow(peer, (row.pid, row.start_time))
@@ -185,18 +203,48 @@ class Pairs:
         if not self.streams.drain([(peer, False), (peer, True)], self._engine.timeout_s + DRAIN_S):
             raise CommTimeoutError(f"{name}: messages with rank {peer} that were queued before have not ended", [peer])
 
-    def _look_at_members(self) -> None:
-        """Forget ranks whose process is another one now, or none."""
+    def renew(self, check: Callable[[], None]) -> None:
+        """Forget ranks whose process is another one now, or none, if the view has changed.
+
+        Args:
+            check: raises what kernels have reported, and notes it in `lost`: called when those with such a rank have
+                ended, so that nothing which they have lost counts as lost with a successor. What it raises leaves a
+                state from which this goes on the next time.
+        """
         epoch = self._engine.members.epoch
-        for peer, owner in list(self.met.items()):
+        if self.epoch == epoch:
+            return
+        for peer, owner in self._owners.items():
             if self._board.owner_of(peer) != owner and self.machine is not None:
                 self._drain(peer, "message")
+                check()
+                self._await_end(peer)
                 self.machine.disconnect(peer)
-                del self.met[peer], self._gpus[peer]
+                self.met.pop(peer, None)
+                self._gpus.pop(peer, None)
                 self.lost.discard(peer)
                 self._meetings.pop(peer, None)
         self.off = {peer: owner for peer, owner in self.off.items() if self._board.owner_of(peer) == owner}
+        if self.own_row is not None:
+            self._owners = self._members()
+            self._board.publish(self.own_row)
         self.epoch = epoch
+
+    def _members(self) -> dict[int, str]:
+        return {peer: self._board.owner_of(peer) for peer in self._engine.members.members}
+
+    def _await_end(self, peer: int) -> None:
+        """Let a process that is dying end altogether, so that its GPU stores nothing here any more."""
+        process = self._processes.pop(peer, None)
+        if process is None or peer == self._rank or not is_leaving(*process):
+            return
+        watch, deadline = DeathWatch(), time.monotonic() + ENDING_S
+        try:
+            watch.watch(peer, *process)
+            while not watch.dead(0.01) and time.monotonic() < deadline:
+                pass
+        finally:
+            watch.close()
 
     def stop(self) -> None:
         """Follow nobody any more. Idempotent."""

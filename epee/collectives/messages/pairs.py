@@ -1,13 +1,16 @@
 """How the hosts of two ranks meet, so that messages can go between their GPUs.
 
-Rows lie in the group's store, under names that only this process, in this group, has. A rank lays one there when it
-comes to its first message on CUDA tensors in the group, for all others; it stays.
+Rows lie in the group's store, under names that only these two processes, in this group, have. A rank lays one there for
+each other when it comes to its first message on CUDA tensors in the group, and for who has come later when it comes to
+its first one behind that; they stay.
 
-First message of a pair: each end reads the other's row, maps its memory and goes on; nobody answers. The receiver's
-memory is all zero when its row is there, so a sender may write before the receiver has read the sender's row. Where one
-of the two rows says that its process cannot (no GPU, no memory), both ends take the way through host memory; likewise
-where neither GPU reaches the other's memory, which both find when they map it. A rank that cannot map memory for
-another reason (no descriptor is left, say) raises; its peer's waits end by the time-out.
+First message of a pair: each end reads the other's row, maps its memory and goes on; nobody answers. What the
+receiver's memory holds of the pair is all zero when its row is there, so a sender may write before the receiver has
+read the sender's row: it is emptied before a row is laid down for who has the rank of another process, and not before
+that one can store nothing any more. Where one of the two rows says that its process cannot (no GPU, no memory), both
+ends take the way through host memory; likewise where neither GPU reaches the other's memory, which both find when they
+map it. A rank that cannot map memory for another reason (no descriptor is left, say) raises; its peer's waits end by
+the time-out.
 
 A pair that has lost a message (`csrc/kernels/message/batch.cuh`) meets again, at its next message at each end:
 
@@ -15,9 +18,23 @@ A pair that has lost a message (`csrc/kernels/message/batch.cuh`) meets again, a
     2. when the other end has said so: the pair's words are emptied; said by another key
     3. when the other end has said so, too: messages go again
 
+A peer whose process is another than before has another name, and the pair begins with the first message again. Who
+has lived longer goes through these steps, the first four at its next message in the new view, whoever that is with:
+
+    1. kernels with the old process have ended, and what they have reported is heard: it is no loss of the new pair
+    2. the old process has ended, so that its GPU stores nothing here any more
+    3. its memory is let go, and the words of the pair are emptied
+    4. a row is laid down for the new process, which stores nothing here before it has read that
+    5. at the first message with it: its row is read, its memory mapped; what it holds of the pair is all zero
+    6. the thread that tells of deaths follows it: the host's word to the kernels is about it from here on
+    7. kernels are launched
+
+A kernel may still find, after 6, that the old process is dead, in what its GPU has copied of the host's word before: it
+asks the host's own word before it loses a message for that. A crash of the old process, or of the new one, at any of
+these steps is told to the kernels behind 7, or ends the wait in 5.
+
 Who waits here looks for the peer's death, and gives up after the group's time-out: it may come again, to the same
-step. A peer whose process is another than before has another name, and the pair begins with the first message again. A
-crash between two steps leaves keys that nobody asks for.
+step. A crash between two steps leaves keys that nobody asks for.
 """
 
 from __future__ import annotations
@@ -49,6 +66,7 @@ class PairBoard:
 
     def __init__(self, engine: Engine, store: Any, rank: int, is_dead: Callable[[int], bool]) -> None:
         self._engine, self._store, self._rank, self._is_dead = engine, store, rank, is_dead
+        self._welcome: set[str] = set()
 
     def owner_of(self, rank: int) -> str:
         """Return what names the process that has a rank now, in this group; "" where none has."""
@@ -59,8 +77,11 @@ class PairBoard:
         return words[OWNER : OWNER + _OWNER_WORDS].tobytes().hex()
 
     def publish(self, row: MeetingRow) -> None:
-        """Lay down this rank's row."""
-        self._set(self.owner_of(self._rank), row.pack())
+        """Lay down this rank's row for all members for whom none lies there; what they write to here is all zero."""
+        mine = self.owner_of(self._rank)
+        for owner in {self.owner_of(peer) for peer in self._engine.members.members} - self._welcome:
+            self._set(f"{mine}/for/{owner}", row.pack())
+            self._welcome.add(owner)
 
     def row_of(self, peer: int, name: str) -> MeetingRow:
         """Return a peer's row; waits until it has come to its first message.
@@ -68,7 +89,8 @@ class PairBoard:
         Raises:
             CommTimeoutError: it does not come. RankFailedError: it is dead, or has left. ProtocolError: no row.
         """
-        told = self._await(self.owner_of(peer), peer, name, "has not come to its first message on CUDA tensors")
+        key = f"{self.owner_of(peer)}/for/{self.owner_of(self._rank)}"
+        told = self._await(key, peer, name, "has not come to its first message on CUDA tensors")
         try:
             return MeetingRow.parse(told)
         except struct.error as exc:

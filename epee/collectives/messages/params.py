@@ -36,8 +36,10 @@ class MessageParams(ctypes.Structure):
     """Arguments of every kernel.
 
     `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`); `rings_offset`:
-    where the rings lie in a region; `timeout_ns`: of one wait; `more`: pinned memory with the operations behind the
-    first `OPS_INSIDE`; `source`: pinned word that gets 1 + the rank that a receive from any source has found.
+    where the rings lie in a region; `timeout_ns`: of one wait; `ticket`: number of the launch, 0 of one in a graph;
+    `failed`: pinned words, one for each pair and direction as in `channels`: the first ticket that has lost a message,
+    0: none; `more`: pinned memory with the operations behind the first `OPS_INSIDE`; `source`: pinned word that gets
+    1 + the rank that a receive from any source has found; `skips_dead`: such a receive goes on without the dead.
     `num_lanes` lanes of a pair with `num_slots` slots of `slot_bytes`; a message takes a lane for each `lane_bytes`.
     `blocks` of a channel; `begins`: where each channel's operations begin among `ops`, and end; `channels`: peer << 1,
     and 1 for sends.
@@ -49,6 +51,8 @@ class MessageParams(ctypes.Structure):
         ("abort", _PTR),
         ("rings_offset", _WORD),
         ("timeout_ns", _WORD),
+        ("ticket", _WORD),
+        ("failed", _PTR),
         ("more", _PTR),
         ("source", _PTR),
         ("rank", _INT),
@@ -59,6 +63,8 @@ class MessageParams(ctypes.Structure):
         ("lane_bytes", _INT),
         ("num_channels", _INT),
         ("blocks", _INT),
+        ("skips_dead", _INT),
+        ("unused", _INT),
         ("begins", _INT * (MAX_CHANNELS + 2)),
         ("channels", _INT * MAX_CHANNELS),
         ("ops", _WORD * (OP_WORDS * OPS_INSIDE)),

@@ -30,6 +30,14 @@ class StreamPlace(NamedTuple):
     is_recorded: bool
 
 
+class _Side(NamedTuple):
+    """A stream of ours; `begun` is recorded where its next kernel begins, and waited for before it is again."""
+
+    stream: torch.cuda.Stream
+    raw: int
+    begun: torch.cuda.Event
+
+
 class Streams:
     """The streams of one rank's messages.
 
@@ -39,7 +47,7 @@ class Streams:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._own: dict[Hashable, torch.cuda.Stream] = {}
+        self._own: dict[Hashable, _Side] = {}
         self._last: dict[Way, tuple[int, Any]] = {}
 
     @contextlib.contextmanager
@@ -52,14 +60,21 @@ class Streams:
         if self._platform.is_capturing():
             yield StreamPlace(self._platform.stream(), None, True)
             return
-        side = self._side(name)
+        place = self.beside(name, ways)
+        with contextlib.nullcontext() if place.side is None else torch.cuda.stream(place.side):
+            yield place
+
+    def beside(self, name: Hashable, ways: Collection[Way]) -> StreamPlace:
+        """Return the stream of a name as `entered` does, for a launch that is told its stream; no graph is recorded."""
+        side, raw = self._side(name), self._platform.stream()
         if side is not None:
-            side.wait_stream(torch.cuda.current_stream(self._platform.device))
-        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
-            raw = self._platform.stream()
-            for way in ways:
+            self._platform.order(raw, side.raw, side.begun)
+            raw = side.raw
+        last = self._last
+        for way in ways:
+            if way in last and last[way][0] != raw:
                 self._follow(way, raw)
-            yield StreamPlace(raw, side, False)
+        return StreamPlace(raw, None if side is None else side.stream, False)
 
     def here(self, peer: int, is_send: bool) -> int:
         """Return the current stream, which records no graph, for a message that is waited for at once."""
@@ -73,7 +88,7 @@ class Streams:
     def _follow(self, way: Way, raw: int) -> None:
         last = self._last.get(way)
         if last is not None and last[0] != raw:
-            self._platform.wait(self._mark(last))
+            self._platform.wait(self._mark(last), raw)
 
     def _mark(self, last: tuple[int, Any]) -> Any:
         return self._platform.mark(last[0]) if last[1] is None else last[1]
@@ -97,10 +112,12 @@ class Streams:
                 time.sleep(1e-4)
         return True
 
-    def _side(self, name: Hashable) -> torch.cuda.Stream | None:
+    def _side(self, name: Hashable) -> _Side | None:
         device = self._platform.device
         if name is None or device.type != "cuda":
             return None
-        if name not in self._own:
-            self._own[name] = torch.cuda.Stream(device)
-        return self._own[name]
+        side = self._own.get(name)
+        if side is None:
+            stream = torch.cuda.Stream(device)
+            side = self._own[name] = _Side(stream, stream.cuda_stream, torch.cuda.Event())
+        return side

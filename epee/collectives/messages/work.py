@@ -1,21 +1,31 @@
-"""What a message on the GPUs returns: its end, as streams and the host see it."""
+"""A message on the GPUs from the call to its end: what is moved, and the work, as streams and the host see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...backend.engine.engine import Engine
+from ...backend.tensors import refuse_overlap
+from ...backend.work import _WorkBase
 from ...ep.event import Event
+from ...ep.gpu.platform import Platform
+from ...ep.gpu.report import NO_REPORTS
+from ...errors import CommTimeoutError, EpeeError
 from ...untraced import untraced_methods
-from ..work import DeviceWork
-from .machine import Queued
+from ..work import NAP_S, DeviceWork
+from .machine import ANY, Parcel, Queued
+from .report import number_of
 
 
 class Owner(Protocol):
     """Who makes messages."""
+
+    engine: Engine
 
     def check(self) -> None:
         """Raise what kernels have reported."""
@@ -26,48 +36,180 @@ class Owner(Protocol):
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
         """Let the host wait for a message's end, and raise what became of it."""
 
+    def lost_by(self, peer: int, is_send: bool, queued: Queued) -> EpeeError | None:
+        """Return why a message whose kernel has ended was lost, None where it was not."""
+
+
+class MessageEnd:
+    """Where a launch of messages ends, for all that it made.
+
+    Args:
+        platform: the GPU.
+        codes: of what kernels have reported.
+        stream: raw.
+        mark: behind the launch; None in a graph.
+        queued: the launch.
+    """
+
+    __slots__ = ("_event", "_joined", "_platform", "codes", "mark", "queued", "stream")
+
+    def __init__(self, platform: Platform, codes: Any, stream: int, mark: Any, queued: Queued) -> None:
+        self._platform, self.codes = platform, codes
+        self.stream, self.mark, self.queued = stream, mark, queued
+        self._event: Event | None = None
+        self._joined = stream
+
+    @property
+    def event(self) -> Event:
+        """As epee's own, made when somebody asks."""
+        if self._event is None:
+            device = self._platform.device
+            self._event = Event(device, self.stream, self.mark) if device.type == "cuda" else Event()
+        return self._event
+
+    def join(self) -> None:
+        """Make the current stream wait, if it is not behind the launch already: what has waited once is behind it."""
+        raw = self._platform.stream()
+        if raw == self.stream or raw == self._joined:
+            return
+        if self.mark is None:
+            self.event.wait()
+            return
+        self._platform.wait(self.mark, raw)
+        self._joined = raw
+
 
 @untraced_methods
 class MessageWork(DeviceWork):
-    """A send or a receive, or several, queued on a stream, or collected for a batch that is queued with its last.
+    """A send or a receive, queued on a stream, or collected for a batch that is queued with its last.
 
     Args:
         owner: of the message.
-        outputs: the tensors.
+        tensors: of it.
         device: the GPU.
+        peer, is_send: of it.
+        end: of its launch, None where it is collected.
+
+    Attributes:
+        engine: of the group.
     """
 
-    def __init__(self, owner: Owner, outputs: Any, device: torch.device) -> None:
-        super().__init__(owner.check, -1, outputs, device)
-        self._owner = owner
-        self._queued: Queued | None = None
-        self._is_queued = False
+    def __init__(
+        self,
+        owner: Owner,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        peer: int,
+        is_send: bool,
+        end: MessageEnd | None = None,
+    ) -> None:
+        _WorkBase.__init__(self)  # a message that is collected has no stream and no event yet
+        self._owner, self._look, self._outputs, self._device = owner, owner.check, tensors, device
+        self._peer, self._is_send, self._end = peer, is_send, end
+        self._side = self._error = self._future = None
+        self.engine = owner.engine
 
-    def begin(self, stream: int, mark: Any, queued: Queued) -> None:
-        """Note that it is queued on a raw stream, in front of a mark."""
-        self._stream, self._queued, self._is_queued = stream, queued, True
-        self._event = Event(self._device, stream, mark) if self._device.type == "cuda" else Event()
+    def begin(self, end: MessageEnd) -> None:
+        """Note that it is queued."""
+        self._end = end
+
+    @property
+    def _event(self) -> Event:  # type: ignore[override]
+        assert self._end is not None
+        return self._end.event
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the size of the group."""
+        return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the message; the host waits, too, for a receive from any source, whose
         source it has to know, and with a time-out above 0.
 
         Raises:
-            CommTimeoutError: the time has passed, the message goes on. Else what kernels have reported.
+            CommTimeoutError: the time has passed, the message goes on. Else what kernels have reported; where the group
+            reports losses, one is told by `exception` only.
         """
-        if not self._is_queued:
+        if self._end is None:
             self._owner.flush()
-        if self._queued is not None and self._queued.source is not None:
-            self._owner.await_end(self._event.query, "recv")
+        end = self._end
+        assert end is not None
+        if end.queued.source is not None:
+            self._owner.await_end(end.event.query, "recv")
+        elif timeout is None and end.codes == NO_REPORTS:
+            end.join()
+            return True
         return super().wait(timeout)
+
+    def _join(self) -> None:
+        assert self._end is not None
+        self._end.join()
 
     def is_completed(self) -> bool:
         """True when the GPU has come past the message."""
-        return self._is_queued and super().is_completed()
+        return self._end is not None and bool(self._end.event.query())
+
+    def exception(self) -> BaseException | None:
+        """Return the failure that `wait` has raised, or by which a message that has ended was lost."""
+        if self._error is None and self._end is not None and self.is_completed():
+            self._error = self._owner.lost_by(self._peer, self._is_send, self._end.queued)
+        return self._error
+
+    def is_success(self) -> bool:
+        """True when the message has ended well here: of a send, its bytes lie with the receiver."""
+        return self.is_completed() and self.exception() is None
+
+    def lost_ranks(self) -> set[int]:
+        """Return the ranks because of which the message was lost; waits for the GPU.
+
+        Raises:
+            CommTimeoutError: the GPU has not come past it within twice the group's time-out.
+        """
+        deadline = time.monotonic() + 2 * self.engine.timeout_s
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise CommTimeoutError("the GPU has not ended the message within twice the group's time-out")
+            time.sleep(NAP_S)
+        error = self.exception()
+        known = {self._peer} if error is not None and self._peer != ANY else set()
+        return {*getattr(error, "ranks", ())} or known
+
+    def contributors(self) -> set[int]:
+        """Return the ranks that are not lost; waits for the GPU."""
+        return {*self.engine.box.members} - self.lost_ranks()
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any source got its message from, -1 before, and for other messages."""
-        source = None if self._queued is None else self._queued.source
+        source = None if self._end is None else self._end.queued.source
         return -1 if source is None else int(source.words[0]) - 1
 
     _source_rank = source_rank
+
+
+class Letter(NamedTuple):
+    """A message of a batch: what is moved, its work, the tensors that must live, and what is copied back then."""
+
+    parcel: Parcel
+    work: MessageWork
+    kept: Sequence[torch.Tensor]
+    back: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def letter_of(owner: Owner, device: torch.device, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> Letter:
+    """Return a message that is to be queued; a send's contents are taken now.
+
+    Raises:
+        InvalidArgument: a receive into memory that overlaps itself.
+    """
+    plain, back = tensor.detach(), None
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        if is_send:
+            plain = plain.contiguous().resolve_conj().resolve_neg()
+        else:
+            refuse_overlap(tensor, "recv: tensor")
+            scratch = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+            plain, back = scratch, (plain, scratch)
+    parcel = Parcel(is_send, peer, plain.data_ptr(), plain.nbytes, tag, number_of(plain.dtype))
+    kept = [tensor] if plain.data_ptr() == tensor.data_ptr() else [tensor, plain]
+    return Letter(parcel, MessageWork(owner, [tensor], device, peer, is_send), kept, back)

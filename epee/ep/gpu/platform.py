@@ -92,8 +92,11 @@ class Platform(Protocol):
     def mark(self, stream: int) -> Any:
         """Return a mark at the present end of a stream."""
 
-    def wait(self, mark: Any) -> None:
-        """Make the current stream wait for a mark."""
+    def wait(self, mark: Any, stream: int | None = None) -> None:
+        """Make a raw stream, the current one if none is named, wait for a mark."""
+
+    def order(self, first: int, second: int, event: torch.cuda.Event) -> None:
+        """Let what comes on the raw stream `second` run behind what is on `first` now, by an event that is free."""
 
     def is_done(self, mark: Any) -> bool:
         """Whether all work before a mark is done."""
@@ -130,9 +133,12 @@ class CudaPlatform:
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
         self._index = index
+        self._streams: dict[int, torch.cuda.Stream] = {}  # torch's objects by raw handle, which cost more than an event
         # every call asks both: without a frame of Python around torch's own functions
         self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        events = torch._C._CudaEventBase
+        self._new_event, self._record, self._wait = events, events.record, events.wait
 
     @cached_property
     def keeps_addresses(self) -> bool:
@@ -159,15 +165,27 @@ class CudaPlatform:
         """Allocate pinned 64-bit words, all zero."""
         return _PinnedWords(count)
 
-    def mark(self, stream: int) -> torch.cuda.Event:
-        """Return an event at the present end of a stream."""
-        event = torch.cuda.Event()
-        event.record(stream_of(stream, self.device))
+    def mark(self, stream: int) -> Any:
+        """Return an event at the present end of a stream: what `torch.cuda.Event` is made of, which costs less."""
+        event = self._new_event()
+        self._record(event, self._streams.get(stream) or self._stream_of(stream))
         return event
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Make the current stream wait for an event."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait(self, mark: torch.cuda.Event, stream: int | None = None) -> None:
+        """Make a raw stream, the current one if none is named, wait for an event."""
+        self._wait(mark, self._stream_of(self.stream() if stream is None else stream))
+
+    def order(self, first: int, second: int, event: torch.cuda.Event) -> None:
+        """Let what comes on the raw stream `second` run behind what is on `first` now, by an event that is free."""
+        streams = self._streams
+        self._record(event, streams.get(first) or self._stream_of(first))
+        self._wait(event, streams.get(second) or self._stream_of(second))
+
+    def _stream_of(self, raw: int) -> torch.cuda.Stream:
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = stream_of(raw, self.device)
+        return stream
 
     def is_done(self, mark: torch.cuda.Event) -> bool:
         """Whether all work before an event is done."""

@@ -35,7 +35,17 @@
 // without one when the pair has lost another message meanwhile. A message that fails is lost, and so are all that
 // follow in its pair, both ways, until the two hosts have met and emptied the words (`messages/pairs.py`). What the
 // receiver's memory holds of it is not said. Who dies between two steps leaves a flag that does not come, or a ring
-// that nobody reads: its peer's wait ends by the word of its death. Nothing traps.
+// that nobody reads: its peer's wait ends by the word of its death. Nothing traps. Which of the host's messages are
+// lost tell the tickets of launches: a kernel of a pair and direction that loses something stores its own in `failed`,
+// where none stands yet; as these run in order, all from that one on are lost, until the hosts have met.
+//
+// Death and order. A message has two ends, so what the survivor holds decides alone, and nobody has to agree. A receive
+// that hears that its source is dead looks once more at the flag, acquiring: a chunk whose flag is there counts. In
+// mode "mask" the word of a death comes when the process has ended altogether (the driver has taken its context down
+// before), so that look is final: a message all of whose flags lie there is received, whenever its sender died; any
+// other one is lost for good, as nothing will be stored there any more. A send that lay in the ring has ended well,
+// whether its receiver lived to take it or not. A receive from any source, in mode "mask", gives up its pair with a
+// dead rank and waits on for the others.
 #include "../../common/chunks.cuh"
 #include "../../common/report.cuh"
 #include "../../common/stall.cuh"
@@ -102,14 +112,27 @@ DEVICE_COLD void lose(const MessageParams& p, int peer, int op, u32 code, u64 ex
   st_release_sys(gone, code == kMismatch ? kDiffers : kGaveUp);
 }
 
+/// Notes that this launch has lost a message of a pair and direction; kernels of those run one after the other.
+DEVICE_COLD void note_failed(const MessageParams& p, int channel) {
+  u64* failed = reinterpret_cast<u64*>(p.failed) + channel;
+  if (p.ticket && !ld_relaxed_sys(failed)) st_relaxed_sys(failed, p.ticket);
+}
+
 constexpr u32 kLostElsewhere = 0xFF;
+
+/// Whether the host says so. This GPU's copy of its words may be about a process in whose place another one is now: it
+/// is as old as the last wait of any pair, and one block renews it while the others read. The host's own word is not:
+/// it is about the process of the pair before a kernel of the two is launched (`messages/pairs.py`).
+DEVICE_COLD bool is_dead_now(const MessageParams& p, int peer) {
+  return ld_relaxed_sys(reinterpret_cast<u64*>(p.abort) + kHostDead) >> peer & 1;
+}
 
 /// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` or `kLostElsewhere`.
 DEVICE_COLD u32 why_stop(const MessageParams& p, int peer, u64 start) {
   const u64 now = global_time_ns();
   const u64 news = latest_news(reinterpret_cast<u64*>(p.abort), own_words(p, kRegionNewsOffset), start, now);
   if (ld_relaxed_sys(own_words(p, kRegionLostOffset) + peer)) return kLostElsewhere;
-  if (dead_ranks(news) >> peer & 1) return kPeerDead;
+  if ((dead_ranks(news) >> peer & 1) && is_dead_now(p, peer)) return kPeerDead;
   if (is_aborted(news)) return kAborted;
   const u64 gone = ld_acquire_sys(own_words(p, kRegionGoneOffset) + peer * kGoneWords);
   if (gone) return gone == kDiffers ? kMismatch : kPeerGaveUp;
@@ -205,6 +228,15 @@ DEVICE void move_chunk(const MessageParams& p, const Lane& s, int k, int thread,
   }
 }
 
+/// Whether messages go between this rank and a lane's peer. A graph may be replayed, or a batch be completed, when the
+/// host has forgotten a peer that is dead, and has not met its successor. One thread.
+DEVICE bool has_pair(const MessageParams& p, const Lane& s, int op) {
+  if (ld_relaxed_sys(own_words(p, kRegionLostOffset) + s.peer)) return false;
+  if (s.region) return true;
+  lose(p, s.peer, op, kPeerDead, s.wanted.tag, 0, op == kSend ? kWaitCredit : kWaitMessage);
+  return false;
+}
+
 /// What a block does with a lane of a send. All threads; false when the pair is lost.
 DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane) {
   open_lane(p, s, w, peer, lane, kRegionSentOffset);
@@ -215,7 +247,7 @@ DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
         const u64 chunk = s.count + static_cast<u64>(k), slots = static_cast<u64>(p.num_slots);
         const u64 want = chunk + 1 > slots ? chunk + 1 - slots : 0;
         const u64* credit = lane_word(p.own, kRegionCreditsOffset, peer, lane);
-        bool is_open = !ld_relaxed_sys(own_words(p, kRegionLostOffset) + peer);
+        bool is_open = has_pair(p, s, kSend);
         if (is_open && k == 0) {  // also where nobody has to be waited for: the peer may have refused one before
           const u64 gone = ld_acquire_sys(own_words(p, kRegionGoneOffset) + peer * kGoneWords);
           if (gone) lose_wait(p, peer, kSend, gone == kDiffers ? kMismatch : kPeerGaveUp, s.wanted.tag, kWaitCredit);
@@ -253,8 +285,7 @@ DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int p
         const u64 chunk = s.count + static_cast<u64>(k);
         const u64* flag = lane_word(p.own, kRegionFlagsOffset, peer, lane);
         const Place where = k == 0 ? kWaitMessage : kWaitChunk;
-        bool is_open = !ld_relaxed_sys(own_words(p, kRegionLostOffset) + peer) &&
-                       wait_count(p, peer, kReceive, flag, chunk + 1, s.wanted.tag, where);
+        bool is_open = has_pair(p, s, kReceive) && wait_count(p, peer, kReceive, flag, chunk + 1, s.wanted.tag, where);
         if (is_open && k == 0)
           is_open = compare_facts(p, peer, slot_at(p, p.own, peer, lane, chunk), s.wanted.tag,
                                   static_cast<u64>(s.wanted.num_bytes), s.wanted.dtype);
@@ -277,11 +308,11 @@ DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int p
 DEVICE int any_source(const MessageParams& p, const Wanted& w) {
   int found = -1, blamed = p.rank;
   u64 start = 0;
-  u32 stop = 0;
+  u32 stop = 0, gone = 0;
   const auto poll = [&] {
 #pragma unroll 1
     for (int rank = 0; rank < p.num_ranks && found < 0; ++rank) {
-      if (!ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
+      if ((gone >> rank & 1) || !ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
       const u64 chunk = *lane_word(p.own, kRegionTakenOffset, rank, 0);
       if (ld_acquire_sys(lane_word(p.own, kRegionFlagsOffset, rank, 0)) <= chunk) continue;
       const u64* header = reinterpret_cast<const u64*>(slot_at(p, p.own, rank, 0, chunk) + p.slot_bytes);
@@ -291,15 +322,26 @@ DEVICE int any_source(const MessageParams& p, const Wanted& w) {
   };
   const auto must_end = [&] {
     if (start == 0) start = global_time_ns();
+    bool has_others = false;
 #pragma unroll 1
     for (int rank = 0; rank < p.num_ranks && !stop; ++rank) {
-      if (rank == p.rank || !ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
+      if ((gone >> rank & 1) || rank == p.rank || !ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
       stop = why_stop(p, rank, start);
+      if (p.skips_dead && (stop == kPeerDead || stop == kLostElsewhere)) {
+        if (stop == kPeerDead && poll()) return true;  // what it has sent before counts
+        lose_wait(p, rank, kReceive, stop, w.tag, kWaitAny);
+        gone |= 1u << rank;
+        stop = 0;
+        continue;
+      }
+      has_others = true;
       if (stop && stop != kTimeout && stop != kAborted) blamed = rank;
     }
+    if (p.skips_dead && !has_others) stop = kLostElsewhere;  // and each has been told of
     return stop != 0;
   };
   if (bounded_wait<kPollsPerGlance, kPollAgain>(poll, must_end)) return found;
+  if (stop == kLostElsewhere && blamed == p.rank) return -1;
   if (blamed != p.rank) {
     lose_wait(p, blamed, kReceive, stop, w.tag, kWaitAny);
   } else {  // nothing was taken of anybody, so no pair is lost
@@ -331,6 +373,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks)
     for (int lane = first; lane < lanes && is_open; lane += p.blocks)
       is_open = is_send ? send_lane(p, s, w, peer, lane) : receive_lane(p, s, w, peer, lane);
   }
+  if (!is_open && threadIdx.x == 0) note_failed(p, p.channels[channel]);
 }
 
 /// One receive from any source, by one block, which tells the host who it was.
@@ -348,7 +391,11 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks)
   bool is_open = true;
 #pragma unroll 1
   for (int lane = 0; lane < lanes && is_open; ++lane) is_open = receive_lane(p, s, w, peer, lane);
-  if (is_open && threadIdx.x == 0) st_relaxed_sys(reinterpret_cast<u64*>(p.source), static_cast<u64>(peer) + 1);
+  if (threadIdx.x != 0) return;
+  if (is_open)
+    st_relaxed_sys(reinterpret_cast<u64*>(p.source), static_cast<u64>(peer) + 1);
+  else
+    note_failed(p, peer << 1);
 }
 
 }  // namespace epee

@@ -1,0 +1,99 @@
+"""What becomes of messages that are lost: what kernels report, what is raised, and what a message's work is told.
+
+Kernels report (`report.py`); the error is raised at the next touch of the host: a message, or the `wait` of one. A pair
+that has lost a message makes none before its hosts have met (`pairs.py`). A death is told to the kernels by a thread
+(`ep/gpu/death_notifier.py`); the engine hears of it by its own means. Where the group reports losses (mode "mask" under
+Mooncake's names) a message to or from a dead rank raises nothing: its work says that it was lost (`work.py`). Nobody
+but the survivor decides (`csrc/kernels/message/batch.cuh`), so mode "mask" needs no more than that here, and that the
+word of a death comes when the dead rank's memory is final.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ...backend.engine.engine import Engine
+from ...backend.work import is_loss
+from ...ep.gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
+from ...errors import CommTimeoutError, EpeeError, RankFailedError
+from .machine import Messages, Queued
+from .meetings import Pairs
+from .params import MAX_RANKS
+from .report import error_of, failed
+
+logger = logging.getLogger("epee")
+
+CLOSE_S = 30.0  # how much longer than the group's time-out the host waits for kernels
+NEWS_S = 0.1  # how long a host waits to hear of a death that is behind what a kernel has reported
+NAP_S = 5e-5
+
+
+class LostMessages:
+    """See above. Any thread.
+
+    Args:
+        engine: of the group.
+        rank: this process's.
+        pairs: of it.
+        lock: of the pairs.
+    """
+
+    def __init__(self, engine: Engine, rank: int, pairs: Pairs, lock: threading.RLock) -> None:
+        self._engine, self._rank, self._pairs, self._lock = engine, rank, pairs, lock
+
+    def check(self) -> None:
+        """Raise what kernels have reported. Any thread."""
+        machine = self._pairs.machine
+        if machine is None or not machine.device.has_reports:
+            return
+        with self._lock:
+            errors = [self._error_of(machine, report) for report in machine.reports()]
+        if self._engine.reports_losses:
+            for error in filter(is_loss, errors):
+                logger.warning("%s", error)
+            errors = [error for error in errors if not is_loss(error)]
+        for error in errors[1:]:
+            logger.info("beside the failure that is raised now: %s", error)
+        if errors:
+            raise errors[0]
+
+    def _error_of(self, machine: Messages, report: KernelReport) -> EpeeError:
+        if report.peer >= MAX_RANKS:
+            return error_of(report, self._rank)  # of a receive from any source: no pair has lost anything
+        self._pairs.lost.add(report.peer)
+        if report.code in (TIMEOUT, PEER_GAVE_UP):
+            begun = time.monotonic()
+            while time.monotonic() - begun < NEWS_S and not machine.device.is_marked(report.peer):
+                time.sleep(1e-3)
+            if machine.device.is_marked(report.peer):
+                return failed(report, self._rank, report.peer)
+        return error_of(report, self._rank)
+
+    def lost_by(self, peer: int, is_send: bool, queued: Queued) -> EpeeError | None:
+        """Return why a message whose kernel has ended was lost, None where it was not."""
+        machine = self._pairs.machine
+        if machine is None:
+            return None
+        is_any = queued.source is not None
+        if queued.source is not None and queued.source.words[0]:
+            return None
+        if not is_any and not machine.is_lost(peer, is_send, queued.ticket):
+            return None
+        name, who = "send" if is_send else "recv", range(MAX_RANKS) if is_any else (peer,)
+        dead = [rank for rank in who if machine.device.is_marked(rank)]
+        text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
+        if dead:
+            return RankFailedError(f"{text}; dead: {dead}", dead, name, 0, cause="process ended")
+        return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer])
+
+    def await_end(self, is_done: Callable[[], bool], name: str) -> None:
+        """Let the host wait for a message's end, and raise what became of it."""
+        deadline = time.monotonic() + self._engine.timeout_s + CLOSE_S
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(f"{name}: the GPU has not come to the message within the group's time-out")
+            time.sleep(NAP_S)
+        self.check()

@@ -7,7 +7,8 @@ figure is the difference of their times divided by that of their calls, median o
 a call begins when the one before has ended, and ends when its result may be read. All calls use the same tensors,
 bfloat16; up to some 16 MiB they therefore lie in the caches, for everybody alike. Without a graph: elapsed time of a
 call of 100 that are queued at once, and in brackets what a call costs the calling thread (blocks of 20, queue kept
-short). All calls are torch's (`dist.all_reduce` ...), on a group of the backend "epee" and on one of NCCL.
+short). All calls are torch's (`dist.all_reduce` ...), on a group of the backend "epee" and on one of NCCL; `pool`: the
+former on tensors in the group's memory pool.
 
 Bytes: those of the tensor, for all_gather of the output, for reduce_scatter and all_to_all of the input. `bus` is by
 NCCL's formula, bytes x factor / time, with factor 2 (n - 1) / n for all_reduce, 1 for broadcast, (n - 1) / n for the
@@ -27,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import epee  # noqa: F401 - registers the backend
 from epee.collectives.machine import Collectives
 from epee.collectives.plan import CollectivePlan
+from epee.collectives.pool import MemoryPool
 from epee.errors import CommTimeoutError
 
 DTYPE = torch.bfloat16
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 TARGET_US = {4: 5.0, 4 << 10: 5.5, 64 << 10: 7.0, 1 << 20: 12.0, 16 << 20: 88.0, 256 << 20: 1150.0}  # all_reduce
+POOL_BYTES = 1 << 30
 KINDS = ((torch.bfloat16, "sum"), (torch.float16, "sum"), (torch.float32, "max"))
 REPLAYS, TIMEOUT_S = 25, 20.0
 Group = Any  # a process group
@@ -258,14 +262,15 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 class Case:
-    """One op at one size: tensors, and the call by each of those who can do it."""
+    """One op at one size: tensors, in a pool if one is given, and the call by each of those who can do it."""
 
-    def __init__(self, op: str, size: int, num_ranks: int) -> None:
+    def __init__(self, op: str, size: int, num_ranks: int, pool: MemoryPool | None = None) -> None:
         self.op, self.size = op, size
         count = max(1, size // 2)
         part = max(1, count // num_ranks)
-        self.x = torch.randn(part if op == "all_gather" else count, device="cuda").to(DTYPE)
-        self.out = torch.empty(part if op == "reduce_scatter" else count, dtype=DTYPE, device="cuda")
+        empty = partial(torch.empty, device="cuda") if pool is None else pool.empty
+        self.x = empty(part if op == "all_gather" else count, dtype=DTYPE).normal_()
+        self.out = empty(part if op == "reduce_scatter" else count, dtype=DTYPE).zero_()
 
     def by(self, group: Group) -> Callable[[], None]:
         """By a group, in place where that is possible: as NCCL does best."""
@@ -327,6 +332,9 @@ def time_all(ours: Group, nccl: Group, sizes: tuple[int, ...]) -> list[dict[str,
             row: dict[str, Any] = {"op": op, "bytes": size, "epee_us": graph_us(case.by(ours), size)}
             half_of(ours).check()
             row["nccl_us"] = graph_us(case.by(nccl), size)
+            if size > 1 << 20:
+                row["pool_us"] = graph_us(Case(op, size, num_ranks, ours.memory_pool(POOL_BYTES)).by(ours), size)
+                half_of(ours).check()
             row["target_us"] = target_of(op, size, row["nccl_us"])
             if op == "all_reduce" and 4096 <= size <= 16 << 20:
                 row["symm_us"] = symm_us(size, nccl)
@@ -347,13 +355,14 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             continue
         is_met = "met" if row["epee_us"] <= row["target_us"] else "   "
         symm = ", ".join(f"{way} {us:.1f}" for way, us in row.get("symm_us", {}).items())
+        pool = f"  pool {row['pool_us']:.1f}" if "pool_us" in row else ""
         eager = ""
         if "epee_host_us" in row:
             both = (f"{row[f'{name}_eager_us']:8.1f} ({row[f'{name}_host_us']:5.1f})" for name in ("epee", "nccl"))
             eager = "  ".join(both)
         say(
             f"{row['op']:15s}{row['bytes']:10d} {row['epee_us']:9.2f} (bus {row['bus_gbps']:5.1f}) "
-            f"{row['nccl_us']:9.2f} {row['target_us']:9.2f} {is_met} {eager}{'  symm ' + symm if symm else ''}"
+            f"{row['nccl_us']:9.2f} {row['target_us']:9.2f} {is_met} {eager}{'  symm ' + symm if symm else ''}{pool}"
         )
 
 

@@ -664,6 +664,26 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Show no more those of `ranks` that are lost, where what is shown keeps them (`BackendOptions.keeps_lost`)."""
         self._engine.mask.put_out(ranks)
 
+    def memory_pool(self, nbytes: int) -> Any:
+        """Return memory on this rank's GPU from which tensors are allocated that large collectives read where they lie.
+
+        All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
+        process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
+        call copy-free, how long memory lives, and what a failure leaves: `epee.collectives.pool.MemoryPool`, which it
+        returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`.
+
+        Args:
+            nbytes: of this rank's pool, which does not grow. The first call's GPU is that of later calls.
+
+        Raises:
+            InvalidArgument: `nbytes` is below 1, or above those of the pool that there is. UnsupportedError: the
+                group's calls on CUDA tensors go through host memory, or it has `fault_mode="mask"`. ResourceError, on
+                all alike: a rank has no such memory; may be tried again. Else as any collective.
+        """
+        if self._on_device is None:
+            raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through host memory")
+        return self._on_device.memory_pool(nbytes)
+
     def _meet(self) -> None:
         options: Any = dist.BarrierOptions()
         options.asyncOp = False

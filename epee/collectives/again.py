@@ -72,7 +72,7 @@ class ReadyCall:
                 return False
             fitted = self._fit(answer, timeout_s)
         self._pack(fitted.kernel.args, self._at, *addresses)
-        fitted.kernel(fitted.grid, fitted.block, 0, stream, fitted.mode)
+        fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
         return True
 
     def _fit(self, answer: tuple[int, bool], timeout_s: float) -> Fitted:
@@ -157,14 +157,15 @@ class KnownCalls:
         code = 0 if op == _SUM else reduce_code(op)
         if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
             return None
-        ready = self._ready(("all_reduce", type(x), x.dtype, x.numel(), x.get_device(), code))
+        ready = self._ready(("all_reduce", type(x), x.dtype, x.numel(), x.get_device(), code, self._is_in_pool(x)))
         return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> _Found | None:
         (x,) = tensors
         if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
             return None
-        ready = self._ready(("broadcast", type(x), x.dtype, x.numel(), x.get_device(), opts.rootRank))
+        key = "broadcast", type(x), x.dtype, x.numel(), x.get_device(), opts.rootRank, self._is_in_pool(x)
+        ready = self._ready(key)
         return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
 
     def _all_gather(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
@@ -205,4 +206,9 @@ class KnownCalls:
         if output.layout is not _STRIDED or not output.is_contiguous() or output.is_neg() or not output.numel():
             return None
         key = op, type(x), type(output), x.dtype, output.dtype, x.numel(), output.numel()
-        return self._ready((*key, x.get_device(), output.get_device(), more))
+        return self._ready((*key, x.get_device(), output.get_device(), more, self._is_in_pool(x)))
+
+    def _is_in_pool(self, x: torch.Tensor) -> bool:
+        """Whether what peers would read lies in the pool, on which the kernel's arguments depend."""
+        pool = self._machine.pool
+        return pool is not None and pool.holds(x.data_ptr(), x.nbytes)

@@ -39,7 +39,15 @@ from ..backend.work import DONE, Ended, is_loss
 from ..ep.gpu.death_notifier import DeathNotifier
 from ..ep.gpu.platform import CudaPlatform, Platform
 from ..ep.gpu.report import KernelReport
-from ..errors import EpeeError, InvalidArgument, InvalidState, PeerError, RankFailedError, UnsupportedError
+from ..errors import (
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    PeerError,
+    RankFailedError,
+    ResourceError,
+    UnsupportedError,
+)
 from ..memory.claim import process_start_time
 from ..memory.cuda_mapping import uuid_of
 from ..view.process.detector import is_leaving
@@ -53,6 +61,7 @@ from .mask.moves import masked
 from .mask.work import MaskedWork
 from .meeting import MeetingRow, flaw_in
 from .plan import config_of, plan_of
+from .pool import MemoryPool
 from .report import error_of, failed, may_be_of_dead
 from .work import DeviceWork, OwnStream, note_use
 
@@ -72,6 +81,11 @@ def platform_of(device: torch.device) -> Platform:
 def has_gpu() -> bool:
     """Whether this process has a GPU that kernels can be loaded on; asked at the first call, as CUDA is in use then."""
     return torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """Return the GPU that this process makes its next calls on."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gpu_name(device: torch.device) -> bytes:
@@ -105,6 +119,9 @@ class DeviceHalf:
         self._in: tuple[int, ...] | None = ()  # who was in that call; None: the kernels know
         self._processes: dict[int, tuple[int, int]] = {}
         self._notifier: DeathNotifier | None = None
+        self._pool_bytes = 0  # that were asked for
+        self._why_no_pool: Exception | None = None
+        self._poor: list[int] = []  # members of the last meeting that have no pool
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -319,6 +336,44 @@ class DeviceHalf:
         self._losses.look(self._machine)
         return self._losses.lost()
 
+    # --- pools
+
+    def memory_pool(self, nbytes: int) -> MemoryPool:
+        """Return this rank's pool, made if there is none; all members call it. See `ProcessGroup.memory_pool`."""
+        if nbytes < 1:
+            raise InvalidArgument(f"nbytes must be 1 or more, got {nbytes}")
+        if self._policy.is_masked:
+            raise UnsupportedError('memory_pool: groups with fault_mode="mask" read no tensors of peers; use "raise"')
+        with self._lock:
+            machine = self._machine
+            if machine is not None and machine.pool is not None and nbytes > machine.pool.nbytes:
+                raise InvalidArgument(
+                    f"the group's pool has {machine.pool.nbytes} bytes and does not grow, got {nbytes}"
+                )
+            if not self._off and not has_gpu():
+                self._off = "this process has no GPU"
+            self._pool_bytes, self._why_no_pool = nbytes, None
+            self.renew()
+            if not self._off:
+                self.check()
+                self._meet(self._device or current_device(), "memory_pool")
+            machine = self._machine
+            if self._off or machine is None:
+                raise UnsupportedError(f"memory_pool: collectives on CUDA tensors go through host memory: {self._off}")
+            if self._poor:
+                raise ResourceError(f"memory_pool: ranks {self._poor} have none") from self._why_no_pool
+            assert machine.pool is not None
+            return machine.pool
+
+    def _lend(self, machine: Collectives) -> bytes:
+        """Return by what peers map this rank's pool, made if it was asked for; empty if there is none."""
+        if machine.pool is None and self._pool_bytes:
+            try:
+                machine.lend(self._pool_bytes)
+            except (EpeeError, RuntimeError) as exc:  # the others must hear that there is none
+                self._why_no_pool = exc
+        return b"" if machine.pool is None else machine.pool.blob
+
     # --- meetings
 
     def _must_meet(self) -> bool:
@@ -428,6 +483,7 @@ class DeviceHalf:
                 number=machine.number(),
                 num_ranks=num_ranks,
                 blob=machine.blob,
+                pool=self._lend(machine),
             )
         except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
             return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
@@ -437,7 +493,10 @@ class DeviceHalf:
         machine = self._machine
         assert machine is not None
         try:
-            machine.admit({rank: row.blob for rank, row in rows.items()})
+            machine.admit(
+                {rank: row.blob for rank, row in rows.items()}, {rank: row.pool for rank, row in rows.items()}
+            )
+            self._poor = [rank for rank, row in rows.items() if not row.pool]
             zombies = self._zombies(rows)
             if zombies:
                 return f"processes that had ranks {zombies} before live on, and may write into memory of the group"

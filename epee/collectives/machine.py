@@ -17,7 +17,7 @@ The platform is `ep.gpu.platform.CudaPlatform`, or the tests' emulation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .params import (
     CALL_FORM,
     CALL_OFFSET,
     COLLECTOR,
+    DIRECT_KERNELS,
     EXCHANGE_THREADS,
     FACTS_BITS,
     KERNELS,
@@ -46,16 +47,19 @@ from .params import (
     TWO_SHOT_THREADS,
     CollectiveConfig,
     MaskedParams,
+    direct_threads,
     kernel_head,
 )
 from .plan import CollectivePlan, Fitted
+from .pool import MemoryPool
 
 MOST_GROUPS = 8  # that share a GPU on streams of their own without crowding each other out
 BESIDE = 2  # a call beside others' kernels takes one of so many parts of the GPU
 UNEVEN_CHUNK_BYTES = 16 << 10  # of rows whose lengths only two ranks know
+MIN_STAGE_BYTES = 4096  # four stages of 128 bytes for each of seven peers, at least
 
 
-_NO_SIZES = (0,) * 7
+_NO_SIZES = (0,) * 9
 
 
 def _roles_of(move: Move, rank: int) -> int:
@@ -83,6 +87,7 @@ class Collectives:
         told: mode "mask": a pinned word, a bit for each rank that kernels have left out since `begin`.
         shown: mode "mask": address and length of the program's mask on this GPU, or 0.
         fills_absent: mode "mask": places of ranks that take no part are filled with zeros.
+        pool: memory for tensors that peers read where they lie, if there is one.
     """
 
     def __init__(
@@ -100,18 +105,20 @@ class Collectives:
         self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
-        self._files = {**KERNELS, **(MASKED_KERNELS if config.is_masked else {})}
+        self._files = {**KERNELS, **(MASKED_KERNELS if config.is_masked else {})}  # that calls may need
         self.device = GpuDevice(platform, head, self._files)
         self.told = platform.host_words(1)
         self.shown, self.fills_absent = (0, 0), False
         self._own = platform.create(config.region_layout.nbytes)
-        self._kernels: dict[Kind, Mapping[str, Any]] = {}
-        self._add(MOVED, self.device.kernels)
+        self._kernels: dict[Kind, dict[str, Any]] = {}
+        self._loaded: dict[Kind, set[str]] = {}  # files of them
+        self._add(MOVED, self._files, self.device.kernels)
         for kind in kinds:
             self.load(kind)
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._regions[config.rank] = self._own
-        self._blobs: list[bytes] = [b""] * config.num_ranks
+        self.pool: MemoryPool | None = None
+        self._pools: list[LentRegion | None] = [None] * config.num_ranks
 
     @property
     def nbytes(self) -> int:
@@ -132,27 +139,27 @@ class Collectives:
             InvalidArgument: no kernel has it. InvalidState: a graph is being recorded.
         """
         kernels = self._kernels.get(kind)
-        if kernels is None:
+        if kernels is None or not self._files.keys() <= self._loaded[kind]:
             head = kernel_head(self.config.num_ranks, *kind, self.plan.pipeline, self._stall_one_in)
             if self.platform.is_capturing():
                 raise InvalidState(
                     f"the kernels of {kind[1]} of {kind[0]} are not loaded yet; make one such call before the graph is "
                     "recorded"
                 )
-            kernels = {}
-            for path, params in self._files.items():
-                kernels.update(self.platform.kernels(path, head, params))
-            self._add(kind, kernels)
+            for path in self._files.keys() - self._loaded.get(kind, set()):
+                self._add(kind, [path], self.platform.kernels(path, head, self._files[path]))
+            kernels = self._kernels[kind]
         return kernels
 
-    def _add(self, kind: Kind, kernels: Mapping[str, Any]) -> None:
+    def _add(self, kind: Kind, paths: Iterable[str], kernels: Mapping[str, Any]) -> None:
         call = self.config.call(self._own.address, self.device.report.address, self.device.news.address)
         for kernel in kernels.values():
             if isinstance(kernel.args, MaskedParams):
                 kernel.args.base.call, kernel.args.kept_offset = call, self.config.region_layout.offset("kept")
             else:
                 kernel.args.call = call
-        self._kernels[kind] = kernels
+        self._kernels.setdefault(kind, {}).update(kernels)
+        self._loaded.setdefault(kind, set()).update(paths)
 
     def run(self, move: Move) -> int:
         """Queue a call on the current stream; returns the stream.
@@ -172,7 +179,7 @@ class Collectives:
             self.device.follow(stream)
         fitted = self.fit(move, *share.limit(stream, is_capturing))
         self.fill(fitted, move)
-        fitted.kernel(fitted.grid, fitted.block, 0, stream, fitted.mode)
+        fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
         return stream
 
     def fit(self, move: Move, num_sms: int, is_alone: bool) -> Fitted:
@@ -182,7 +189,7 @@ class Collectives:
         if not is_alone:  # others need room, too, and more of them may come
             num_sms = min(num_sms, max(1, self.platform.limits.num_sms // MOST_GROUPS))
         name, grid, block, sizes = self._shape(move, num_sms)
-        mode, width = plan.launch, -(-grid // self._blocks_per_sm(num_sms)) if "pipeline" in name else grid
+        mode, width = plan.launch, -(-grid // self._blocks_per_sm(num_sms)) if sizes is not _NO_SIZES else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
                 width *= 2  # the next kernel's blocks take their places beside this one's
@@ -190,7 +197,7 @@ class Collectives:
                 mode = "plain"
         if share.width < width:
             share.widen(width)
-        return Fitted(plan, name, self._kernels[move.kind][name], grid, block, mode, sizes)
+        return Fitted(plan, name, self._kernels[move.kind][name], grid, block, sizes[-2], mode, sizes)
 
     def fill(self, fitted: Fitted, move: Move) -> None:
         """Write a call's own arguments."""
@@ -230,7 +237,8 @@ class Collectives:
         if has_gather:
             kind = "reduced"
         roles = _roles_of(move, config.rank)
-        lanes = min(config.num_lanes, plan.lanes[has_gather and move.root < 0])
+        is_both = has_gather and move.root < 0
+        lanes = min(config.num_lanes, plan.lanes[is_both])
         num_roles = roles.bit_count()
         num_blocks = min(plan.width, num_sms) * self._blocks_per_sm(num_sms)
         grid = min(lanes, max(1, num_blocks // num_roles)) * num_roles
@@ -238,8 +246,12 @@ class Collectives:
         if size != UNEVEN:
             parts = lanes * (max(1, move.takers.bit_count()) if has_gather else 1) * plan.min_chunks
             chunk = min(config.chunk_bytes, plan.chunk_bytes, max(1024, -(-size // parts)))
-        sizes = config.chunk_bytes, lanes, config.num_slots, -(-chunk // 128) * 8, int(has_gather), roles, 0
-        return f"collective_pipeline_{kind}", grid, plan.pipeline[0], sizes
+        vecs, direct = -(-chunk // 128) * 8, plan.direct_lanes[is_both]
+        sizes = config.chunk_bytes, lanes, config.num_slots, vecs, int(has_gather), roles
+        stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.is_bulk else 0
+        if direct and self.lies_in_pool(move):
+            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, stage, 0)
+        return f"collective_pipeline_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, 0)
 
     def _blocks_per_sm(self, num_sms: int) -> int:
         """Return how many blocks of a pipeline count for a multiprocessor.
@@ -254,6 +266,18 @@ class Collectives:
         """Whether the rows of a call fit into packets; the same on all ranks."""
         return 0 <= move.num_bytes <= self.config.packet_bytes
 
+    def lies_in_pool(self, move: Move) -> bool:
+        """Whether what peers read of this rank in a large call, if it is anything, lies in its pool."""
+        pool, me = self.pool, 1 << self.config.rank
+        if pool is None:
+            return False
+        rows: list[tuple[int, int]] = []
+        if move.sources & me:
+            rows += zip(move.inputs, move.in_bytes, strict=True)
+        if move.is_whole and move.takers & me:
+            rows.append((move.outputs[self.config.rank], move.num_bytes))
+        return all(nbytes == 0 or pool.holds(at, nbytes) for at, nbytes in rows)
+
     def _packets(self, nbytes: int, max_threads: int, num_sms: int) -> tuple[int, int]:
         tiles = max(1, -(-nbytes // TILE_BYTES))
         grid = min(-(-tiles // self.plan.warps), self.plan.max_blocks, num_sms)
@@ -261,21 +285,35 @@ class Collectives:
 
     # --- members
 
-    def admit(self, blobs: Mapping[int, bytes]) -> None:
-        """Map the memory of the members (rank -> its `blob`), as far as it is not, and forget that of others.
+    def lend(self, nbytes: int) -> None:
+        """Make this rank's pool; peers know it behind the next `admit` and `begin` of all.
+
+        Raises:
+            ResourceError, UnsupportedError: there is no such memory.
+        """
+        self.pool = MemoryPool(self.platform, nbytes)
+        self._files = {**self._files, **DIRECT_KERNELS}
+
+    def admit(self, blobs: Mapping[int, bytes], pools: Mapping[int, bytes] | None = None) -> None:
+        """Map what the members lend (rank -> its `blob`, and that of its pool), as far as it is not; forget others'.
 
         Raises:
             ProtocolError, AuthError, ResourceError, UnsupportedError: memory cannot be mapped; may be repeated.
         """
         for rank in range(self.config.num_ranks):
-            blob, region = blobs.get(rank, b""), self._regions[rank]
-            if rank == self.config.rank or (region is not None and blob == self._blobs[rank]):
-                continue
-            if region is not None:
-                region.close()
-                self._regions[rank], self._blobs[rank] = None, b""
-            if blob:
-                self._regions[rank], self._blobs[rank] = self.platform.attach(blob), blob
+            if rank != self.config.rank:
+                self._map(self._regions, rank, blobs.get(rank, b""))
+                self._map(self._pools, rank, (pools or {}).get(rank, b""))
+
+    def _map(self, regions: list[LentRegion | None], rank: int, blob: bytes) -> None:
+        region = regions[rank]
+        if region is not None and region.blob == blob:
+            return
+        if region is not None:
+            region.close()
+            regions[rank] = None
+        if blob:
+            regions[rank] = self.platform.attach(blob)
 
     def number(self) -> int:
         """Return the number of this rank's last call; waits for the GPU."""
@@ -287,7 +325,11 @@ class Collectives:
         self.platform.synchronize()
         own = self.config.rank
         addresses = [0 if region is None else region.address for region in self._regions]
-        self._words("peers")[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+        self._set("peers", addresses)
+        pools: list[LentRegion | MemoryPool | None] = [*self._pools]
+        pools[own] = self.pool
+        self._set("pools", [0 if pool is None else pool.address for pool in pools])
+        self._set("pool_bytes", [0 if pool is None else pool.nbytes for pool in pools])
         self._words("view").fill_(sum(1 << rank for rank in {*members, own}))
         self._words("tags").fill_(number)
         for name in ("joined", "expected"):
@@ -297,6 +339,9 @@ class Collectives:
         self.told.words[0] = 0
         self.platform.synchronize()
         self.reports()  # of the time before
+
+    def _set(self, name: str, words: Sequence[int]) -> None:
+        self._words(name)[: len(words)].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
     def leave(self) -> None:
         """Tell the peers' kernels that this rank makes no more calls; none is in flight. Waits for the GPU."""
@@ -331,7 +376,7 @@ class Collectives:
         """Give up all memory. No kernel may be in flight on this rank. Idempotent."""
         if not self.device.is_closed:
             self.device.close()
-            for region in self._regions:
+            for region in (*self._regions, *self._pools, self.pool):
                 if region is not None:
                     region.close()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import ProtocolError
 from .params import MAX_RANKS
 
-_ROW = struct.Struct("<BBxxi16sqQqqH512s200s")  # in the order of `MeetingRow`, the blob's length before it
+_ROW = struct.Struct("<BBxxi16sqQqqHH512s512s200s")  # in the order of `MeetingRow`, the blobs' lengths before them
 _MOST_CALLS = 1 << 38
 
 
@@ -18,6 +18,7 @@ class MeetingRow(NamedTuple):
 
     Attributes:
         phase: 0 before it has mapped the others' memory, 1 behind that.
+        pool: by which others map the rank's pool; empty if it has none.
     """
 
     is_ok: bool
@@ -30,11 +31,13 @@ class MeetingRow(NamedTuple):
     blob: bytes
     reason: str
     phase: int = 0
+    pool: bytes = b""
 
     def pack(self) -> bytes:
         """Return it as bytes."""
         head = self.is_ok, self.phase, self.num_sms, self.gpu, self.pid, self.start_time, self.number, self.num_ranks
-        return _ROW.pack(*head, len(self.blob), self.blob, self.reason.encode()[:200])
+        sizes = len(self.blob), len(self.pool)
+        return _ROW.pack(*head, *sizes, self.blob, self.pool, self.reason.encode()[:200])
 
     @classmethod
     def parse(cls, data: bytes) -> MeetingRow:
@@ -43,11 +46,17 @@ class MeetingRow(NamedTuple):
         Raises:
             ProtocolError: a number cannot be right.
         """
-        ok, phase, sms, gpu, pid, start, number, num_ranks, length, blob, reason = _ROW.unpack(data)
-        if not (length <= 512 and 0 <= number < _MOST_CALLS and 1 <= num_ranks <= MAX_RANKS and 0 < sms < 1 << 16):
+        ok, phase, sms, gpu, pid, start, number, num_ranks, length, extent, blob, pool, reason = _ROW.unpack(data)
+        if not (
+            length <= 512
+            and extent <= 512
+            and 0 <= number < _MOST_CALLS
+            and 1 <= num_ranks <= MAX_RANKS
+            and 0 < sms < 1 << 16
+        ):
             raise ProtocolError(f"a rank told of {length} bytes, call {number}, {num_ranks} ranks and {sms} SMs")
         told = reason.rstrip(b"\0").decode(errors="replace")
-        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told, phase)
+        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told, phase, pool[:extent])
 
 
 def flaw_in(rows: Mapping[int, MeetingRow]) -> str:

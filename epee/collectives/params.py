@@ -94,7 +94,9 @@ class CollectiveParams(ctypes.Structure):
     `inputs`: the row for each rank; `outputs`: where the row of each rank goes, of a reduction this rank's own is the
     one; `num_bytes`: of a row, where all are as long. Pipelines: `has_gather`: two crossings, the row is cut into
     shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
-    `chunk_vecs` vectors of 16 bytes; `roles`: what this rank does (`SENDER` ...).
+    `chunk_vecs` vectors of 16 bytes; `roles`: what this rank does (`SENDER` ...); `direct_lanes`: lanes of a call whose
+    rows all lie in pools; `stage_bytes`: of a block's dynamic shared memory, in which bulk copies are staged, or 0:
+    threads copy.
     """
 
     _fields_ = (
@@ -102,7 +104,7 @@ class CollectiveParams(ctypes.Structure):
         ("inputs", _PTR * MAX_RANKS),
         ("outputs", _PTR * MAX_RANKS),
         *_fields(_LONG, "num_bytes slot_bytes"),
-        *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles unused"),
+        *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles direct_lanes stage_bytes unused"),
     )
 
 
@@ -123,7 +125,7 @@ class MaskedParams(ctypes.Structure):
 
 
 # How a call's own arguments are written, all at once: from `timeout_ns` to the end.
-CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq6i")
+CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq8i")
 CALL_OFFSET = CollectiveCall.timeout_ns.offset
 assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 
@@ -143,6 +145,13 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "kernels/collective/pipeline.cuh": {
         "collective_pipeline_reduced": CollectiveParams,
         "collective_pipeline_placed": CollectiveParams,
+    },
+}
+# Those of groups whose ranks have pools.
+DIRECT_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/collective/direct.cuh": {
+        "collective_direct_reduced": CollectiveParams,
+        "collective_direct_placed": CollectiveParams,
     },
 }
 # Those of groups in mode "mask", beside the others.
@@ -211,6 +220,9 @@ class CollectiveConfig:
 _U64 = torch.int64
 CONTROL_FIELDS = (
     Field("joined", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
+    Field("places", _U64, (NUM_REMEMBERED, MAX_RANKS, 2), 128),
+    Field("pools", _U64, (MAX_RANKS,), 128),
+    Field("pool_bytes", _U64, (MAX_RANKS,), 128),
     Field("gone", _U64, (MAX_RANKS,), 128),
     Field("left", _U64, (MAX_RANKS,), 128),
     Field("expected", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
@@ -225,6 +237,11 @@ CONTROL_FIELDS = (
     Field("settled", _U64, (1,), 128),
     Field("got", _U64, (NUM_REMEMBERED,), 128),
 )
+
+
+def direct_threads(pipeline: tuple[int, int]) -> int:
+    """Return the threads of a block of calls on pools, which need more registers than those of other pipelines."""
+    return max(96, pipeline[0] - 64)
 
 
 @functools.cache
@@ -260,6 +277,7 @@ def kernel_head(
         "kTwoShotThreads": TWO_SHOT_THREADS,
         "kPipelineThreads": pipeline[0],
         "kPipelineBlocks": pipeline[1],
+        "kDirectThreads": direct_threads(pipeline),
         "kStallOneIn": stall_one_in,
     }
     structs = (CollectiveCall, CollectiveParams, MaskedParams)

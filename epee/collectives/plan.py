@@ -22,6 +22,10 @@ class CollectivePlan:
         width: most multiprocessors that a pipeline takes.
         chunk_bytes: of a pipeline's calls, if a slot has room for as much; fewer where each lane would have less than
             `min_chunks`.
+        direct_lanes: of calls whose rows lie in pools, and of reductions among them that all ranks get, at most
+            `2 * MAX_LANES`; 0: there are no such calls.
+        is_bulk: the copy engines of the multiprocessors bring rows into slots, and out of pools what is not reduced;
+            else threads do.
         pipeline: threads of a pipeline's block, two warps of which only wait, and its blocks on a multiprocessor.
         launch: mode of launches where the GPU has room, as in `jit.kernel.Kernel`.
     """
@@ -35,18 +39,21 @@ class CollectivePlan:
     width: int = 132
     chunk_bytes: int = 32 << 10
     min_chunks: int = 2
+    direct_lanes: tuple[int, int] = (132, 264)
+    is_bulk: bool = True
     pipeline: tuple[int, int] = (384, 2)
     launch: str = "early"
 
 
 class Fitted(NamedTuple):
-    """The launch of a call: by which plan, kernel, blocks and their threads, mode, and the last of its arguments."""
+    """The launch of a call: by which plan, kernel, blocks, their threads and bytes, mode, and the last arguments."""
 
     plan: CollectivePlan
     name: str
     kernel: Any
     grid: int
     block: int
+    shared: int
     mode: str
     sizes: tuple[int, ...]
 

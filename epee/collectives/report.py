@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ep.gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ..ep.gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from ..errors import (
     AbortedError,
     CommTimeoutError,
@@ -22,6 +22,7 @@ _WAITS = {
     5: "its call",
     6: "its call",
     7: "its own blocks",
+    8: "its own copies",
 }
 _LOST = "the output is lost"
 
@@ -55,6 +56,11 @@ def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
         return MismatchError(
             f"{head}: ranks disagree: rank {peer} makes another call, or one on other sizes, another dtype, reduction "
             f"or root; all ranks must make the same calls in the same order; {fate}"
+        )
+    if code == BAD_ROW:
+        return ProtocolError(
+            f"{head}: rank {peer} says that its rows lie where they would be outside of its pool; they were not "
+            "read; this is a fault of epee's, or of who has written into its memory"
         )
     if code == ABORTED:
         return AbortedError(f"{head}: the call was aborted, waiting for {what}")

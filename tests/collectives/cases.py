@@ -30,6 +30,7 @@ def give_half(rank: int, timeout_s: float = 60.0) -> halves.DeviceHalf:
     group: Any = dist.group.WORLD
     halves.has_gpu = lambda: True
     halves.platform_of = lambda device: EmulatedPlatform()
+    halves.current_device = lambda: torch.device("cpu")
     group.set_timeout(timedelta(seconds=timeout_s))
     options = group.options
     policy = Policy(options.fault_mode == "mask", options.counts_present)

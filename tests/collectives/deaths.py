@@ -6,6 +6,9 @@ middle and large ones, and compare every value, once the GPU has ended the call 
 it. The call that meets the death is an error that names the victim, on both; their next calls run without it, until
 they take its successor in. Groups are in mode "raise".
 
+With `POOLED` most tensors lie in memory pools, which all ask for again when a newcomer has come; some lie elsewhere, on
+one rank or more, and until then the newcomer has none.
+
 In mode "mask" (`MASKED`) messages go between all ranks as well: those of the survivors are right, whoever dies. No
 collective is an error: each is compared with the rows of those who were in it, as its kernel
 says, and the first one without the victim has the same number on both survivors.
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives.params import KERNELS, MASKED_KERNELS, kernel_head
+from epee.collectives.params import DIRECT_KERNELS, KERNELS, MASKED_KERNELS, kernel_head
 from epee.collectives.plan import CollectivePlan
 from epee.ep.gpu.platform import CudaPlatform
 from epee.errors import PeerError, RankFailedError
@@ -57,10 +60,17 @@ class Player:
             from tests.collectives.cases import give_half, on_gpu
 
             self.half = give_half(rank, TIMEOUT_S)
-            self.place = on_gpu
+            self.place = self.elsewhere = on_gpu
             return
         self.half = dist.group.WORLD._on_device  # type: ignore[union-attr]
-        self.place = lambda x: x.to(device_of(rank))
+        self.place = self.elsewhere = lambda x: x.to(device_of(rank))
+
+    def take_pool(self) -> None:
+        """Have most tensors in a pool from now on; all ranks do."""
+        from tests.collectives.pool_cases import POOL_BYTES, in_pool
+
+        pool = dist.group.WORLD.memory_pool(4 * POOL_BYTES)  # type: ignore[union-attr]
+        self.place = lambda x: self.elsewhere(x) if self.own.random() < 0.05 else in_pool(pool, x)
 
     def round(self, number: int, members: tuple[int, ...], dawdle_s: float = 0.0) -> Call:
         """A call among `members`, compared; in mode "mask" among those who were in it, as far as they are members."""
@@ -167,13 +177,19 @@ def warm(platform: str, rank: int) -> None:
         torch.cuda.set_device(device_of(rank))
         gpu = CudaPlatform(device_of(rank))
         for kind in ((None, "sum"), (torch.float32, "sum")):
-            for path, params in {**KERNELS, **MASKED_KERNELS}.items():
+            for path, params in {**KERNELS, **DIRECT_KERNELS, **MASKED_KERNELS}.items():
                 gpu.kernels(path, kernel_head(NUM_RANKS, *kind, CollectivePlan().pipeline), params)
         torch.ones(4, device=gpu.device).cpu()
 
 
 def live(
-    rank: int, platform: str, folder: str, first_life: int, num_kills: int, fault_mode: str = "raise"
+    rank: int,
+    platform: str,
+    folder: str,
+    first_life: int,
+    num_kills: int,
+    fault_mode: str = "raise",
+    has_pool: bool = False,
 ) -> list[str]:
     """Be a rank from a life on: of the survivors to the end, of a victim until it is killed."""
     if platform == "cuda":
@@ -185,6 +201,9 @@ def live(
         dist.all_reduce(torch.ones(1))
     player = Player(rank, platform, fault_mode)
     for life in range(first_life, num_kills + 1):
+        if has_pool:
+            player.round(10_000 * life + 4000, ALL)
+            player.take_pool()
         for number in range(3):
             player.round(10_000 * life + number, ALL)
         tell(("ready", life))
@@ -224,5 +243,11 @@ def live_masked(rank: int, platform: str, folder: str, first_life: int, num_kill
     return live(rank, platform, folder, first_life, num_kills, "mask")
 
 
+def live_pooled(rank: int, platform: str, folder: str, first_life: int, num_kills: int) -> list[str]:
+    """As `live`, with tensors in pools."""
+    return live(rank, platform, folder, first_life, num_kills, has_pool=True)
+
+
 COLLECTIVES = Play(warm, live)
+POOLED = Play(warm, live_pooled)
 MASKED = Play(warm, live_masked)

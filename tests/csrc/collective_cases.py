@@ -15,6 +15,7 @@ from epee.collectives.mask.moves import masked
 from epee.collectives.moves import row_of, rows_of
 from epee.collectives.params import CollectiveConfig
 from epee.collectives.plan import CollectivePlan
+from epee.collectives.pool import ALIGN
 from epee.collectives.report import error_of
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 
@@ -22,7 +23,7 @@ from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 SMALL = {"packet_bytes": 8 << 10, "num_lanes": 2, "num_slots": 2, "chunk_bytes": 1024}
 PLAN = CollectivePlan(
     one_shot_bytes=2 << 10, two_shot_bytes=8 << 10, exchange_bytes=2 << 10, max_blocks=3, chunk_bytes=1024,
-    min_chunks=1, pipeline=(96, 1), width=4,
+    min_chunks=1, direct_lanes=(5, 5), pipeline=(96, 1), width=4,
 )  # fmt: skip
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FULL = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what halves are reduced in
@@ -40,6 +41,11 @@ class Call:
     is_in_place: bool = False
     shift: int = 0  # elements by which tensors are off their alignment
     seed: int = 0
+    in_pool: int = 0  # a bit for each rank whose tensors lie in its pool
+
+
+ALL = 0xFF
+POOL_BYTES = 1 << 20
 
 
 def make(
@@ -49,6 +55,8 @@ def make(
     kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
     config = CollectiveConfig(rank, num_ranks, **SMALL, is_masked=is_masked)
     machine = Collectives(platform, config, kinds, PLAN, stall_one_in)
+    if any(call.in_pool >> rank & 1 for call in calls):
+        machine.lend(POOL_BYTES)
     start(machine)
     machine.timeout_s = 60.0
     return machine
@@ -57,7 +65,8 @@ def make(
 def start(machine: Collectives, number: int = 0, members: Sequence[int] | None = None) -> None:
     """What hosts do when they meet."""
     blobs = dict(enumerate(all_gather_bytes(machine.blob)))
-    machine.admit(blobs)
+    pools = all_gather_bytes(b"-" if machine.pool is None else machine.pool.blob)
+    machine.admit(blobs, {rank: blob for rank, blob in enumerate(pools) if blob != b"-"})
     machine.begin(list(blobs) if members is None else members, number)
     all_gather_bytes(b"begun")
 
@@ -107,9 +116,16 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
         raise AssertionError(f"{what}: {int((~equal).sum())} of {equal.numel()} bytes differ, first at {first}")
 
 
-def place(call: Call, device: torch.device, x: torch.Tensor) -> torch.Tensor:
-    """A copy that starts `shift` elements behind an aligned address."""
-    room = torch.empty(call.shift + x.numel() + 64, dtype=x.dtype, device=device)
+def place(call: Call, device: torch.device, x: torch.Tensor, machine: Collectives | None = None) -> torch.Tensor:
+    """A copy that starts `shift` elements behind an aligned address, in the pool of a rank that has it there."""
+    count = call.shift + x.numel() + 64
+    if machine is not None and machine.pool is not None and call.in_pool >> machine.config.rank & 1:
+        rows = machine.config.rank + call.seed % 3
+        aside = machine.pool.empty(ALIGN * rows, dtype=torch.uint8)  # so ranks have other offsets
+        room = machine.pool.empty(count, dtype=x.dtype)
+        del aside
+    else:
+        room = torch.empty(count, dtype=x.dtype, device=device)
     room.view(torch.uint8).fill_(0xA5)
     return room[call.shift : call.shift + x.numel()].copy_(x)
 
@@ -160,28 +176,28 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
     if call.op == "uneven":
         counts = [sum(_sizes(call, src, num_ranks, True)) for src in range(num_ranks)]
     inputs = [values(call, src, counts[src]) for src in range(num_ranks)]
-    x = place(call, device, inputs[rank])
+    x = place(call, device, inputs[rank], machine)
     blank = torch.full((n * num_ranks,), 1, dtype=call.dtype)
     is_taker = call.op not in ("reduce", "gather") or rank == call.root
     if call.op in ("all_reduce", "broadcast", "reduce"):
         want = inputs[call.root]
         if call.op != "broadcast":
             want = reduced([inputs[src] for src in active], call.reduction)
-        out = x if call.is_in_place or call.op == "broadcast" else place(call, device, blank[:n])
+        out = x if call.is_in_place or call.op == "broadcast" else place(call, device, blank[:n], machine)
     elif call.op == "reduce_scatter":
         want = reduced([inputs[src][mine] for src in active], call.reduction)
-        out = x[mine] if call.is_in_place else place(call, device, blank[:n])
+        out = x[mine] if call.is_in_place else place(call, device, blank[:n], machine)
     elif call.op == "scatter":
         want = inputs[call.root][mine]
-        out = x[mine] if call.is_in_place and rank == call.root else place(call, device, blank[:n])
+        out = x[mine] if call.is_in_place and rank == call.root else place(call, device, blank[:n], machine)
     elif call.op == "uneven":
         parts = [inputs[src].split(_sizes(call, src, num_ranks, True))[rank] for src in range(num_ranks)]
         want = torch.cat([row if src in active else row * 0 + 1 for src, row in enumerate(parts)])
-        out = place(call, device, torch.full((want.numel(),), 1, dtype=call.dtype))
+        out = place(call, device, torch.full((want.numel(),), 1, dtype=call.dtype), machine)
     else:
         rows = [inputs[src][mine] if call.op == "all_to_all" else inputs[src] for src in range(num_ranks)]
         want = torch.cat([row if src in active else blank[:n] for src, row in enumerate(rows)])
-        out = place(call, device, blank)
+        out = place(call, device, blank, machine)
         if call.is_in_place and call.op != "all_to_all" and is_taker:
             x = out[mine].copy_(x)
     if not is_taker:
@@ -222,7 +238,7 @@ def random_calls(seed: int, how_many: int, num_ranks: int) -> list[Call]:
     return [
         Call(
             pick.choice(OPS), pick.choice(counts), root=pick.randrange(num_ranks), is_in_place=pick.random() < 0.3,
-            shift=pick.choice((0, 0, 1, 8)), seed=seed * 1000 + number,
+            shift=pick.choice((0, 0, 1, 8)), seed=seed * 1000 + number, in_pool=pick.choice((0, ALL, ALL, 0b101)),
         )
         for number in range(how_many)
     ]  # fmt: skip

@@ -10,11 +10,17 @@ import torch
 
 from epee.collectives import moves
 from epee.errors import AbortedError, CommTimeoutError, EpeeError, RankFailedError
-from tests.csrc.collective_cases import OPS, Call, make, play, start
+from tests.csrc.collective_cases import ALL, OPS, Call, make, play, start
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 
 SHORT_S = 1.0
-WAYS = {"one shot": 500, "two shots": 3000, "pipeline": 9000}  # elements of bfloat16
+Way = dict[str, int]  # of a `Call`
+WAYS: dict[str, Way] = {
+    "one shot": {"count": 500},  # elements of bfloat16
+    "two shots": {"count": 3000},
+    "pipeline": {"count": 9000},
+    "pool": {"count": 9000, "in_pool": ALL},
+}
 
 
 def error_of(call: Any) -> EpeeError:
@@ -26,47 +32,47 @@ def error_of(call: Any) -> EpeeError:
     raise AssertionError("the call has not failed")
 
 
-def silent(rank: int, num_ranks: int, op: str, count: int) -> Any:
+def silent(rank: int, num_ranks: int, op: str, way: Way) -> Any:
     """The last rank stays away from a call, then comes; all set a new number and go on."""
     last = num_ranks - 1
-    call = Call(op, count, root=last)
+    call = Call(op, root=last, **way)
     machine = make(EmulatedPlatform(), rank, num_ranks, [call, Call("all_reduce", 9)])
     play(machine, call, range(num_ranks))
     machine.timeout_s = SHORT_S
     told: tuple[str, tuple[int, ...], str] = ("", (), "")
     if rank != last:
-        error = error_of(lambda: play(machine, Call(op, count, root=last, seed=1), range(num_ranks)))
+        error = error_of(lambda: play(machine, Call(op, root=last, seed=1, **way), range(num_ranks)))
         told = type(error).__name__, getattr(error, "ranks", ()), str(error)
     all_gather_bytes(b"over")
     if rank == last:  # the others have gone from the call: they hear it now, and it ends on what they left, or fails
         try:
-            play(machine, Call(op, count, root=last, seed=1), range(num_ranks))
+            play(machine, Call(op, root=last, seed=1, **way), range(num_ranks))
         except CommTimeoutError as error:
             told = type(error).__name__, error.ranks, str(error)
     all_gather_bytes(b"all out")
     start(machine, 100)
     machine.timeout_s = 60.0
     for seed in (2, 3, 4):
-        play(machine, Call(op, count, root=last, seed=seed), range(num_ranks))
+        play(machine, Call(op, root=last, seed=seed, **way), range(num_ranks))
         play(machine, Call("all_reduce", 9, seed=seed), range(num_ranks))
     all_gather_bytes(b"done")
     return told
 
 
-def left_out(rank: int, num_ranks: int, op: str, count: int) -> None:
+def left_out(rank: int, num_ranks: int, op: str, way: Way) -> None:
     """A middle rank takes no part in some calls, and comes back."""
     out = num_ranks // 2
-    machine = make(EmulatedPlatform(), rank, num_ranks, [Call(op, count)])
+    machine = make(EmulatedPlatform(), rank, num_ranks, [Call(op, **way)])
     rest = [r for r in range(num_ranks) if r != out]
-    play(machine, Call(op, count), range(num_ranks))
+    play(machine, Call(op, **way), range(num_ranks))
     start(machine, 10, rest if rank != out else range(num_ranks))
     if rank != out:
         for seed in (1, 2, 3):
-            play(machine, Call(op, count, root=rest[-1], seed=seed), rest, " without one")
+            play(machine, Call(op, root=rest[-1], seed=seed, **way), rest, " without one")
     all_gather_bytes(b"met")
     start(machine, 50)
     for seed in (4, 5):
-        play(machine, Call(op, count, root=out, seed=seed), range(num_ranks), " with all again")
+        play(machine, Call(op, root=out, seed=seed, **way), range(num_ranks), " with all again")
     all_gather_bytes(b"done")
 
 
@@ -81,9 +87,9 @@ def root_left_out(rank: int, num_ranks: int) -> tuple[str, tuple[int, ...]]:
     return type(error).__name__, getattr(error, "ranks", ())
 
 
-def stopped(rank: int, num_ranks: int, how: str, count: int) -> tuple[str, tuple[int, ...], float]:
+def stopped(rank: int, num_ranks: int, how: str, way: Way) -> tuple[str, tuple[int, ...], float]:
     """While rank 0 waits with a long time-out, its host says that the other is dead, or aborts."""
-    call = Call("all_reduce", count)
+    call = Call("all_reduce", **way)
     machine = make(EmulatedPlatform(), rank, num_ranks, [call])
     if rank == 1:
         all_gather_bytes(b"over")

@@ -35,7 +35,8 @@ MAX_WARPS = 2
 _FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC")
 # Numbers of a head that one build serves all of; see CONSTANT and ROOM in `csrc/ptx/types.cuh`.
 _VARIABLE = re.compile(
-    r"\bconstexpr int (kNumRanks|kStallOneIn|kElement|kReduction|kPipelineThreads|kPipelineBlocks) = (\d+);"
+    r"\bconstexpr int (kNumRanks|kStallOneIn|kElement|kReduction"
+    r"|kPipelineThreads|kPipelineBlocks|kDirectThreads) = (\d+);"
 )
 
 

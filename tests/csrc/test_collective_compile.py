@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.collectives.params import EXCHANGE_THREADS, KERNELS, MASKED_KERNELS, TWO_SHOT_THREADS, kernel_head
+from epee.collectives.params import (
+    DIRECT_KERNELS,
+    EXCHANGE_THREADS,
+    KERNELS,
+    MASKED_KERNELS,
+    TWO_SHOT_THREADS,
+    direct_threads,
+    kernel_head,
+)
 from epee.collectives.plan import CollectivePlan
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
@@ -15,12 +23,13 @@ from epee.jit.source import flatten
 from tests.csrc.compiled import compile_once, resources
 
 THREADS, BLOCKS = CollectivePlan().pipeline
-FILES = {**KERNELS, **MASKED_KERNELS}
+FILES = {**KERNELS, **DIRECT_KERNELS, **MASKED_KERNELS}
 THREADS_PER_SM = {
     "exchange": EXCHANGE_THREADS,
     "masked": EXCHANGE_THREADS,
     "two_shot": TWO_SHOT_THREADS,
     "pipeline": THREADS * BLOCKS,
+    "direct": direct_threads((THREADS, BLOCKS)) * BLOCKS,
 }
 
 

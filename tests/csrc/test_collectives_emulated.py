@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.csrc.collective_cases import OPS, Call, random_calls, run_calls
+from tests.csrc.collective_cases import ALL, OPS, Call, random_calls, run_calls
 from tests.csrc.emulated import has_compiler
 from tests.harness import run_ranks
 
@@ -25,8 +25,22 @@ def test_every_size_has_the_bits_of_torch(op: str, num_ranks: int) -> None:
     run_ranks(run_calls, num_ranks, calls, timeout_s=200)
 
 
+@pytest.mark.parametrize("in_pool", [ALL, 0b101])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_rows_in_pools_have_the_bits_of_torch(num_ranks: int, in_pool: int) -> None:
+    shapes = [{}, {"is_in_place": True}, {"shift": 8}, {"shift": 1}]
+    calls = [
+        Call(op, count, root=num_ranks - 1, seed=count + i, in_pool=in_pool, **shape)
+        for op in OPS
+        for count in COUNTS[2:]
+        for i, shape in enumerate(shapes if count == 4099 else shapes[:1])
+    ]
+    run_ranks(run_calls, num_ranks, calls, timeout_s=200)
+
+
 def test_eight_ranks_have_the_bits_of_torch() -> None:
     calls = [Call(op, count, root=5, seed=count) for op in OPS for count in (1, 1025, 4099)]
+    calls += [Call(op, 4099, root=5, seed=9, in_pool=ALL) for op in OPS]
     run_ranks(run_calls, 8, calls, timeout_s=200)
 
 
@@ -55,6 +69,7 @@ def test_every_dtype_has_the_bits_of_torch(dtype: torch.dtype, reduction: str) -
     counts = (1, 2048 // size + 1, 6000 // size, 10000 // size + 3)
     calls = [Call("all_reduce", count, dtype, reduction, seed=count) for count in counts]
     calls += [Call("reduce_scatter", count, dtype, reduction, shift=1, seed=count + 1) for count in counts]
+    calls += [Call("all_reduce", counts[-1], dtype, reduction, seed=5, in_pool=ALL)]
     run_ranks(run_calls, 2, calls, timeout_s=200)
 
 

@@ -39,6 +39,9 @@ class DeviceCalls(Protocol):
     def lost(self) -> tuple[int, ...]:
         """Return ranks that calls here have left out, and that the group's view may not have taken over yet."""
 
+    def memory_pool(self, nbytes: int) -> Any:
+        """Return memory of this rank that its peers have mapped; all members call it."""
+
     def close(self, is_aborted: bool) -> None:
         """End; kernels that wait for peers are ended at once if `is_aborted`. Idempotent."""
 

@@ -3,12 +3,14 @@
 // Region of a rank (offsets from the Python `Layout`). Peers write what is marked *; each such word or byte has one
 // writer, named by its index:
 //   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
+//   places  *[number % 4][rank][2]        where in its pool the rank's input for us, and its output, begin
 //   gone    *[rank]                       a call that the rank has lost since the ranks met last, else 0
 //   left    *[rank]                       mode "mask": not 0 when the rank has left the group, all its calls behind it
 //   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
 //   credits *[stage][lane][rank]          how far it has read ours
 //   packets *[parity][stage][rank][bytes] payload of small and middle calls (`packets.cuh`)
 //   chunks  *[stage][lane][slot][rank][bytes] payload of large calls
+//   pools, pool_bytes                     local: where this GPU sees the pools of all ranks (0: none), and their sizes
 //   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
 //                                         the last call; a bit for each rank that takes part; what was seen last in
 //                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
@@ -28,8 +30,9 @@
 // only: there call n writes behind `joined[p] >= n`. Both hold when calls fail, because nobody writes without having
 // seen the word.
 //
-// Facts. 24 bits made of what all ranks must agree on in a call (operation, dtype, reduction, root) and of the bytes
-// that go from the writer of the word to its reader, which both know. So no two different calls are paired: a call that
+// Facts. 23 bits made of what all ranks must agree on in a call (operation, dtype, reduction, root) and of the bytes
+// that go from the writer of the word to its reader, which both know; below them a bit which says that `places` have
+// been written before. So no two different calls are paired: a call that
 // waits for `joined` of its own number compares at once, any other one when it ends, as far as the words have come, and
 // in the next call, in front of which they have. Four words a rank, for four calls: a rank can be two calls ahead.
 //
@@ -57,12 +60,22 @@
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
 
 /// Which wait a report is about; the host has the words for them.
-enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier, kWaitFacts, kWaitBlocks };
+enum WaitPlace : u64 {
+  kWaitJoined = 1,
+  kWaitPackets,
+  kWaitFlag,
+  kWaitCredit,
+  kWaitBarrier,
+  kWaitFacts,
+  kWaitBlocks,
+  kWaitLoad
+};
 /// First and second crossing of a payload: from its source, and from who has reduced or relays it.
 enum Stage : int { kScatter = 0, kGather, kNumStages };
 
 constexpr int kFactsBits = 24;
 constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
+constexpr u64 kPlaced = 1;  // of a word `joined`: `places` lie in front of it
 
 /// A block's view of the call.
 struct Meeting {
@@ -81,9 +94,10 @@ DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 /// The n-th rank behind this one, so that all send to different ones at a time.
 DEVICE int rank_behind(int rank, int n) { return rank + n < kNumRanks ? rank + n : rank + n - kNumRanks; }
 
-/// A word of `joined`: call `tag`, in which `bytes` go from its writer to its reader.
+/// A word of `joined`: call `tag`, in which `bytes` go from its writer to its reader. Its last bit is for `kPlaced`.
 DEVICE u64 word_of(const CollectiveCall& call, u64 tag, i64 bytes) {
-  return tag << kFactsBits | (call.facts + static_cast<u64>(bytes)) * 0x9E3779B97F4A7C15ull >> (64 - kFactsBits);
+  const u64 facts = (call.facts + static_cast<u64>(bytes)) * 0x9E3779B97F4A7C15ull >> (64 - kFactsBits);
+  return tag << kFactsBits | (facts & ~kPlaced);
 }
 DEVICE u64* joined_at(u64 region, u64 tag, int rank) {
   return reinterpret_cast<u64*>(region + kRegionJoinedOffset) + tag % 4 * kMaxRanks + rank;
@@ -107,7 +121,7 @@ DEVICE u64 expected_of(const CollectiveCall& call, u64 tag, u64 of, int rank) {
 /// Whether the word of a rank for call `of` has come and is of another call than ours.
 DEVICE bool is_other_call(const CollectiveCall& call, u64 tag, u64 of, int rank) {
   const u64 word = ld_relaxed_sys(joined_at(call.own, of, rank));
-  return word >> kFactsBits == of && word != expected_of(call, tag, of, rank);
+  return word >> kFactsBits == of && (word & ~kPlaced) != expected_of(call, tag, of, rank);
 }
 DEVICE void report_other_call(const CollectiveCall& call, u64 tag, u64 of, int rank) {
   const u64 word = ld_relaxed_sys(joined_at(call.own, of, rank));
@@ -187,12 +201,18 @@ DEVICE bool wait_count(const CollectiveCall& call, const Meeting& s, int peer, c
   return wait_until(call, s, peer, want, where, [&](u64& got) { return (got = ld_acquire_sys(word)) >= want; });
 }
 
-/// Reads number and view, tells the others that this rank has begun (`release` also publishes what it did before), and
-/// waits until all have begun the call `behind` calls ago, which must have been the same for them. All threads; false
-/// in all of them when the call is lost, as it is when the root (-1: none) takes no part, or somebody has lost one
+/// Tells nothing but that a rank has begun.
+struct NothingToTell {
+  DEVICE u64 operator()(int, u64, u64) const { return 0; }
+};
+
+/// Reads number and view, tells the others that this rank has begun (`release` also publishes what it did before; so
+/// does a `tell(rank, region, tag)`, which stores more words for a rank first, where it returns `kPlaced`), and waits
+/// until all have begun the call `behind` calls ago, which must have been the same for them. All threads; false in all
+/// of them when the call is lost, as it is when the root (-1: none) takes no part, or somebody has lost one
 /// before. In mode "mask" nobody waits for who is dead, and ranks that calls have left out take no part.
-template <bool kRelease = false, bool kIsMasked = false>
-DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
+template <bool kRelease = false, bool kIsMasked = false, class Tell = NothingToTell>
+DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const Tell& tell = {}) {
   if (warp_idx() == 0) {
     const int lane = lane_idx();
     const int rank = lane < kNumRanks ? lane : call.rank;
@@ -229,9 +249,10 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
     if (is_peer && blockIdx.x == 0) {
       perhaps_stall(tag, call.rank, 1);
       st_relaxed_sys(expected_at(call, tag, rank), word_of(call, tag, call.out_bytes[rank]));
+      const u64 told = tell(rank, peer, tag);
       u64* word = joined_at(peer, tag, call.rank);
-      if (kRelease)
-        st_release_sys(word, word_of(call, tag, call.in_bytes[rank]));
+      if (kRelease || told)
+        st_release_sys(word, word_of(call, tag, call.in_bytes[rank]) | told);
       else
         st_relaxed_sys(word, word_of(call, tag, call.in_bytes[rank]));
     }

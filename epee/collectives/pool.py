@@ -1,0 +1,136 @@
+"""Memory of a group from which tensors are allocated that collectives read where they lie: no copies through slots.
+
+Data path: each rank allocates one region (`ep/gpu/platform.py`), whose place all others learn when the hosts of the
+group meet (`half.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
+(`csrc/kernels/collective/direct.cuh`); nobody ever stores into another rank's pool. This module hands out pieces of the
+own region; nothing here talks to peers.
+
+Pieces that have been given back lie aside until the GPU has done all that was queued, as kernels of this rank, or of
+peers in a call of this rank, may still read or write them; that wait comes only when nothing else is left to hand out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import threading
+
+import torch
+
+from ..ep.gpu.platform import Platform
+from ..errors import InvalidArgument, InvalidState, ResourceError
+from ..untraced import untraced_methods
+
+ALIGN = 512
+
+
+@untraced_methods
+class MemoryPool:
+    """Memory that the ranks of a group have mapped; made by `ProcessGroup.memory_pool`.
+
+    Tensors from here are like any others. A collective of more than 1 MiB in a row (or what `EPEE_STAGING_BYTES` makes
+    of that) on the group that the pool was made by is copy-free if the rows that other ranks read lie here on every
+    rank: the input, and of all_reduce and broadcast the result, contiguous, beginning at a multiple of 16 bytes.
+    Where in its pool each rank has them does not matter. If they lie elsewhere on one rank, or that rank has no pool,
+    as a process that came later until all have called `memory_pool` again, the call is made as without a pool, on all.
+
+    Lifetime: the pool lives as long as its group, its mapping as long as the last tensor. A tensor's memory is handed
+    out again when its last view has gone and the GPU has done what was queued by then. A CUDA graph holds no tensor:
+    keep those that it uses.
+
+    Failures: who loses a call may use its tensors at once, as nobody writes here but this rank; a peer that read them
+    late gets an error. The memory of a process that has died stays mapped, and is read by no call that begins without
+    it; nothing of it is left when the others unmap it.
+
+    Attributes:
+        nbytes: of this rank.
+    """
+
+    def __init__(self, platform: Platform, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // ALIGN) * ALIGN
+        self._platform, self._region = platform, platform.create(self.nbytes)
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # offset and bytes, in order, none side by side
+        self._aside: list[tuple[int, int]] = []
+        self._lock = threading.RLock()  # tensors are freed anywhere, also in here
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a contiguous tensor of the pool, whose values are what was there before.
+
+        Args:
+            shape: as of `torch.empty`, by numbers.
+            dtype: of the elements.
+
+        Raises:
+            InvalidArgument: a size is below 0. ResourceError: no piece of the pool is as long. InvalidState: a graph is
+                being recorded, and memory that was given back would have to be waited for.
+        """
+        if any(size < 0 for size in shape):
+            raise InvalidArgument(f"shape must be sizes >= 0, got {list(shape)}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype, device=self._platform.device)
+        room = -(-nbytes // ALIGN) * ALIGN
+        with self._lock:
+            at = self._take(room)
+            if at is None and self._aside:
+                self._settle()
+                at = self._take(room)
+            if at is None:
+                free = sum(size for _, size in self._free)
+                raise ResourceError(
+                    f"memory_pool: no {nbytes} bytes in a row are left of {self.nbytes} ({free} free); drop tensors, "
+                    "or make the pool larger"
+                )
+        piece = self._region.lease(at, nbytes, functools.partial(self._give_back, at, room))
+        return piece.view(dtype).view(shape)
+
+    def holds(self, at: int, nbytes: int) -> bool:
+        """Return whether memory lies here, and begins as kernels want it."""
+        start = self._region.address
+        return start <= at and at + nbytes <= start + self.nbytes and at % 16 == 0
+
+    @property
+    def address(self) -> int:
+        """Where it begins, as this GPU sees it."""
+        return self._region.address
+
+    @property
+    def blob(self) -> bytes:
+        """By which other processes map it."""
+        return self._region.blob
+
+    def close(self) -> None:
+        """Let go of it; tensors keep the mapping. Idempotent."""
+        self._region.close()
+
+    def _take(self, room: int) -> int | None:
+        for i, (at, size) in enumerate(self._free):
+            if size < room:
+                continue
+            self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
+            return at
+        return None
+
+    def _give_back(self, at: int, room: int) -> None:
+        with self._lock:
+            self._aside.append((at, room))
+
+    def _settle(self) -> None:
+        """Wait for the GPU, then hand out again what has been given back by now."""
+        if self._platform.is_capturing():
+            raise InvalidState(
+                "memory_pool: only memory is left that was used before and must be waited for, which no graph can "
+                "record; allocate before the graph is recorded"
+            )
+        aside, self._aside = self._aside, []
+        self._platform.synchronize()
+        for piece in aside:
+            bisect.insort(self._free, piece)
+        joined: list[tuple[int, int]] = []
+        for at, size in self._free:
+            if joined and sum(joined[-1]) == at:
+                joined[-1] = joined[-1][0], joined[-1][1] + size
+            else:
+                joined.append((at, size))
+        self._free = joined

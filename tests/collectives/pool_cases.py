@@ -1,0 +1,201 @@
+"""Groups on emulated devices whose tensors lie in memory pools."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.collectives import half as halves
+from epee.collectives.pool import MemoryPool
+from tests.backend.test_staging import OnGpu, _plain, on_gpu
+from tests.collectives.cases import closed_at_end, give_half, look_soon
+from tests.csrc.emulated import EmulatedPlatform, EmulatedRegion
+
+POOL_BYTES = 8 << 20
+COUNT = 40_000  # float32 elements: more than packets hold, one row of each of up to three ranks
+PATTERN = 0x5A
+DIRECT = "kernels/collective/direct.cuh"
+
+
+def give_pool(rank: int, timeout_s: float = 60.0) -> tuple[halves.DeviceHalf, MemoryPool]:
+    """The world's device half, and this rank's pool."""
+    half = give_half(rank, timeout_s)
+    group: Any = dist.group.WORLD
+    return half, group.memory_pool(POOL_BYTES)
+
+
+def in_pool(pool: MemoryPool, values: torch.Tensor) -> torch.Tensor:
+    """A tensor of the pool, a "GPU" one of an emulated GPU's."""
+    x = pool.empty(*values.shape, dtype=values.dtype).copy_(values)
+    return x if x.is_cuda else x.as_subclass(OnGpu)
+
+
+def slots(half: halves.DeviceHalf) -> torch.Tensor:
+    """The memory that large calls go through, where they are not copy-free."""
+    machine = half._machine
+    assert machine is not None
+    layout = machine.config.region_layout
+    return machine._own.lease(layout.offset("chunks"), layout["chunks"].nbytes, None)
+
+
+def results(
+    rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.Tensor], seed: int, count: int = COUNT
+) -> dict[str, torch.Tensor]:
+    """The result of each large call, on new tensors; where it matters, results lie where inputs do."""
+    gen = torch.Generator().manual_seed(100 * seed + rank)
+    row, wide = torch.randn(count, generator=gen), torch.randn(count * num_ranks, generator=gen)
+    found = {}
+    dist.all_reduce(x := to(row))
+    found["all_reduce"] = x
+    dist.broadcast(x := to(row), num_ranks - 1)
+    found["broadcast"] = x
+    dist.all_gather_into_tensor(out := to(wide), to(row))
+    found["all_gather"] = out
+    out = to(wide)
+    dist.all_gather_into_tensor(out, out[count * rank : count * (rank + 1)])
+    found["all_gather in place"] = out
+    dist.reduce_scatter_tensor(out := to(row), to(wide))
+    found["reduce_scatter"] = out
+    dist.all_to_all_single(out := to(wide), to(wide))
+    found["all_to_all"] = out
+    dist.reduce(x := to(row), 0)
+    found["reduce"] = x if rank == 0 else to(torch.zeros(1))
+    return found
+
+
+def copy_free(rank: int, num_ranks: int) -> None:
+    """Calls in pools are right and leave the slots alone; those that are not, on one rank or all, go through them."""
+    half, pool = give_pool(rank)
+    with closed_at_end(half):
+        for seed in range(4):
+            for where in ("pool", "elsewhere", "pool", "pool of one"):
+                is_here = where == "pool" or (where == "pool of one" and rank == 0)
+                wanted = results(rank, num_ranks, torch.clone, seed)
+                slots(half).fill_(PATTERN)
+                dist.barrier()
+                found = results(
+                    rank, num_ranks, lambda values: in_pool(pool, values) if is_here else on_gpu(values), seed  # noqa: B023
+                )  # fmt: skip
+                for name, got in found.items():
+                    assert torch.equal(_plain(got), wanted[name]), (name, where, seed)
+                dist.barrier()
+                is_untouched = bool((slots(half) == PATTERN).all())
+                assert is_untouched == (where == "pool"), (where, seed)
+
+
+def killed(rank: int, num_ranks: int) -> None:
+    """A rank dies while others read its pool; the survivors hear of it, and go on in theirs."""
+    half, pool = give_pool(rank)
+    dist.all_reduce(x := in_pool(pool, torch.ones(COUNT)))
+    assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
+    if rank == num_ranks - 1:
+        platform: Any = half._machine.platform  # type: ignore[union-attr]
+        platform.die_in(DIRECT, 1, 3)
+        dist.all_reduce(in_pool(pool, torch.ones(COUNT)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(epee.RankFailedError) as caught:
+        look_soon(lambda: dist.all_reduce(in_pool(pool, torch.ones(COUNT))), half)
+    assert caught.value.ranks == (num_ranks - 1,)
+    for _ in range(3):
+        dist.all_reduce(x := in_pool(pool, torch.ones(COUNT)))
+        half.check()
+        assert torch.equal(_plain(x), torch.full((COUNT,), num_ranks - 1.0))
+    dist.barrier()
+    half.close(False)
+
+
+def late_reader(rank: int, num_ranks: int) -> str:
+    """A rank that reads when its peer has given up, and has new values there, gets an error and no result."""
+    half, pool = give_pool(rank)
+    dist.all_reduce(in_pool(pool, torch.ones(COUNT)))
+    machine: Any = half._machine
+    machine.plan = replace(machine.plan, direct_lanes=(2, 2))
+    platform = machine.platform
+    pauses = (ctypes.c_uint * 16).in_dll(platform._libraries[DIRECT], "emulated_pause_us")
+    x = in_pool(pool, torch.ones(COUNT))
+    told = ""
+    if rank == 0:
+        half._engine.timeout_s = 1.0
+    else:
+        pauses[3] = 200_000  # of each warp of a block: more than a second
+    try:
+        dist.all_reduce(x)
+        half.check()
+    except epee.EpeeError as error:
+        told = f"{type(error).__name__}: {error}"
+    x.fill_(7.0)  # the program's, from now on
+    time.sleep(5.0 if rank == 0 else 0.0)
+    assert bool((_plain(x) == 7.0).all()), "nobody stores into tensors of another rank"
+    pauses[3] = 0
+    half._engine.timeout_s = 60.0
+    dist.all_reduce(x := in_pool(pool, torch.ones(COUNT)))
+    half.check()
+    assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
+    with closed_at_end(half):
+        pass
+    return told
+
+
+def bad_place(rank: int, num_ranks: int) -> str:
+    """A place outside of its owner's pool is not read: an error on all."""
+    half, pool = give_pool(rank)
+    dist.all_reduce(in_pool(pool, torch.ones(COUNT)))
+    assert half._machine is not None
+    if rank == 0:
+        half._machine._set("pool_bytes", [512] * num_ranks)  # as if the others' pools were smaller than they say
+    dist.barrier()
+    try:
+        look_soon(lambda: dist.all_reduce(in_pool(pool, torch.ones(COUNT))), half)
+    except epee.EpeeError as error:
+        told = f"{type(error).__name__}: {error}"
+    dist.all_reduce(x := in_pool(pool, torch.ones(COUNT)))  # behind a meeting
+    half.check()
+    assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
+    with closed_at_end(half):
+        pass
+    return told
+
+
+class PoorPlatform(EmulatedPlatform):
+    """Has no memory for a pool at first."""
+
+    is_poor = True
+
+    def create(self, nbytes: int) -> EmulatedRegion:
+        if self.is_poor and nbytes == POOL_BYTES:
+            raise epee.ResourceError("no GPU memory is left")
+        return super().create(nbytes)
+
+
+def no_memory(rank: int, num_ranks: int) -> None:
+    """Where one rank has no memory for a pool all are told, calls work, and another attempt may succeed."""
+    half = give_half(rank)
+    group: Any = dist.group.WORLD
+    if rank == 1:
+        halves.platform_of = lambda device: PoorPlatform()
+    with pytest.raises(epee.ResourceError, match=r"ranks \[1\] have none") as caught:
+        group.memory_pool(POOL_BYTES)
+    assert (caught.value.__cause__ is not None) == (rank == 1)
+    dist.all_reduce(x := on_gpu(torch.ones(COUNT)))
+    assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
+    PoorPlatform.is_poor = False
+    pool = group.memory_pool(POOL_BYTES)
+    dist.all_reduce(x := in_pool(pool, torch.ones(COUNT)))
+    assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
+    assert group.memory_pool(1) is pool
+    with pytest.raises(epee.InvalidArgument, match="does not grow"):
+        group.memory_pool(POOL_BYTES + 1024)
+    with pytest.raises(epee.InvalidArgument, match="1 or more"):
+        group.memory_pool(0)
+    with closed_at_end(half):
+        pass

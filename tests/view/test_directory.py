@@ -362,3 +362,21 @@ def test_processes_of_another_host_make_its_folder_once_and_share_it() -> None:
     assert second.is_there()
     second.leave()
     assert not second.path.exists()
+
+
+def test_of_two_processes_that_make_a_folder_at_once_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the secret is elsewhere, so that the folder has nothing in it that keeps a rename out."""
+    token = tmp_path / "token"
+    token.write_bytes(b"s" * 32)
+    token.chmod(0o400)
+    monkeypatch.setenv("EPEE_TOKEN_FILE", str(token))
+    job_id = bytes(range(16))
+    first = d.JobDirectory._make("name", job_id, b"")
+    with pytest.raises(FileExistsError):
+        d.JobDirectory._make("name", job_id, b"")
+    assert first.is_there()
+    second = d.JobDirectory.enter("name", job_id, b"")
+    assert second.path == first.path
+    first.leave()
+    second.leave()
+    assert not second.path.exists()

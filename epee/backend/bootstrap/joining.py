@@ -313,25 +313,25 @@ def _start(
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
     box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS)
     box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
-    watch = DeathWatch()
-    try:
+    with contextlib.ExitStack() as undo:
+        watch = DeathWatch()
+        undo.callback(watch.close)
         for peer, part in parts.items():
             if peer != rank and (door is None or door.is_here(part)):
                 watch.watch(peer, part.pid, part.start_time)
-        ways = None if door is None else door.enter(survival, decision, parts, box, home)
-    except BaseException:
-        watch.close()
-        raise
-    if ways is None:
-        engine = Engine(box, watch, 300.0, first_number(decision.epoch))
-    else:
-        waiting = partial(LinkedWaiting, exports=ways.exports)
-        engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
-    survival.attach(engine)
-    if ways is None:
-        publish_word(box, LIFE, LIFE_READY)
-    keep(engine)
-    return engine
+        if door is None:
+            engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+        else:
+            ways = door.enter(survival, decision, parts, box, home)
+            undo.callback(ways.exports.abandon)
+            waiting = partial(LinkedWaiting, exports=ways.exports)
+            engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
+        survival.attach(engine)
+        if door is None:
+            publish_word(box, LIFE, LIFE_READY)
+        keep(engine)
+        undo.pop_all()
+        return engine
 
 
 def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:

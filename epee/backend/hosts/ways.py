@@ -29,8 +29,6 @@ others have mapped stands still.
 Who writes: the thread of the links and, holding the lock of the links, whoever applies an END. A crash between two
 steps is the death of a keeper or teller: the next view has another, who begins with the question. A connection that is
 reset between two hosts while both live is made again, and all is asked for again; what is told twice changes nothing.
-
-A group without a view calls nobody again: a lost link is a lost rank (`watch.py`).
 """
 
 from __future__ import annotations

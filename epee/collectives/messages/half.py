@@ -110,7 +110,7 @@ class MessageHalf:
         made = self._batch.made
         if made is not None:
             self._batch.made = None
-            if is_below(made.frame, made.depth):
+            if is_below(made.frame, made.depth) or caller(tensor).frame is made.frame:
                 work = made.take(tensor, peer)
                 self._batch.made = None if made.is_over else made
                 return work
@@ -140,7 +140,7 @@ class MessageHalf:
             return self._receive_any(tensor, tag)
         if not self._belongs(who):
             self._begin(who, tensor.device)
-        if peer in self._batch.lost:
+        if who.operations and peer in self._batch.lost:
             raise self._batch.lost[peer]
         if peer != self._rank:
             self._check_peer(peer, name)

@@ -222,7 +222,9 @@ class JobDirectory:
                 folder_fd = _open_private(unfinished)
                 undo.callback(os.close, folder_fd)
                 _lock_shared(folder_fd)
-                if not env.get("EPEE_TOKEN_FILE"):
+                if env.get("EPEE_TOKEN_FILE"):
+                    os.close(_make(folder_fd, "no-token", b""))  # a rename puts itself in the place of an empty folder
+                else:
                     os.close(_make(folder_fd, "token", secret))
                 try:
                     unfinished.rename(path)
@@ -443,7 +445,7 @@ def _connect(address: str) -> socket.socket:
 def _empty(folder_fd: int) -> None:
     """Remove what jobs put into their folders; anything else stays, and then so does the folder."""
     for name in os.listdir(folder_fd):
-        if name in ("token", "home", "home.new") or _SOCKET.fullmatch(name):
+        if name in ("token", "no-token", "home", "home.new") or _SOCKET.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder_fd)
 

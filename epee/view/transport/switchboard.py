@@ -250,10 +250,10 @@ class Switchboard:
 
     def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(BACKLOG):
+            if self._listen_again < float("inf"):
+                return  # the other listener has met the shortage, in the same round of news
             try:
                 connection, _ = listener.accept()
-                if listener is not self._door.listener:
-                    watch_silence(connection, self._timeout_s)
             except BlockingIOError:
                 return
             except OSError as exc:
@@ -263,10 +263,12 @@ class Switchboard:
                     self._listen_again = now + _PAUSE_S
                 self.dropped["no descriptor"] += 1
                 return
-            self._admit(connection, now)
+            self._admit(connection, now, listener is not self._door.listener)
 
-    def _admit(self, connection: socket.socket, now: float) -> None:
+    def _admit(self, connection: socket.socket, now: float, is_tcp: bool) -> None:
         try:
+            if is_tcp:
+                watch_silence(connection, self._timeout_s)
             incoming = Incoming(connection, self._job.token, self._job.job_id, self._me, now)
         except (OSError, EpeeError) as exc:
             connection.close()

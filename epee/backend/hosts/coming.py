@@ -13,8 +13,8 @@
 
 Who writes: each its own keys and its own outbox. A crash before the decision leaves a key and perhaps a folder that the
 next job removes; one after it is the loss of a member. If the store's host dies before all is read, each
-look takes as long as the store's own time-out, and the search ends with an error, or with the only job of this rendezvous
-that has a folder here; if it dies later, nobody notices. If the coordinator dies, the others take a newcomer
+look takes as long as the store's own time-out, and the search ends with an error, or with the only job of this
+rendezvous that has a folder here; if it dies later, nobody notices. If the coordinator dies, the others take a newcomer
 in: it has asked all whom it knows, and goes on asking.
 """
 

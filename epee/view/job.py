@@ -95,7 +95,8 @@ class Job:
         self.key = directory.job_id.hex()
         self.directory = directory
         self.has_home = bool(extra)
-        self.runtime = Runtime(directory, slot, SETTINGS, extra, listener)
+        settings = SETTINGS._replace(silence_s=env.get_float("EPEE_HOST_TIMEOUT_S"))
+        self.runtime = Runtime(directory, slot, settings, extra, listener)
         self.num_groups = 1
 
     def enlist(self) -> None:

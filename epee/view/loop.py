@@ -83,7 +83,6 @@ from .protocol.messages import (
 )
 from .transport.auth import Identity
 from .transport.directory import Door, JobDirectory, socket_name
-from .transport.reach import PING_S
 from .transport.switchboard import Switchboard
 from .transport.wire import PING, LaneTold
 
@@ -330,7 +329,7 @@ class Loop:
         self._looked_at = now
         self.switchboard.keep_up(now)
         if now >= self._ping_at:
-            self._ping_at = now + PING_S
+            self._ping_at = now + abroad.ping_s
             for member in abroad.up():
                 self.switchboard.send(member, PING, now)
         lost = abroad.lost(now)

@@ -470,7 +470,7 @@ def _checked(settings: AgentSettings) -> AgentSettings:
         raise InvalidArgument(
             f"policy must be evict, error or wait and admit auto or ask, got {settings.policy!r} and {settings.admit!r}"
         )
-    for name in ("answer_s", "patience_s", "no_quorum_s"):
+    for name in ("answer_s", "patience_s", "no_quorum_s", "silence_s"):
         value = getattr(settings, name)
         if not 0 < value < 1e6:
             raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")

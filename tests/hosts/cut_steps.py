@@ -89,11 +89,16 @@ def live(rank: int, num_ranks: int, folder: str, spec: CutRound) -> list[Entry]:
         if entries and entries[-1].status in ("NoQuorumError", "EvictedError"):
             entries += _until_evicted(group, spec)
             break
-        if not has_told and len(group._engine.members.members) < num_ranks:
+        if not has_told and entries and _is_without(entries[-1], num_ranks):
             has_told = True
             tell(LOST)
     dist.destroy_process_group()
     return entries
+
+
+def _is_without(entry: Entry, num_ranks: int) -> bool:
+    """Return whether a call has run without somebody: not before that may anybody be told to stop."""
+    return entry.op != "send_recv" and entry.status == "ok" and len(entry.contributors) < num_ranks
 
 
 def _call(group: Any, op: str, number: int, length: int) -> Entry:

@@ -24,7 +24,7 @@ from epee.view.protocol.events import HostLost
 from epee.view.protocol.messages import LEFT, Decision
 
 from .lane import LANE, Engine, Mirror, Outbox
-from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, STOP, Fault, Plan
+from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, SILENT_S, STOP, Fault, Plan
 
 if TYPE_CHECKING:
     from .world import Process, World
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 NUM_SLOTS = 12
 LOOK_S = 0.02
 RESET_S = 0.05  # how long a connection that was reset is tried again
-SILENT_S = 0.4  # how long the kernel waits for a host that is silent
 
 
 def with_hosts(plan: Plan, rng: Random) -> Plan:

@@ -255,6 +255,17 @@ class NobodyHeard(Agent):
     campaign_type = _NobodyHeard
 
 
+class _PutsOutTheSlow(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        return super()._compose(facts._replace(mute=self.slots), answer_s, patience_s)
+
+
+class PutsOutTheSlow(Agent):
+    """Removes with a lost host who lives on another one and is slow to answer (a mistake of ours)."""
+
+    campaign_type = _PutsOutTheSlow
+
+
 class _OwnCut(Campaign):
     def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
         decision = super()._compose(facts, answer_s, patience_s)
@@ -558,6 +569,7 @@ MUTANTS: dict[str, type] = {
         LostIsDead,
         LastWordTooEarly,
         NobodyHeard,
+        PutsOutTheSlow,
         OwnCut,
         AnyHolder,
         LostAreWhole,

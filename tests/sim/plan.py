@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ FAULT_NAMES = (
 
 AFTER_SEND = 100
 HOST_SEEDS = 1 << 31  # seeds from here on are about several hosts
+SILENT_S = 0.4  # how long a host, or a process that nobody accuses, may be silent
 
 
 class Fault(NamedTuple):
@@ -77,6 +79,15 @@ class Plan(NamedTuple):
         quiet = all(fault.kind in (CRASH, CRASH_IN_STEP, LEAVE, JUMP, JOIN, INTERRUPT) for fault in self.faults)
         return quiet and not self.loss and self.slow_share == 0.0 and self.max_lag_s <= 0.003
 
+    def has_answers_in_time(self) -> bool:
+        """Return whether every live process answers within the time that a host may be silent."""
+        stops: Counter[int] = Counter()
+        for fault in self.faults:
+            stops[fault.slot] += fault.for_s if fault.kind == STOP else 0.0
+        kinds = (CRASH, CRASH_IN_STEP, LEAVE, INTERRUPT, STOP, HOLD)
+        quiet = all(fault.kind in kinds for fault in self.faults) and not self.loss and self.slow_share == 0.0
+        return quiet and max(stops.values(), default=0.0) < 0.75 * self.settings.silence_s
+
 
 def make_plan(seed: int) -> Plan:
     """Draw a plan."""
@@ -84,7 +95,7 @@ def make_plan(seed: int) -> Plan:
     num_members = rng.choice((2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 8))
     policy = rng.choice(("evict", "evict", "evict", "error", "wait"))
     bad_net = rng.random() < 0.3
-    settings = AgentSettings(policy, answer_s=0.02, patience_s=0.15, no_quorum_s=1.5)
+    settings = AgentSettings(policy, answer_s=0.02, patience_s=0.15, no_quorum_s=1.5, silence_s=SILENT_S)
     num_calls = rng.randint(5, 9)
     think_s = rng.choice((0.0005, 0.002, 0.01, 0.03))
     span = num_calls * (think_s + 0.006)

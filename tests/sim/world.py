@@ -37,7 +37,18 @@ from epee.view.protocol.events import (
     Tick,
     WriteBoard,
 )
-from epee.view.protocol.messages import LEFT, MAY_LIVE, UNREACHABLE, BoardState, Commit, Decision, Member, Message, Want
+from epee.view.protocol.messages import (
+    LEFT,
+    MAY_LIVE,
+    STALLED,
+    UNREACHABLE,
+    BoardState,
+    Commit,
+    Decision,
+    Member,
+    Message,
+    Want,
+)
 from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
 from epee.view.protocol.quorum import has_quorum
 
@@ -97,6 +108,7 @@ class World:
         self.plan = plan
         self.trace = trace
         self.calm = plan.is_calm()
+        self.has_accused = False  # somebody has, with or without a reason
         self.rng = Random(plan.seed ^ 0x5EED)
         self.random = self.rng.random
         self.now = 0.0
@@ -490,6 +502,7 @@ class World:
         behind = engine.behind(call)
         epoch = engine.epoch if engine.unheard else call.place.epoch
         for slot in behind:
+            self.has_accused = True
             self.at(self.now, self.agent, process, self._accusation(engine, slot, epoch, call.seq))
         if self.plan.settings.policy == "error":
             engine.give_up(call)
@@ -510,6 +523,10 @@ class World:
         ended = {process.me[:2] for process in self.all if process.dead or process.ended}
         if self.calm and stalled - (lost & ended):
             self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
+        slow = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
+        slow -= {process.me[:2] for process in self.all if process.dead}
+        if slow and not self.has_accused and self.plan.has_answers_in_time():
+            self.violations.append(Violation("V-7", f"slow, and voted out though nobody had accused it: {slow}"))
         seed = self.plan.seed
 
         def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:

@@ -10,6 +10,8 @@ from epee.view.protocol.events import (
     BoardRead,
     Decide,
     Died,
+    Freeze,
+    Frozen,
     HostLost,
     LeaveAsked,
     MessageReceived,
@@ -23,12 +25,15 @@ from epee.view.protocol.messages import (
     NO_BALLOT,
     STALLED,
     UNREACHABLE,
+    Accept,
     Ballot,
     BoardState,
     Cut,
     Decision,
     LaneState,
     Member,
+    Message,
+    Nack,
     Obituary,
     Prepare,
     Promise,
@@ -148,9 +153,91 @@ def test_a_lost_host_goes_as_a_whole_with_the_promises_of_those_who_stay() -> No
 def test_silent_members_of_other_hosts_stay_unless_the_policy_is_to_evict() -> None:
     facts = CALM._replace(lost={"c": frozenset({0})}, may_evict=False, waited_s=9.0)
     assert campaign("aabbc", (0, 1, 2)).choose(facts, 1.0, 2.0) is None
+    facts = facts._replace(mute=frozenset({3}))
+    assert campaign("aabbc", (0, 1, 2)).choose(facts, 1.0, 2.0) is None
     decision = campaign("aabbc", (0, 1, 2)).choose(facts._replace(may_evict=True), 1.0, 2.0)
     assert decision is not None
     assert [(r.slot, r.cause) for r in decision.removed] == [(3, STALLED), (4, UNREACHABLE)]
+
+
+def test_a_lost_host_takes_with_it_only_who_has_been_silent_as_long_as_a_host_may_be() -> None:
+    facts = CALM._replace(lost={"c": frozenset({0})}, waited_s=9.0)
+    assert campaign("aabbbc", (0, 1, 2)).choose(facts._replace(mute=frozenset({3})), 1.0, 2.0) is None, "4 may be slow"
+    decision = campaign("aabbbc", (0, 1, 2)).choose(facts._replace(mute=frozenset({3, 4})), 1.0, 2.0)
+    assert decision is not None
+    assert [r.slot for r in decision.removed] == [3, 4, 5]
+    decision = campaign("aabbbc", (0, 1, 2, 3, 4)).choose(facts, 1.0, 2.0)
+    assert decision is not None
+    assert [r.slot for r in decision.removed] == [5]
+
+
+def test_where_somebody_is_accused_the_silent_go_after_the_shorter_time() -> None:
+    facts = CALM._replace(lost={"c": frozenset({0})}, accusers={3: frozenset({0})})
+    assert campaign("aabbbc", (0, 1, 2)).choose(facts._replace(waited_s=1.9), 1.0, 2.0) is None
+    decision = campaign("aabbbc", (0, 1, 2)).choose(facts._replace(waited_s=2.0), 1.0, 2.0)
+    assert decision is not None
+    assert [r.slot for r in decision.removed] == [3, 4, 5]
+    on_lost = facts._replace(accusers={5: frozenset({0})}, waited_s=9.0)
+    assert campaign("aabbbc", (0, 1, 2)).choose(on_lost, 1.0, 2.0) is None, "who is lost anyway stands for nobody else"
+
+
+def patient(slot: int) -> Agent:
+    settings = AgentSettings("evict", answer_s=0.1, patience_s=0.8, silence_s=3.0)
+    made = Agent(over("abc").members[slot], settings, over("abc"))
+    made.step(Tick(), 0.0)
+    return made
+
+
+def lose(one: Agent, since: float, until: float, answers: dict[float, Message]) -> list[Decision]:
+    """Let slot 0 lose host c from `since` on, and slot 1 answer at certain times; return the decisions of 0."""
+    found: list[Decision] = []
+    for turn in range(round(since * 20), round(until * 20)):
+        now = turn / 20
+        effects = list(one.step(HostLost("c"), now))
+        if now in answers:
+            effects += one.step(MessageReceived(over("abc").members[1].nonce, answers[now]), now)
+        if any(isinstance(e, Freeze) for e in effects):
+            effects += one.step(Frozen(1, ()), now)
+        found += [e.message.decision for e in effects if isinstance(e, Send) and isinstance(e.message, Accept)]
+    return found
+
+
+def test_a_living_slow_member_is_waited_for_when_another_host_is_lost() -> None:
+    one = patient(0)
+    assert lose(one, 0.05, 2.5, {}) == []
+    decisions = lose(one, 2.5, 2.6, {2.5: Promise(Ballot(1, 0), 1, NO_BALLOT, None, ())})
+    assert [r.slot for r in decisions[0].removed] == [2]
+
+
+def test_silence_counts_over_the_ballots_that_a_rival_ends() -> None:
+    """Slot 1 is stopped, and delays the removal of host c by no more; slot 3 promises a rival's ballots between."""
+    settings = AgentSettings("evict", answer_s=0.1, patience_s=0.8, silence_s=3.0)
+    one = Agent(over("abcb").members[0], settings, over("abcb"))
+    one.step(Tick(), 0.0)
+    nonce = over("abcb").members[3].nonce
+    ballots: list[Ballot] = []
+    decided: list[Decision] = []
+    for turn in range(1, 90):
+        now = turn / 20
+        effects = list(one.step(HostLost("c"), now))
+        if any(isinstance(e, Freeze) for e in effects):
+            effects += one.step(Frozen(1, ()), now)
+        asked = [
+            e.message for e in effects if isinstance(e, Send) and e.to.slot == 3 and isinstance(e.message, Prepare)
+        ]
+        for message in asked:
+            if message.ballot not in ballots:
+                ballots.append(message.ballot)
+                answer = Promise(message.ballot, 1, NO_BALLOT, None, ())
+            elif now < 2.8:
+                answer = Nack(message.ballot, 1, Ballot(message.ballot.round + 1, 2))
+            effects += one.step(MessageReceived(nonce, answer), now)
+        decided += [e.message.decision for e in effects if isinstance(e, Send) and isinstance(e.message, Accept)]
+        if decided:
+            assert 3.0 <= now <= 3.6
+            break
+    assert len(ballots) > 5
+    assert [r.slot for r in decided[0].removed] == [1, 2]
 
 
 def test_over_hosts_the_dead_go_with_the_promises_of_all_who_stay() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+import pytest
+
 from epee.errors import ProtocolError
 from epee.view.protocol.messages import Member
 from epee.view.transport.reach import (
@@ -19,10 +21,14 @@ from epee.view.transport.reach import (
     UNANSWERED_S,
     UNKNOWN,
     Reach,
+    given_up_s,
+    ping_s,
+    recall_s,
 )
 from epee.view.transport.switchboard import _seen
 
 TIMEOUT_S = 10.0
+RECALL_S = recall_s(TIMEOUT_S)
 
 
 def member(slot: int, host: str) -> Member:
@@ -83,7 +89,8 @@ def test_silence_and_calls_without_an_answer() -> None:
     made = reach()
     made.note(THREE, SILENT, 20.0)
     made.note(THREE, NO_ANSWER, 20.5)
-    assert made.lost(20.0 + REFUSED_S) == ["c"]
+    assert made.lost(20.0 + RECALL_S - 0.01) == []
+    assert made.lost(20.0 + RECALL_S) == ["c"]
     made = reach()
     made.note(THREE, ENDED, 20.0)
     made.note(THREE, NO_ANSWER, 20.5)
@@ -95,8 +102,25 @@ def test_a_connection_that_ends_without_a_way_there_was_silent() -> None:
     made = reach()
     made.note(THREE, NO_ANSWER, 20.0)  # the kernel says no route, where it could say that the time is over
     made.note(THREE, NO_ANSWER, 20.4)
-    assert made.lost(20.0 + REFUSED_S - 0.01) == []
-    assert made.lost(20.0 + REFUSED_S) == ["c"]
+    assert made.lost(20.0 + RECALL_S - 0.01) == []
+    assert made.lost(20.0 + RECALL_S) == ["c"]
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 3.0, 10.0, 600.0])
+def test_a_host_is_lost_by_the_time_out_after_its_last_word_and_not_before_half_of_it(timeout_s: float) -> None:
+    last, made = 20.0, Reach("a", timeout_s)
+    made.follow([MEMBERS[3]], 0.0)
+    made.note(THREE, PROVED, 0.0)
+    given_up = last + made.ping_s + given_up_s(timeout_s)  # nothing confirms the first message after that word
+    assert ping_s(timeout_s) <= 0.5
+    assert given_up_s(timeout_s) > timeout_s / 2
+    made.note(THREE, SILENT, given_up)
+    assert made.lost(given_up) == []
+    made.note(THREE, NO_ANSWER, given_up + 0.01)
+    assert made.lost(last + 0.99 * timeout_s) == []
+    assert made.lost(last + 1.001 * timeout_s) == ["c"]
+    made.note(THREE, ESTABLISHED, last + timeout_s)  # a call may come through at the last moment
+    assert made.lost(1e6) == []
 
 
 def test_a_connection_that_ends_for_no_known_reason_has_the_whole_time() -> None:

@@ -132,6 +132,7 @@ def test_what_breaks_a_rule_is_refused() -> None:
         AgentSettings(policy="x"),
         AgentSettings(answer_s=0),
         AgentSettings(patience_s=float("nan")),
+        AgentSettings(silence_s=0.0),
         AgentSettings(admit=""),
     ):
         with pytest.raises(InvalidArgument):

@@ -34,6 +34,7 @@ class Facts(NamedTuple):
         join_wait_s: how long it may wait for everybody's promise where only joiners or wants need it.
         lost: per host that somebody cannot reach the slots that cannot.
         may_evict: who is silent for long may be left out (the policy is to evict).
+        mute: slots that have answered nothing for as long as a host may be silent, though they were asked.
     """
 
     gone: dict[int, str]
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     join_wait_s: float
     lost: Mapping[str, frozenset[int]] = MappingProxyType({})
     may_evict: bool = True
+    mute: frozenset[int] = frozenset()
 
 
 class Campaign:
@@ -99,7 +101,9 @@ class Campaign:
         Removing a live member and joins need the promise of everybody who stays, and so does, in a job over several
         hosts, removing a dead one (nobody of its host may be left in a lane, whose cut then counts); a change in one
         lane that of everybody who has a part in it afterwards. Who is put out need not answer, and who does not answer
-        in time is put out where the want allows it.
+        in time is put out where the want allows it. A lost host says nothing of those on others, who may only be slow:
+        they go with it once they have been silent as long as a host may be, or, where somebody is accused, after
+        `patience_s`.
         """
         has_pull = any(state.is_pull for states in self.promises.values() for state in states)
         if has_pull and facts.waited_s < answer_s and not self.slots - facts.gone.keys() <= self.promises.keys():
@@ -120,6 +124,8 @@ class Campaign:
                 return None
             if evicted and (has_cuts or not facts.gone):
                 if facts.waited_s < patience_s or not facts.may_evict:
+                    return None
+                if STALLED not in evicted.values() and silent - facts.mute:
                     return None
                 wanted |= dict.fromkeys(silent, STALLED)
             elif has_cuts or (not facts.gone and facts.waited_s < facts.join_wait_s):

@@ -20,10 +20,12 @@ class AgentSettings(NamedTuple):
         policy: what an accusation does: "evict" removes the accused, "error" and "wait" leave the view alone. A host
             that is lost goes whatever it says.
         answer_s: how long a live process takes to answer at most, when nothing is wrong.
-        patience_s: how long a coordinator waits for a silent member before "evict" leaves it out, and how long an
-            accusation or the word of a joiner stays valid without being repeated.
+        patience_s: how long a coordinator waits for a silent member before "evict" leaves it out where somebody is
+            accused, and how long an accusation or the word of a joiner stays valid without being repeated.
         no_quorum_s: after this time without a decision that is needed the agent tells `NoQuorum`.
         admit: "auto" takes joiners in as they come, "ask" waits for an `Admit` at any one member.
+        silence_s: how long a member that nobody accuses may owe an answer before it goes along with a lost host: as
+            long as a host may be silent.
     """
 
     policy: str = "error"
@@ -31,6 +33,7 @@ class AgentSettings(NamedTuple):
     patience_s: float = 0.8
     no_quorum_s: float = 5.0
     admit: str = "auto"
+    silence_s: float = 10.0
 
 
 # ---- events

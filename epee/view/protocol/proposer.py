@@ -98,6 +98,8 @@ class Proposer:
         self.campaign: Campaign | None = None
         self._campaign_began = self._resend_at = 0.0
         self._highest = NO_BALLOT
+        self._asked_at = 0.0
+        self._owing: dict[int, float] = {}  # per slot since when a question for its promise is not answered
         self._accusers: dict[int, dict[int, float]] = {}
         self._lost: dict[str, dict[int, float]] = {}  # per host who cannot reach it, and when that was heard last
         self._mourned_at = 0.0
@@ -205,6 +207,7 @@ class Proposer:
             patience,
             lost,
             self.settings.policy == "evict",
+            frozenset(slot for slot, since in self._owing.items() if self._t - since >= self.settings.silence_s),
         )
 
     def _suspected(self) -> set[int]:
@@ -386,9 +389,22 @@ class Proposer:
     def _send_phase(self, campaign: Campaign) -> None:
         self._resend_at = self._t + self.settings.answer_s / 2
         if campaign.proposal is None:
+            self._note_asked()
             self._to_others(Prepare(campaign.ballot, self.epoch))
         else:
             self._to_others(Accept(campaign.ballot, self.epoch, campaign.proposal))
+
+    def _note_asked(self) -> None:
+        """Count how long others owe an answer: over several ballots, as a rival may end each one soon."""
+        if self._t > self._asked_at + self.settings.patience_s:  # who is not asked owes nothing
+            self._owing.clear()
+        self._asked_at = self._t
+        for slot in self.members.keys() - {self.me.slot}:
+            self._owing.setdefault(slot, self._t)
+
+    def _note_answer(self, sender: bytes, epoch: int) -> None:
+        if epoch == self.epoch and sender in self.slot_of:
+            self._owing.pop(self.slot_of[sender], None)
 
     def _run(self, campaign: Campaign) -> None:
         """Take the ballot as far as it goes."""
@@ -430,6 +446,7 @@ class Proposer:
             self._drive()
 
     def _promise(self, sender: bytes, message: Promise) -> None:
+        self._note_answer(sender, message.epoch)
         campaign = self.campaign
         if campaign is None or message.ballot != campaign.ballot or message.epoch != self.epoch:
             return
@@ -450,6 +467,7 @@ class Proposer:
             campaign.note_accepted(slot)
 
     def _nack(self, sender: bytes, message: Nack) -> None:
+        self._note_answer(sender, message.epoch)
         campaign = self.campaign
         if campaign is None or message.ballot != campaign.ballot or message.epoch != self.epoch:
             return

@@ -11,11 +11,16 @@ of it is noted here, by process:
     silent         the kernel gave up a connection of which nothing came any more (keepalive, TCP_USER_TIMEOUT); it may
                    also say that it knows no way there
 
-Beside that a small message goes out every `PING_S`: a cut in one direction is noticed by the side that sends, if it
+Beside that a small message goes out every `ping_s`: a cut in one direction is noticed by the side that sends, if it
 does, as the kernel gives up when nothing confirms what it has sent.
 
+Silence lasts `timeout_s` at most, from the last word that came: the first message that nothing confirms goes out
+within `ping_s` of that, the kernel gives up `given_up_s` after it, then the process is called for `recall_s`, and the
+three are `timeout_s` together. So half of that time is over before anything is given up, and a new call gets through
+where the old connection had doubled its pauses too often.
+
 A host is *lost* when none of its agents can be reached: each has been refused for `REFUSED_S`, silent and then not
-there for as long again, has ended a connection and answered no call for `UNANSWERED_S`, or has never answered within
+there for `recall_s`, has ended a connection and answered no call for `UNANSWERED_S`, or has never answered within
 `timeout_s`. That is a suspicion (`protocol/events.HostLost`): a host behind a cut cable may
 live. A blip that is over before is none. What goes wrong on this side, such as no descriptor being left, says nothing.
 
@@ -31,9 +36,23 @@ from ..protocol.messages import Member
 AGAIN_S = 0.1  # between two calls of one process
 REFUSED_S = 0.5
 UNANSWERED_S = 1.0  # two calls
-PING_S = 1.0
 ESTABLISHED, PROVED, ENDED, REFUSED, NO_ANSWER, SILENT, UNKNOWN = range(7)
 NEVER = float("inf")
+
+
+def ping_s(timeout_s: float) -> float:
+    """Return how often a small message goes out."""
+    return min(0.5, timeout_s / 8)
+
+
+def recall_s(timeout_s: float) -> float:
+    """Return how long a process is called whose connection the kernel has given up."""
+    return timeout_s / 4
+
+
+def given_up_s(timeout_s: float) -> float:
+    """Return after what time the kernel is to give up a connection when nothing confirms what it has sent."""
+    return timeout_s - ping_s(timeout_s) - recall_s(timeout_s)
 
 
 class _Line:
@@ -56,8 +75,8 @@ class _Line:
         """Return when it counts as unreachable if nothing changes."""
         if self.is_up:
             return NEVER
-        ends = (self.refused + REFUSED_S, self.silent + REFUSED_S, self.ended + UNANSWERED_S, self.born + timeout_s)
-        return min(ends)
+        ends = (self.refused + REFUSED_S, self.silent + recall_s(timeout_s), self.ended + UNANSWERED_S)
+        return min(*ends, self.born + timeout_s)
 
 
 class Reach:
@@ -66,10 +85,14 @@ class Reach:
     Args:
         host: key of the own host.
         timeout_s: EPEE_HOST_TIMEOUT_S.
+
+    Attributes:
+        ping_s: how often a small message is to go out on each connection.
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host, self._timeout_s = host, timeout_s
+        self.ping_s = ping_s(timeout_s)
         self._lines: dict[bytes, _Line] = {}
 
     def follow(self, members: Iterable[Member], now: float) -> None:

@@ -32,7 +32,7 @@ from ..protocol.messages import Commit, Member, Message
 from .auth import Identity, Initiator
 from .connection import Incoming, Outgoing, call, watch_silence
 from .directory import Door, JobDirectory, connect_door, socket_name
-from .reach import ENDED, ESTABLISHED, NO_ANSWER, PROVED, REFUSED, SILENT, UNKNOWN, Reach
+from .reach import ENDED, ESTABLISHED, NO_ANSWER, PROVED, REFUSED, SILENT, UNKNOWN, Reach, given_up_s
 from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, LaneTold, decode, encode
 
 MAX_CONNECTIONS = 4 * MAX_MEMBERS  # to this process
@@ -65,8 +65,9 @@ class Switchboard:
         self._job, self._me, self._poll, self._greet = job, me, poll, greet
         self._door = door
         self._listeners = [door.listener] if listener is None else [door.listener, listener]
-        self._timeout_s = env.get_float("EPEE_HOST_TIMEOUT_S")
-        self.abroad = Reach(job.host, self._timeout_s)
+        timeout_s = env.get_float("EPEE_HOST_TIMEOUT_S")
+        self._given_up_s = given_up_s(timeout_s)
+        self.abroad = Reach(job.host, timeout_s)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._nonce_of: dict[int, bytes] = {}  # of outgoing descriptors
         self._incoming: dict[int, Incoming] = {}
@@ -211,7 +212,7 @@ class Switchboard:
         if to.host != self._job.host:
             if not endpoint.address:
                 raise ProtocolError(f"slot {to.slot} of another host says no address; was its job made for one host?")
-            return call(endpoint.address, endpoint.port, self._timeout_s)
+            return call(endpoint.address, endpoint.port, self._given_up_s)
         if process_start_time(endpoint.pid) != endpoint.start_time:
             raise ProcessLookupError(errno.ESRCH, "it has ended")
         return connect_door(endpoint.pid, endpoint.door)
@@ -268,7 +269,7 @@ class Switchboard:
     def _admit(self, connection: socket.socket, now: float, is_tcp: bool) -> None:
         try:
             if is_tcp:
-                watch_silence(connection, self._timeout_s)
+                watch_silence(connection, self._given_up_s)
             incoming = Incoming(connection, self._job.token, self._job.job_id, self._me, now)
         except (OSError, EpeeError) as exc:
             connection.close()

@@ -248,9 +248,9 @@ class Collectives:
             chunk = min(config.chunk_bytes, plan.chunk_bytes, max(1024, -(-size // parts)))
         vecs, direct = -(-chunk // 128) * 8, plan.direct_lanes[is_both]
         sizes = config.chunk_bytes, lanes, config.num_slots, vecs, int(has_gather), roles
-        stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.is_bulk else 0
         if direct and self.lies_in_pool(move):
-            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, stage, 0)
+            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, 0, 0)
+        stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.pushes(move, config.rank) else 0
         return f"collective_pipeline_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, 0)
 
     def _blocks_per_sm(self, num_sms: int) -> int:

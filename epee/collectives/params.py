@@ -95,8 +95,8 @@ class CollectiveParams(ctypes.Structure):
     one; `num_bytes`: of a row, where all are as long. Pipelines: `has_gather`: two crossings, the row is cut into
     shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
     `chunk_vecs` vectors of 16 bytes; `roles`: what this rank does (`SENDER` ...); `direct_lanes`: lanes of a call whose
-    rows all lie in pools; `stage_bytes`: of a block's dynamic shared memory, in which bulk copies are staged, or 0:
-    threads copy.
+    rows all lie in pools; `stage_bytes`: of a block's dynamic shared memory, in which this rank's bulk copies are
+    staged, or 0: its threads store.
     """
 
     _fields_ = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .moves import Move
 from .params import CollectiveConfig
 
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """Which kernel does a call, and with how many blocks; all but `max_blocks` and `width` equal on all ranks.
+    """Which kernel does a call, and with how many blocks; all but `max_blocks`, `width`, `bulk_bytes` are alike on all.
 
     Attributes:
         one_shot_bytes: largest row of an all_reduce or broadcast that crosses once.
@@ -24,8 +25,9 @@ class CollectivePlan:
             `min_chunks`.
         direct_lanes: of calls whose rows lie in pools, and of reductions among them that all ranks get, at most
             `2 * MAX_LANES`; 0: there are no such calls.
-        is_bulk: the copy engines of the multiprocessors bring rows into slots, and out of pools what is not reduced;
-            else threads do.
+        bulk_bytes: least bytes that a rank sends in a call and, in a broadcast, that the row has, from which on it
+            pushes them into slots with the copy engines of its multiprocessors; below, its threads store them. Nobody
+            need agree with it: who reads slots finds the same chunks, flags and order either way (`slots.cuh`).
         pipeline: threads of a pipeline's block, two warps of which only wait, and its blocks on a multiprocessor.
         launch: mode of launches where the GPU has room, as in `jit.kernel.Kernel`.
     """
@@ -40,9 +42,19 @@ class CollectivePlan:
     chunk_bytes: int = 32 << 10
     min_chunks: int = 2
     direct_lanes: tuple[int, int] = (132, 264)
-    is_bulk: bool = True
+    bulk_bytes: tuple[int, int] = (32 << 20, 256 << 20)
     pipeline: tuple[int, int] = (384, 2)
     launch: str = "early"
+
+    def pushes(self, move: Move, rank: int) -> bool:
+        """Whether a rank pushes in bulk what it sends in a call that goes through slots."""
+        of_any, of_broadcast = self.bulk_bytes
+        if move.is_whole and move.root >= 0:
+            return move.num_bytes >= of_broadcast
+        sent = sum(move.in_bytes) - move.in_bytes[rank]
+        if move.is_whole:  # a share for each
+            sent //= move.takers.bit_count()
+        return sent >= of_any
 
 
 class Fitted(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 SMALL = {"packet_bytes": 8 << 10, "num_lanes": 2, "num_slots": 2, "chunk_bytes": 1024}
 PLAN = CollectivePlan(
     one_shot_bytes=2 << 10, two_shot_bytes=8 << 10, exchange_bytes=2 << 10, max_blocks=3, chunk_bytes=1024,
-    min_chunks=1, direct_lanes=(5, 5), pipeline=(96, 1), width=4,
+    min_chunks=1, direct_lanes=(5, 5), bulk_bytes=(0, 0), pipeline=(96, 1), width=4,
 )  # fmt: skip
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FULL = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what halves are reduced in
@@ -45,16 +45,19 @@ class Call:
 
 
 ALL = 0xFF
+NEVER = 1 << 62
 POOL_BYTES = 1 << 20
 
 
 def make(
-    platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False
-) -> Collectives:
-    """The machine of a rank with the kernels that `calls` need."""
+    platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False,
+    pushers: int = ALL,
+) -> Collectives:  # fmt: skip
+    """The machine of a rank with the kernels that `calls` need; `pushers`: a bit for each rank that sends in bulk."""
     kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
     config = CollectiveConfig(rank, num_ranks, **SMALL, is_masked=is_masked)
-    machine = Collectives(platform, config, kinds, PLAN, stall_one_in)
+    plan = PLAN if pushers >> rank & 1 else replace(PLAN, bulk_bytes=(NEVER, NEVER))
+    machine = Collectives(platform, config, kinds, plan, stall_one_in)
     if any(call.in_pool >> rank & 1 for call in calls):
         machine.lend(POOL_BYTES)
     start(machine)
@@ -214,9 +217,12 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
         assert bool((around.view(torch.uint8) == 0xA5).all()), f"rank {rank}: written behind the output of {call}"
 
 
-def run_calls(rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False) -> None:
+def run_calls(
+    rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False,
+    pushers: int = ALL,
+) -> None:  # fmt: skip
     """All calls one after the other, with barriers between some."""
-    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in, is_masked)
+    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in, is_masked, pushers)
     for number, call in enumerate(calls):
         play(machine, call, range(num_ranks))
         if number % 5 == 4:

@@ -25,6 +25,17 @@ def test_every_size_has_the_bits_of_torch(op: str, num_ranks: int) -> None:
     run_ranks(run_calls, num_ranks, calls, timeout_s=200)
 
 
+@pytest.mark.parametrize("pushers", [0, 0b1010, 0b0101])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_rank_may_send_in_bulk_or_by_stores_of_threads(num_ranks: int, pushers: int) -> None:
+    calls = [
+        Call(op, count, root=(count + i) % num_ranks, shift=shift, seed=count + i, is_in_place=count == 4096)
+        for i, op in enumerate(OPS)
+        for count, shift in ((4096, 0), (4099, 8), (4099, 1), (20003, 0))
+    ]
+    run_ranks(run_calls, num_ranks, calls, 0, False, pushers, timeout_s=200)
+
+
 @pytest.mark.parametrize("in_pool", [ALL, 0b101])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_rows_in_pools_have_the_bits_of_torch(num_ranks: int, in_pool: int) -> None:
@@ -73,8 +84,9 @@ def test_every_dtype_has_the_bits_of_torch(dtype: torch.dtype, reduction: str) -
     run_ranks(run_calls, 2, calls, timeout_s=200)
 
 
-def test_random_calls_share_memory_and_survive_warps_that_stand_still() -> None:
-    run_ranks(run_calls, 3, random_calls(3, 40, 3), 24, timeout_s=200)
+@pytest.mark.parametrize("pushers", [ALL, 0b010])
+def test_random_calls_share_memory_and_survive_warps_that_stand_still(pushers: int) -> None:
+    run_ranks(run_calls, 3, random_calls(3, 40, 3), 24, False, pushers, timeout_s=200)
 
 
 def test_a_rank_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 from typing import Any
@@ -35,22 +36,10 @@ def _begin(rank: int) -> tuple[Any, MemoryPool]:
 def _bits(rank: int, num_ranks: int) -> None:
     half, pool = _begin(rank)
     for seed, count in enumerate(COUNTS):
-        wanted = pool_cases.results(rank, num_ranks, torch.clone, seed, count)
         for where in ("all", "none", "one"):
             is_here = where == "all" or (where == "one" and rank == seed % num_ranks)
-            pool_cases.slots(half).fill_(pool_cases.PATTERN)
-            torch.cuda.synchronize()
-            dist.barrier()
-            found = pool_cases.results(
-                rank, num_ranks, lambda x: pool_cases.in_pool(pool, x) if is_here else x.cuda(), seed, count  # noqa: B023
-            )  # fmt: skip
-            torch.cuda.synchronize()
-            half.check()
-            for name, got in found.items():
-                assert torch.equal(got.cpu().view(torch.int32), wanted[name].view(torch.int32)), (name, where, count)
-            dist.barrier()
-            is_copy_free = bool((pool_cases.slots(half) == pool_cases.PATTERN).all())
-            assert is_copy_free == (where == "all" or count < 1 << 18), (where, count)
+            to = functools.partial(pool_cases.in_pool, pool) if is_here else torch.Tensor.cuda
+            pool_cases.compare(half, to, seed, count, are_pooled=where == "all")
 
 
 def test_calls_in_pools_are_copy_free_and_all_have_the_bits_of_cpu_tensors() -> None:

@@ -8,7 +8,7 @@ DEVICE void pipeline(const CollectiveParams& p) {
   __shared__ Outbox box;
   open_outbox(box);
   wait_previous_kernel();
-  if (open_call(p.call, s, 0)) move_in_chunks<kIsPlaced>(p, s, c, box);
+  if (open_call(p.call, s, 0)) move_in_chunks<kIsPlaced>(p, s, c, &box);
   close_call(p.call, s);
 }
 

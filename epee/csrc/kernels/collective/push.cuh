@@ -1,5 +1,5 @@
-// Bulk copies (the copy engine of an SM) into slots of peers, and out of their pools (`direct.cuh`): they carry more
-// over NVLink than stores and loads of threads do.
+// Bulk copies (the copy engine of an SM) into slots of peers. They carry more over NVLink than stores of threads do,
+// and begin later: they are for large calls (`CollectivePlan.bulk_bytes`).
 //
 // A sender, one thread for each rank that it sends to: input -> stage in shared memory -> slot, in units of some
 // kilobytes, `kPushStages` of them at once. An owner's result is staged by the threads that reduce, and pushed to each

@@ -148,12 +148,12 @@ DEVICE void take_sources(const CollectiveParams& p, const Cut& c, int k, const B
 DEVICE Vec16 vector_of(const Words<4>& w) { return {{w.word[0], w.word[1], w.word[2], w.word[3]}}; }
 
 /// Reduces, or places, this thread's vectors of chunk `k` of what an owner owns; results also go to `send(i, vector)`.
-/// Vectors of others come from `load(src, i)`. Of what is placed, those of `placed`.
+/// Vectors of others come from `load(src, i)`.
 template <bool kIsPlaced, class Load, class Send>
-DEVICE void own_chunk(const CollectiveParams& p, const Cut& c, u32 placed, int k, Batch b, Load load, Send send) {
+DEVICE void own_chunk(const CollectiveParams& p, const Cut& c, int k, Batch b, Load load, Send send) {
   const Piece& mine = c.out[p.call.rank];
 #pragma unroll 1
-  for (; kIsPlaced ? next_batch(p, c.out, placed, k, b) : next_batch(p, mine, c.sources, k, b);
+  for (; kIsPlaced ? next_batch(p, c.out, c.placed, k, b) : next_batch(p, mine, c.sources, k, b);
        b.first += kDeep * b.step) {
     Accumulator<4> sum;
     take_sources(

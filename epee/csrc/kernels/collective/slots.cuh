@@ -20,9 +20,10 @@
 //   credit (stage, lane, reader)  at the writer, likewise: chunks read. Chunk k goes into slot k % num_slots behind the
 //                                 credit for chunk k - num_slots of this call; the first ones behind `joined`, as
 //                                 `call.cuh` says
-// What goes into slots goes in bulk where it can, by the rules of `push.cuh`: rows that a sender sends, by a thread for
+// Threads store into slots, or bulk copies do by the rules of `push.cuh`: rows that a sender sends, by a thread for
 // each receiver, which does all three steps itself; results of an owner, from shared memory, in the thread that then
-// tells. Else threads store it.
+// tells. The writer alone decides which (`stage_bytes`, and where its rows begin), ranks need not agree on it: chunks,
+// slots, flags and credits are the same for both, and whoever acquires a flag sees the bytes by ordinary loads.
 // A word of a later call cannot be met: its writer waits for us to join that call first.
 //
 // In and out may be the same memory under the rules of the other two: an element is written by an owner that has read
@@ -68,10 +69,10 @@ DEVICE void push_rows(const CollectiveParams& p, Meeting& s, const Cut& c, u32 r
       [&](int chunks) { st_release_sys(flag_at(s.peer[d], kScatter, c.lane, p.call.rank), mark_of(s, chunks)); });
 }
 
-DEVICE void scatter_sender(const CollectiveParams& p, Meeting& s, const Cut& c, Outbox& box) {
+DEVICE void scatter_sender(const CollectiveParams& p, Meeting& s, const Cut& c, Outbox* box) {
   if (!is_in(c.sources, p.call.rank)) return;
   const u32 readers = c.owners & ~(1u << p.call.rank);
-  if (may_push(p, c.in, readers)) return push_rows(p, s, c, readers, box);
+  if (box && may_push(p, c.in, readers)) return push_rows(p, s, c, readers, *box);
   const auto has = [&](int k, int rank) { return is_in(readers, rank) && k < c.in[rank].num_chunks; };
   const auto await = [&](int k, int rank) {
     if (has(k, rank)) await_credit(p, s, kScatter, c.lane, k, rank);
@@ -145,7 +146,7 @@ DEVICE void owner(const CollectiveParams& p, Meeting& s, const Cut& c) {
       s.lost_at, kIsPlaced ? most_chunks(c.out, c.sources) : mine.num_chunks, kNumRanks, await,
       [&](int k, int thread, int num_threads) {
         own_chunk<kIsPlaced>(
-            p, c, c.placed, k, {thread, num_threads, p.chunk_vecs, {}},
+            p, c, k, {thread, num_threads, p.chunk_vecs, {}},
             [&](int src, int i) { return ld_vec16(slot_at(p, p.call.own, kScatter, c.lane, k, src) + i * 16); },
             [&](int i, const Vec16& result) {
               if (is_staged) *reinterpret_cast<Vec16*>(stage(k) + i * 16) = result;
@@ -181,9 +182,9 @@ DEVICE void collector(const CollectiveParams& p, Meeting& s, const Cut& c) {
       release);
 }
 
-/// What this block does of a call that goes through slots.
+/// What this block does of a call that goes through slots; without a box threads copy all rows.
 template <bool kIsPlaced>
-DEVICE void move_in_chunks(const CollectiveParams& p, Meeting& s, Cut& c, Outbox& box) {
+DEVICE void move_in_chunks(const CollectiveParams& p, Meeting& s, Cut& c, Outbox* box) {
   const int num_roles = __popc(p.roles), step = static_cast<int>(gridDim.x) / num_roles;
   u32 roles = p.roles;  // this block's is the lowest that is left
   for (int n = static_cast<int>(blockIdx.x) % num_roles; n > 0; --n) roles &= roles - 1;

@@ -1,0 +1,44 @@
+"""Which calls are made how."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epee.collectives import moves
+from epee.collectives.moves import Move, Stretch
+from epee.collectives.plan import CollectivePlan
+
+MIB = 1 << 20
+KIND = (torch.bfloat16, "sum")
+
+
+def move_of(op: str, nbytes: int, num_ranks: int, rank: int) -> Move:
+    """A call of so many bytes in all on a rank; of what is rooted, rank 1 is the root."""
+    whole, row = Stretch(0, nbytes), Stretch(0, nbytes // num_ranks)
+    rows = [row] * num_ranks
+    return {
+        "all_reduce": lambda: moves.all_reduce(num_ranks, whole, whole, KIND),
+        "broadcast": lambda: moves.broadcast(num_ranks, rank, whole, 1, torch.bfloat16),
+        "all_gather": lambda: moves.all_gather(row, rows, torch.bfloat16),
+        "reduce_scatter": lambda: moves.reduce_scatter(rows, row, KIND),
+        "all_to_all": lambda: moves.all_to_all(rows, rows, torch.bfloat16, True),
+        "uneven": lambda: moves.all_to_all(rows, rows, torch.bfloat16, False),
+        "reduce": lambda: moves.reduce(num_ranks, rank, whole, whole, KIND, 1),
+    }[op]()
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "uneven"])
+def test_who_sends_much_pushes_it(op: str) -> None:
+    plan = CollectivePlan()
+    for nbytes, num_ranks, wanted in ((16, 2, False), (63, 2, False), (64, 2, True), (256, 2, True), (44, 4, True)):
+        for rank in range(num_ranks):
+            assert plan.pushes(move_of(op, nbytes * MIB, num_ranks, rank), rank) == wanted, (nbytes, num_ranks)
+
+
+def test_broadcasts_are_pushed_from_larger_rows_on_and_who_sends_nothing_pushes_nothing() -> None:
+    plan = CollectivePlan()
+    for rank in range(3):
+        assert not plan.pushes(move_of("broadcast", 255 * MIB, 3, rank), rank)
+        assert plan.pushes(move_of("broadcast", 256 * MIB, 3, rank), rank)
+        assert plan.pushes(move_of("reduce", 256 * MIB, 3, rank), rank) == (rank != 1)

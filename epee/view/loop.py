@@ -84,7 +84,7 @@ from .protocol.messages import (
 from .transport.auth import Identity
 from .transport.directory import Door, JobDirectory, socket_name
 from .transport.switchboard import Switchboard
-from .transport.wire import PING, LaneTold
+from .transport.wire import BEGIN, END, PING, LaneTold
 
 logger = logging.getLogger("epee")
 
@@ -101,12 +101,14 @@ class Hooks(NamedTuple):
         thaw: go on.
         decided: a new view; in order, each once.
         trouble: calls cannot end well any more (evicted, the agent failed) or for the time being (no quorum).
+        heard: a process of another host tells something of its part in the lane.
     """
 
     freeze: Callable[[], LaneState]
     thaw: Callable[[], None]
     decided: Callable[[Decision], None]
     trouble: Callable[[Exception], None]
+    heard: Callable[[], None]
 
 
 class Shared:
@@ -345,7 +347,7 @@ class Loop:
         """Return what to tell a process of another host on a new connection."""
         if not self.agent.epoch:
             return []
-        return [Ask(self.agent.epoch), *(LaneTold(lane, data) for lane, data in self._told.items())]
+        return [Ask(self.agent.epoch), BEGIN, *(LaneTold(lane, data) for lane, data in self._told.items()), END]
 
     def _tell(self, lane: int, data: bytes) -> None:
         """Tell those on other hosts what a lane says; what is lost on the way comes with the next connection."""
@@ -377,6 +379,8 @@ class Loop:
         """Map the boards of those whom a message brings, then let the agent answer it."""
         if isinstance(message, LaneTold):
             self.peers.note_told(sender, message.lane, message.data)
+            if message.lane in self._lanes:
+                self._lanes[message.lane].heard()
             if self.agent.epoch and sender not in self.agent.slot_of:  # voted out, it may not have noticed anything
                 self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
             return

@@ -39,7 +39,7 @@ class BusyAgent:
         return tuple(decision for decision in HISTORY if decision.epoch > epoch)
 
     def _go_on(self) -> None:
-        freeze, thaw, decided, _ = self.hooks
+        freeze, thaw, decided, *_ = self.hooks
         freeze()
         decided(NEWS)
         thaw()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from epee.backend.bootstrap.home import IN
 from epee.errors import EvictedError
+from epee.view.transport.wire import PING, LaneTold
 from tests.harness import DEAD, run_ranks
 from tests.hosts.calls import everything
 from tests.hosts.joins import full, hear, joiner, lose, member, say, sums
@@ -114,8 +116,24 @@ def test_a_group_grows_onto_hosts(tmp_path: Path, placement: tuple[int, ...], nu
     assert all(found[0] == results[0][0] > 0 for found in results)
 
 
-def shrunk(rank: int, num_processes: int, folder: str, comes_back: bool) -> Any:
-    """Rank 3 is put out; then it comes back, or another process of a new host takes its place."""
+def tell_late(group: Any, slot: int) -> None:
+    """Have nothing that this process tells of the lane before it has come in reach `slot`."""
+    switchboard = group._engine.survival.runtime._loop.switchboard
+    send = switchboard.send
+
+    def late(to: Any, message: Any, now: float) -> None:
+        is_told = isinstance(message, LaneTold) and message.lane != PING.lane
+        if not (is_told and to.slot == slot and message.data[:4] != IN.to_bytes(4, "little")):
+            send(to, message, now)
+
+    switchboard.send = late
+
+
+def shrunk(rank: int, num_processes: int, folder: str, comes_back: bool, late: int = -1) -> Any:
+    """Rank 3 is put out; then it comes back, or another process of a new host takes its place.
+
+    What it offers comes to rank `late` after the view that takes it in.
+    """
     if rank == 4:
         settle(2)
         hear(folder, "left")
@@ -132,6 +150,7 @@ def shrunk(rank: int, num_processes: int, folder: str, comes_back: bool) -> Any:
                 dist.destroy_process_group()
                 say(folder, "left")
                 return None
+            tell_late(group, late)
             say(folder, "left")
             group.join()
         else:
@@ -149,6 +168,11 @@ def shrunk(rank: int, num_processes: int, folder: str, comes_back: bool) -> Any:
 
 def test_who_was_put_out_comes_back(tmp_path: Path) -> None:
     results = run_ranks(shrunk, 4, str(tmp_path), True, backend=None, timeout_s=60)
+    assert [found[1] for found in results] == [((0, 1), (2, 3))] * 4
+
+
+def test_who_offers_is_taken_in_by_those_who_hear_of_it_after_the_view(tmp_path: Path) -> None:
+    results = run_ranks(shrunk, 4, str(tmp_path), True, 1, backend=None, timeout_s=60)
     assert [found[1] for found in results] == [((0, 1), (2, 3))] * 4
 
 

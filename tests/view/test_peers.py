@@ -18,6 +18,7 @@ from epee.view.process.peers import Peers, process_state
 from epee.view.protocol.messages import Decision, Member
 from epee.view.runtime import Runtime
 from epee.view.transport.directory import JobDirectory
+from epee.view.transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, PING
 from tests import shortage
 
 ME, OTHER = b"m" * 16, b"o" * 16
@@ -97,3 +98,50 @@ def test_a_state_that_cannot_be_looked_at_is_not_that_of_the_dead() -> None:
     with shortage.descriptors(0):
         assert process_state(os.getpid()) == "?"
     assert process_state((1 << 22) + 1) == "X"
+
+
+def told(peers: Peers, nonce: bytes, lanes: range) -> dict[int, bytes]:
+    peer = peers.get(nonce)
+    assert peer is not None
+    return {lane: peer.told(lane) for lane in lanes if peer.told(lane)}
+
+
+def test_what_is_told_by_a_process_that_is_met_later_is_kept(rank: Runtime, peers: Peers) -> None:
+    """Of two who join by one view, one may take it over and tell before the other has heard of it."""
+    other = Member(1, 0, OTHER, rank.member.endpoint, "elsewhere")
+    peers.note_told(OTHER, *PING)
+    peers.note_told(OTHER, 7, b"asks")
+    peers.note_told(OTHER, 7, b"in")
+    peers.note_told(OTHER, 8, b"gone")
+    peers.note_told(OTHER, 8, b"")
+    assert peers.add(other)
+    peers.note_told(OTHER, 9, b"more")
+    assert told(peers, OTHER, range(20)) == {7: b"in", 9: b"more"}
+
+
+def test_what_strangers_tell_is_bounded(rank: Runtime, peers: Peers) -> None:
+    for number in range(2 * MAX_MEMBERS):
+        peers.note_told(number.to_bytes(16, "little"), 7, b"told")
+    assert len(peers._early) == MAX_MEMBERS
+    for lane in range(2 * MAX_LANES):
+        peers.note_told(OTHER, lane, b"told")
+    assert peers.add(Member(1, 0, OTHER, rank.member.endpoint, "elsewhere"))
+    assert len(told(peers, OTHER, range(2 * MAX_LANES))) == MAX_LANES
+    assert OTHER not in peers._early
+    first = (0).to_bytes(16, "little")
+    assert peers.add(Member(2, 0, first, rank.member.endpoint, "elsewhere"))
+    assert told(peers, first, range(10)) == {}, "the oldest made room"
+
+
+def test_what_is_not_told_again_on_a_new_connection_was_taken_back(rank: Runtime, peers: Peers) -> None:
+    assert peers.add(Member(1, 0, OTHER, rank.member.endpoint, "elsewhere"))
+    for lane in (7, 8):
+        peers.note_told(OTHER, lane, b"old")
+    peers.note_told(OTHER, *BEGIN)
+    peers.note_told(OTHER, 7, b"new")
+    assert told(peers, OTHER, range(20)) == {7: b"new", 8: b"old"}, "nothing that stands is missing in between"
+    peers.note_told(OTHER, *END)
+    assert told(peers, OTHER, range(20)) == {7: b"new"}
+    peers.note_told(OTHER, *PING)
+    peers.note_told(OTHER, *END)
+    assert told(peers, OTHER, range(20)) == {7: b"new"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,31 @@ def test_what_a_lane_tells_travels_and_who_comes_later_hears_it(tmp_path: Path) 
         await_told(new, {1: b"two"})
         new.ask("tell", b"new")
         await_told(ranks[1], {2: b"new"})
+
+
+def cut_and_leave_the_lane(runtime: Any) -> None:
+    """Leave the lane while there is no connection to anybody."""
+    switchboard = runtime._loop.switchboard
+
+    def cut(done: Any) -> None:
+        for fd in list(switchboard._nonce_of):
+            switchboard._close_outgoing(fd, "cut")
+        switchboard.send = lambda *args: None  # nothing goes out before there is a connection again
+        done()
+
+    runtime._ask(cut)
+    runtime.unregister(LANE)
+    runtime._loop.post(lambda: delattr(switchboard, "send"))
+    switchboard.abroad._lines[next(iter(switchboard.abroad._lines))].call_at = 0.0
+
+
+def test_what_was_taken_back_while_there_was_no_connection_is_forgotten(tmp_path: Path) -> None:
+    with group(tmp_path) as job:
+        ranks = job.born_over("ab")
+        ranks[1].ask("tell", b"asks")
+        await_told(ranks[0], {1: b"asks"})
+        ranks[1].ask("run", cut_and_leave_the_lane)
+        await_told(ranks[0], {})
 
 
 @pytest.mark.parametrize("victim", range(4))

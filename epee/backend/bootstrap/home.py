@@ -148,7 +148,8 @@ class Offer(NamedTuple):
         num_ranks: how many ranks the group has, as this process was told.
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
-        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
+        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`); of who asks,
+            which view it knew then.
     """
 
     state: int

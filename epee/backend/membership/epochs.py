@@ -104,7 +104,9 @@ class Survival:
         if asks:
             hooks.enter_as(seat.job.slot)
         self._row: LaneRow | None
-        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
+        self._row = row = self.runtime.register(
+            seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble, hooks.heard
+        )
         self._awaited = Awaited(self.runtime, self._on_stall)
         self._awaited.begin(seat.lane, row)
         self._occupants.known = joined_by or self.runtime.view()
@@ -141,6 +143,7 @@ class Survival:
             CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
         """
         deadline = time.monotonic() + timeout_s
+        offer = offer._replace(turned=self.runtime.view().epoch)  # it is later than all that this process told before
         self._own_offer = {self._job.slot: offer}
         assert self._row is not None, "`close` comes later"
         self._row.tell(offer.pack())
@@ -320,7 +323,10 @@ class Survival:
         parts = parts_of(decision, occupants.lane)
         own = occupants.slot_of[self._boxes.full.rank]
         offers = self.hooks.offers.get(decision.epoch, {})
-        if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision, offers)):
+        if parts.get(own) != occupants.since[own]:
+            return True
+        waits = self.hooks.unoffered[0] == decision.epoch
+        if not waits and not any(True for _ in occupants.newcomers(decision, offers)):
             return True
         if gate.begin(decision.epoch):
             lost = [rank for rank in occupants.remove(decision) if settling.roles.topology.is_here(rank)]
@@ -332,7 +338,7 @@ class Survival:
             self._cuts[later.epoch] = cut_of(later, occupants.lane, Removal(0, 0, PUT_OUT))
             gate.hear(later)
         self._look_settled()
-        return gate.is_open(self._told)
+        return gate.is_open(self._told) and not waits
 
     def _told(self) -> Offers:
         """Return what members of the lane tell; nothing once this process has no agent, which its calls will raise."""
@@ -475,13 +481,17 @@ class Survival:
         """Return the lost ranks of which this host, or one that stays, may not have been told all yet."""
         if self._settling is None or self._gate is None:
             return []
-        return sorted({*self._settling.unsettled, *self._gate.late})
+        return sorted({*self._settling.unsettled, *self._gate.late, *self._unoffered()})
 
     def tellers(self) -> list[int]:
         """Return the ranks on whose word about those this one waits."""
         if self._settling is None or self._gate is None:
             return []
-        return sorted({*self._settling.awaited(), *self._gate.late})
+        return sorted({*self._settling.awaited(), *self._gate.late, *self._unoffered()})
+
+    def _unoffered(self) -> list[int]:
+        """Return the ranks whose offers the oldest view that is not taken over waits for, as far as they are known."""
+        return [self._occupants.rank_of[slot] for slot in self.hooks.unoffered[1] if slot in self._occupants.rank_of]
 
     def insist_on_tellers(self, deadline: float) -> bool:
         """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
@@ -493,9 +503,12 @@ class Survival:
         """Return the error of a wait for `settle` that has lasted too long."""
         told = context(LOSS, rank=self._boxes.full.rank, epoch=self._occupants.epoch, elapsed=elapsed)
         lost, tellers = self.unsettled(), self.tellers()
+        slots = ", ".join(map(str, sorted(self.hooks.unoffered[1])))
+        late = f", slot(s) {slots} of the job have come in and their offers have not" if slots else ""
         return CommTimeoutError(
             f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
-            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be tried again",
+            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell{late}; no call was made, it may be "
+            "tried again",
             tellers or lost,
         )
 
@@ -556,7 +569,7 @@ class Survival:
         self.heed(op)
         if op.box is not box or op.done:
             return True
-        ranks = self.tellers() if self.unsettled() else ranks
+        ranks = self.tellers() if self.unsettled() or self.hooks.unoffered[0] else ranks
         slots = {rank: self._occupants.slot_of[rank] for rank in ranks}
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
         epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)

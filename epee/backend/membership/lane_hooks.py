@@ -5,6 +5,10 @@ group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is wr
 said about the lane stays true; the others never wait for a call.
 
 Before the group has its engine there is nothing to stop, but the lane is spoken for: the others may die and leave us.
+
+Who comes in by an offer of another host has told it on another connection than that which brings the decision, so the
+offer may come later, or not at all: a view waits for it (`unoffered`) until it is here, or a later view removes that
+process. What it told of an earlier part in the lane may still stand there: epochs tell it apart.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
-from ..bootstrap.home import parse_offers
+from ..bootstrap.home import ASKS, IN, Offer, parse_offers
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..hosts.ways import Newcomer, Turn, Ways
 from ..outbox import OutboxOwner
@@ -43,15 +47,19 @@ class LaneHooks:
         decisions: those that have come and have not been taken over, in order.
         hosts: slot -> its host, in a group over several.
         offers: of decisions that take processes of the job into the lane: epoch -> what these offered when it came.
+        unoffered: over several hosts, the epoch of the view that waits for offers, and of which slots; 0: none does.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
         self.offers: dict[int, Offers] = {}
+        self.unoffered: tuple[int, frozenset[int]] = (0, frozenset())
         self.hosts: Mapping[int, object] = {}
         self._put_out: EvictedError | None = None
         self._ways: Ways | None = None
+        self._untold: deque[Decision] = deque()  # what the ways have not been told in whole
         self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
+        self._former: dict[int, int] = {}  # the same of those who have gone since, by slot
         self._runtime = runtime
         self._occupants = occupants
         self._raises = raises
@@ -77,8 +85,9 @@ class LaneHooks:
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
             self._since = dict(self._occupants.since)
-            for decision in self.decisions:
-                self._tell_ways(decision)
+            if ways is not None:
+                self._untold.extend(decision for decision in self.decisions if decision.epoch > ways.epoch)
+            self._tell_ways()
             engine.raise_flag(
                 CHANGING * self._is_joiner
                 | FROZEN * self._is_frozen
@@ -170,24 +179,67 @@ class LaneHooks:
         if any(part.lane == lane and part.since == decision.epoch for part in decision.parts):
             self.offers[decision.epoch] = parse_offers(self._runtime.told(lane))  # now: who dies takes its board along
         with self._lock:
-            self.decisions.append(decision)
-            self._tell_ways(decision)
+            if self._ways is not None:
+                self._untold.append(decision)
+                self._tell_ways()
+            self.decisions.append(decision)  # last: who takes it over sees whether it waits
             if self._engine is not None:
                 self._engine.raise_flag(NEWS)
         self._has_news.set()
 
-    def _tell_ways(self, decision: Decision) -> None:
+    def heard(self) -> None:
+        """Look again for offers: a process of another host tells something of the lane."""
+        with self._lock:
+            self._tell_ways()
+
+    def _tell_ways(self) -> None:
+        """Tell the links' thread of views, in order; of newcomers when all have made their offers. The lock is held."""
+        while self._ways is not None and self._untold:
+            decision = self._untold[0]
+            self._tell_lost(self._ways, decision)
+            missing = self._missing_offers(decision)
+            self.unoffered = decision.epoch if missing else 0, missing
+            if missing:
+                return
+            self._tell_new(self._ways, decision)
+            self._untold.popleft()
+
+    def _missing_offers(self, decision: Decision) -> frozenset[int]:
+        """Take offers that have come after a decision to it; return the slots that are still to make theirs."""
+        coming = self._occupants.offering(decision, self._runtime.member.host)
+        if not coming:
+            return frozenset()
+        offers = dict(self.offers.get(decision.epoch, {}))
+        now = parse_offers(self._runtime.told(self._occupants.lane))
+        for slot in coming:
+            found = (offer[slot] for offer in (offers, now) if slot in offer)
+            fitting = [offer for offer in found if self._is_of(slot, offer, decision.epoch)]
+            offers.pop(slot, None)
+            offers.update((slot, offer) for offer in fitting[:1])
+        self.offers[decision.epoch] = offers
+        there = parts_of(self._untold[-1], self._occupants.lane)
+        return frozenset(slot for slot in coming - offers.keys() if there.get(slot) == decision.epoch)
+
+    def _is_of(self, slot: int, offer: Offer, epoch: int) -> bool:
+        """Return whether an offer is that on which a part since `epoch` rests, and not of an earlier one."""
+        if offer.state == ASKS:
+            return offer.turned >= self._former.get(slot, 0)
+        return offer.state == IN and offer.turned >= epoch
+
+    def _tell_lost(self, ways: Ways, decision: Decision) -> None:
         """Tell the links' thread who is left of those who take part, at once: others wait for its part."""
-        if self._ways is None or decision.epoch <= self._ways.epoch:
-            return
         parts = parts_of(decision, self._occupants.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
             rank_of = self._occupants.rank_of
+            self._former.update((slot, self._since[slot]) for slot in lost)
             has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
-            self._ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
+            ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
+
+    def _tell_new(self, ways: Ways, decision: Decision) -> None:
+        """Tell the links' thread who comes in."""
         new = []
         offers = self.offers.get(decision.epoch, {})
         for member, when, part in self._occupants.newcomers(decision, offers, self._since):
@@ -199,7 +251,7 @@ class LaneHooks:
         if new:
             self._since.update((slot, when) for slot, when, _ in new)
             present = frozenset(self._occupants.rank_of[slot] for slot in self._since)
-            self._ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
+            ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
 
     def trouble(self, error: Exception) -> None:
         """Calls cannot end well any more, or for the time being."""

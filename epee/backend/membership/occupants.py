@@ -132,6 +132,14 @@ class Occupants:
             elif self._knows_rank(member.slot, offers):
                 yield member, when, self._part(member, when, offers)
 
+    def offering(self, decision: Decision, host: str) -> set[int]:
+        """Return the slots of those who come into this lane by `decision` as they have offered on other hosts."""
+        parts = parts_of(decision, self.lane)
+        coming = [
+            member for member in decision.members if parts.get(member.slot) == decision.epoch != member.incarnation
+        ]
+        return {member.slot for member in coming if member.host != host}
+
     def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
         """Yield whose the outboxes of these ranks are in a view."""
         for member in decision.members:

@@ -11,7 +11,9 @@ is not dead: `retry` tries again. A member that cannot be mapped has no board he
 worse.
 
 A process of another host has neither pidfd nor board here (`RemotePeer`): agents of its host tell of its end
-(`protocol/messages.Obituary`), itself of its part in lanes (`wire.LaneTold`).
+(`protocol/messages.Obituary`), itself of its part in lanes (`wire.LaneTold`). A newcomer may hear of a view, and tell,
+before it is met here: what it told is kept until then. On each new connection a process tells all anew, between two
+marks; what is not told again there was taken back while there was no connection.
 
 A forked child closes its copies of the descriptors; a crash leaves nothing.
 """
@@ -27,7 +29,7 @@ from pathlib import Path
 
 from ...errors import AuthError, ProtocolError, ResourceError, shortage
 from ..protocol.messages import BoardState, Decision, Member
-from ..transport.wire import MAX_LANES
+from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
 from .detector import is_readable, is_torn_down, open_process
@@ -122,6 +124,33 @@ class Peer:
                 view.close()
 
 
+class LanesTold:
+    """What a process of another host has told of its parts in lanes."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, bytes] = {}
+        self._unsaid: set[int] | None = None  # while it tells all anew: what of it has not come yet
+
+    def note(self, lane: int, data: bytes) -> None:
+        """Keep what it tells of a lane in place of what it told before; the lane of the marks is nobody's."""
+        if (lane, data) == BEGIN:
+            self._unsaid = set(self._told)
+        elif (lane, data) == END:
+            for taken_back in self._unsaid or ():
+                self._told.pop(taken_back, None)
+            self._unsaid = None
+        elif data and (lane in self._told or len(self._told) < MAX_LANES):
+            self._told[lane] = data
+        elif not data:
+            self._told.pop(lane, None)
+        if self._unsaid:
+            self._unsaid.discard(lane)
+
+    def get(self, lane: int) -> bytes:
+        """Return what it has told of a lane, nothing where it has not."""
+        return self._told.get(lane, b"")
+
+
 class RemotePeer(Peer):
     """A process of another host, as it is told here.
 
@@ -131,27 +160,20 @@ class RemotePeer(Peer):
 
     has_left = False
 
-    def __init__(self, member: Member, endpoint: Endpoint, is_up: Callable[[bytes], bool]) -> None:
+    def __init__(self, member: Member, endpoint: Endpoint, is_up: Callable[[bytes], bool], lanes: LanesTold) -> None:
         super().__init__(member, endpoint)
         self.is_mappable = False
         self._is_up = is_up
-        self._told: dict[int, bytes] = {}
+        self.lanes = lanes
 
     @property
     def is_wanting(self) -> bool:
         """False: it cannot be watched from here."""
         return False
 
-    def note_told(self, lane: int, data: bytes) -> None:
-        """Keep what it tells of its part in a lane in place of what it told before."""
-        if data and (lane in self._told or len(self._told) < MAX_LANES):
-            self._told[lane] = data
-        elif not data:
-            self._told.pop(lane, None)
-
     def told(self, lane: int) -> bytes:
         """Return what it has told of its part in a lane."""
-        return self._told.get(lane, b"")
+        return self.lanes.get(lane)
 
     def health(self, now: float) -> str:
         """Return "dead", "reachable" (its kernel answers; more is not seen from here) or "unreachable"."""
@@ -171,6 +193,7 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
         self._nonce_of: dict[int, bytes] = {}  # of pidfds
         self._ending: list[int] = []  # pidfds of processes that are dead but not gone
+        self._early: dict[bytes, LanesTold] = {}  # of processes that nobody has told of here yet, the oldest first
 
     def add(self, member: Member, pid: int = 0) -> bool:
         """Watch a member; False when it is proved dead already (nobody can map its board any more).
@@ -195,7 +218,8 @@ class Peers:
         if pid not in (0, endpoint.pid):
             raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
         is_here = member.host == self._host
-        peer = Peer(member, endpoint) if is_here else RemotePeer(member, endpoint, self._is_up)
+        lanes = self._early.pop(member.nonce, None) or LanesTold()
+        peer = Peer(member, endpoint) if is_here else RemotePeer(member, endpoint, self._is_up, lanes)
         self._peers[member.nonce] = peer
         return self._attend(peer)
 
@@ -211,7 +235,11 @@ class Peers:
         """Note what a process of another host tells of its part in a lane."""
         peer = self._peers.get(nonce)
         if isinstance(peer, RemotePeer):
-            peer.note_told(lane, data)
+            peer.lanes.note(lane, data)
+        elif peer is None and (data or nonce in self._early):
+            if nonce not in self._early and len(self._early) >= MAX_MEMBERS:
+                del self._early[next(iter(self._early))]
+            self._early.setdefault(nonce, LanesTold()).note(lane, data)
 
     def retry(self) -> list[Peer]:
         """Try again to watch and map those with whom it has not worked; return who is found dead."""

@@ -146,6 +146,7 @@ class LaneTold(NamedTuple):
 
 
 PING = LaneTold(LANE_LIMIT, b"")  # of a lane that nobody has
+BEGIN, END = LaneTold(LANE_LIMIT, b"begin"), LaneTold(LANE_LIMIT, b"end")  # around all that a process tells
 
 
 class _Type(NamedTuple):

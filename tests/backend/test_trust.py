@@ -22,7 +22,7 @@ from epee.backend.bootstrap.attempt import BootstrapAttempt
 from epee.backend.bootstrap.home import FOLDER_KEY
 from epee.backend.bootstrap.proof import prove, proved, transcript
 from epee.backend.outbox import OutboxOwner, open_outbox, outbox_layout
-from epee.errors import AuthError, PeerError, ProtocolError, RankFailedError, ResourceError
+from epee.errors import AuthError, InvalidState, PeerError, ProtocolError, RankFailedError, ResourceError
 from epee.memory.host import HostRegion
 from epee.view.job import parse_member
 from epee.view.transport.auth import Token
@@ -192,10 +192,11 @@ def test_a_folder_named_by_somebody_else_is_not_joined(tmp_path: Path, monkeypat
     monkeypatch.setenv("EPEE_RUNTIME_DIR", str(tmp_path / "run"))
     ours, other = JobDirectory.create("a:1"), JobDirectory.create("b:2")
     good = prove(ours.token, str(ours.path), FOLDER_KEY.encode())
-    joining._open_told(good.encode()).leave()
+    with pytest.raises(InvalidState, match="no group that could be joined yet"):  # it is proved, and nobody is there
+        joining._open_told(good.encode(), dist.HashStore())
     wrong = json.dumps({**json.loads(good), "record": str(other.path)})
     with pytest.raises(AuthError, match="the job's record"):
-        joining._open_told(wrong.encode())
+        joining._open_told(wrong.encode(), dist.HashStore())
     for job in (ours, other):
         job.leave()
     assert not list((tmp_path / "run").iterdir())

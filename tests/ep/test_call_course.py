@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from epee.ep.membership.call_course import CallCourse
 from epee.memory.signals import tag
 from epee.view.protocol.decision import compose
-from epee.view.protocol.messages import DEAD, Decision, LaneState, Member, Want
+from epee.view.protocol.messages import DEAD, STALLED, Decision, LaneState, Member, Want
 from epee.view.protocol.quorum import has_quorum
 
 LANE, NUM_CALLS = 7, 5
@@ -199,7 +199,7 @@ class _World:
 
     def _decide(self, current: Decision, lanes: Any, dead: dict[int, str], joiners: list[int]) -> None:
         coming = tuple(Member(slot, 0, bytes([slot, current.epoch]), b"") for slot in joiners)
-        decision = compose(current, lanes, dead, self.doomed, coming)
+        decision = compose(current, lanes, dead, dict.fromkeys(self.doomed, STALLED), coming)
         self.decisions.append(decision)
         for slot in (*dead, *self.doomed):
             self.by_slot.pop(slot).is_out = True

@@ -340,23 +340,19 @@ class DeviceHalf:
 
     def memory_pool(self, nbytes: int) -> MemoryPool:
         """Return this rank's pool, made if there is none; all members call it. See `ProcessGroup.memory_pool`."""
-        if nbytes < 1:
-            raise InvalidArgument(f"nbytes must be 1 or more, got {nbytes}")
         if self._policy.is_masked:
             raise UnsupportedError('memory_pool: groups with fault_mode="mask" read no tensors of peers; use "raise"')
         with self._lock:
-            machine = self._machine
-            if machine is not None and machine.pool is not None and nbytes > machine.pool.nbytes:
-                raise InvalidArgument(
-                    f"the group's pool has {machine.pool.nbytes} bytes and does not grow, got {nbytes}"
-                )
+            refusal = self._refusal_of_pool(nbytes)  # raised behind the meeting, in which the peers hear of it
             if not self._off and not has_gpu():
                 self._off = "this process has no GPU"
-            self._pool_bytes, self._why_no_pool = nbytes, None
+            self._pool_bytes, self._why_no_pool = 0 if refusal else nbytes, refusal
             self.renew()
             if not self._off:
                 self.check()
                 self._meet(self._device or current_device(), "memory_pool")
+            if refusal is not None:
+                raise refusal
             machine = self._machine
             if self._off or machine is None:
                 raise UnsupportedError(f"memory_pool: collectives on CUDA tensors go through host memory: {self._off}")
@@ -364,6 +360,15 @@ class DeviceHalf:
                 raise ResourceError(f"memory_pool: ranks {self._poor} have none") from self._why_no_pool
             assert machine.pool is not None
             return machine.pool
+
+    def _refusal_of_pool(self, nbytes: int) -> InvalidArgument | None:
+        """Return what is wrong with the size of a pool here, if anything is."""
+        pool = None if self._machine is None else self._machine.pool
+        if nbytes < 1:
+            return InvalidArgument(f"nbytes must be 1 or more, got {nbytes}")
+        if pool is not None and nbytes > pool.nbytes:
+            return InvalidArgument(f"the group's pool has {pool.nbytes} bytes and does not grow, got {nbytes}")
+        return None
 
     def _lend(self, machine: Collectives) -> bytes:
         """Return by what peers map this rank's pool, made if it was asked for; empty if there is none."""

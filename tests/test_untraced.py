@@ -39,7 +39,7 @@ class _Doubler:
         return _untraceable(x)
 
 
-def _in_many_functions() -> list[str]:
+def _in_many_functions(rank: int, num_ranks: int) -> list[str]:
     functions = [untraced(lambda x, k=k: _untraceable(x) + k) for k in range(NUM_FUNCTIONS)]
 
     def everything(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,9 @@ def _in_many_functions() -> list[str]:
 
 
 def test_compiled_functions_call_what_is_not_traced() -> None:
-    assert not [text for text in _in_many_functions() if "limit" in text]
+    # in a process of its own: the compiler's hooks into garbage collection swallow exceptions of signal handlers
+    (told,) = run_ranks(_in_many_functions, 1, timeout_s=100)
+    assert not [text for text in told if "limit" in text]
 
 
 def test_names_and_private_methods_stay() -> None:

@@ -17,7 +17,7 @@ from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler
 
 WORDS = ("dispatch", "combine", "barrier", "layout")
-COLLECTIVES = {**collectives.KERNELS, **collectives.MASKED_KERNELS}
+COLLECTIVES = {**collectives.KERNELS, **collectives.DIRECT_KERNELS, **collectives.MASKED_KERNELS}
 ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS}
 NAMES = [name for entries in ALL.values() for name in entries]
 

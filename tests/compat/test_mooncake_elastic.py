@@ -447,13 +447,14 @@ def test_replacements_and_growth_in_disjoint_sub_groups() -> None:
     run_mortal(sub_groups, 7, dead={3, 5}, timeout_s=120)
 
 
-STOP = 1000
+STOP, RESTLESS = 1000, 100  # what a rank adds that ends it all, and what rank 3 adds for itself
 
 
 def restless(rank: int, num_ranks: int, folder: str, delay_s: float) -> dict[int, int]:
     """Rank 3 is put out and comes back again and again, while rank 2 dies at some time in that.
 
-    Rank 0 says in its sum that all end with it. Returns the sums, by the number of the call.
+    Rank 0 says in its sum that all end with it. The sum says as well who was in it, alike on all: `get_active_ranks` is
+    about the next call, from which rank 0 may have put rank 3 out meanwhile. Returns the sums, by number of the call.
     """
     world = start(rank, 4, folder, None)
     assert total(world) == 4
@@ -461,7 +462,7 @@ def restless(rank: int, num_ranks: int, folder: str, delay_s: float) -> dict[int
     while not any(value > STOP for value in sums.values()):
         if rank == 2 and time.monotonic() > began + delay_s:
             die()
-        x = torch.full((1,), 1 + STOP * stops, dtype=torch.int64)
+        x = torch.full((1,), (RESTLESS if rank == 3 else 1) + STOP * stops, dtype=torch.int64)
         try:
             dist.all_reduce(x)
         except EvictedError:
@@ -469,11 +470,11 @@ def restless(rank: int, num_ranks: int, folder: str, delay_s: float) -> dict[int
             pg.join_group(world)
             continue
         sums[world._engine.seq] = int(x)
-        active = pg.get_active_ranks(world).tolist()
-        if rank == 0 and active[3] and num_put_out < 4:
+        was_there = int(x) % STOP >= RESTLESS
+        if rank == 0 and was_there and num_put_out < 4:
             num_put_out += 1
             assert pg.deactivate_ranks(world, [3]).status is pg.ProposalStatus.Applied
-        elif rank != 3 and not active[3] and pg.get_peer_state(world, [3])[0]:
+        elif rank != 3 and not was_there and pg.get_peer_state(world, [3])[0]:
             assert pg.recover_ranks(world, [3]).status is pg.ProposalStatus.Applied
         stops = rank == 0 and num_put_out == 4 and pg.get_active_ranks(world).tolist() == [1, 1, 0, 1]
     return sums

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...errors import CommTimeoutError, InvalidState
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import Want
+from ...view.protocol.messages import Decision, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ..bootstrap.home import ASKS, parse_offers
@@ -59,7 +59,7 @@ class Admission:
 
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks for which a process asks to come in."""
-        return tuple(sorted({*self._joiners(), *self._askers()}))
+        return tuple(sorted({*self._joiners(), *self._askers(self._runtime.view())}))
 
     def ready(self) -> set[int]:
         """Return the ranks for which a process asks to come in, or has been taken into the newest view."""
@@ -76,9 +76,12 @@ class Admission:
             return {}
         return {self._occupants.rank_of[slot]: slot for slot in self._runtime.waiting()}
 
-    def _askers(self) -> dict[int, int]:
-        """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest."""
-        occupants, view = self._occupants, self._runtime.view()
+    def _askers(self, view: Decision) -> dict[int, int]:
+        """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest.
+
+        `view`: who has a part in it asks no more; read before this.
+        """
+        occupants = self._occupants
         offers = parse_offers(self._runtime.told(occupants.lane))
         taking_part = occupants.present(view)
         found: dict[int, int] = {}
@@ -125,7 +128,8 @@ class Admission:
         Who is in the job but has never been in this group has, for the agents, a part in it since it joined. So it is
         put out first, and comes in as one that comes back.
         """
-        askers, joiners = self._askers(), self._joiners()
+        view = self._runtime.view()  # the one of everything here: who has come in since would be put out as a stranger
+        askers, joiners = self._askers(view), self._joiners()
         if not all(rank in askers or rank in joiners for rank in ranks):
             return False
         slots = sorted(joiners[rank] for rank in ranks if rank not in askers)
@@ -133,7 +137,6 @@ class Admission:
             self._runtime.admit(slots)
         coming = {askers[rank] for rank in ranks if rank in askers}
         if coming:
-            view = self._runtime.view()
             strangers = tuple(sorted(coming.intersection(parts_of(view, self._occupants.lane))))
             members = {*self._occupants.present(view).values()}
             members = members - {*strangers} if strangers else members | coming

@@ -27,6 +27,7 @@ from ..bootstrap.home import OutboxEndpoint
 from ..engine.operation import Operation
 from ..outbox import LIFE, LIFE_BORN, Outboxes
 from ..p2p.channel import first_number
+from ..wake import publish_word
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .members import attach_outbox, make_blank, replace
@@ -108,7 +109,8 @@ class Arrival:
         self._joined_in = joined_in
         self._is_adopted = not joined_in
         for peer in full.peers if joined_in else ():  # for those who joined in the same epoch
-            full.own[full.verdict_base[peer]] = first_number(joined_in) - 1
+            # Told, not only stored: other hosts may have been told all that this outbox holds a moment before.
+            publish_word(full, full.verdict_base[peer], first_number(joined_in) - 1)
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether all who take part in `op` can read each other's outboxes."""

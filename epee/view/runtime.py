@@ -245,7 +245,11 @@ class Runtime:
             loop.unregister(lane, row)
             done()
 
-        self._ask(forget)
+        try:
+            self._ask(forget)
+        except EpeeError:
+            if not loop.shared.has_ended:  # else it was voted out just now, and nothing is called any more
+                raise
 
     def since(self, epoch: int) -> tuple[Decision, ...]:
         """Return the decisions after `epoch` that are remembered, oldest first."""

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from epee.errors import ForkError, InvalidArgument, InvalidState, NoQuorumError, ProtocolError, ResourceError
+from epee.errors import (
+    EvictedError,
+    ForkError,
+    InvalidArgument,
+    InvalidState,
+    NoQuorumError,
+    ProtocolError,
+    ResourceError,
+)
 from epee.memory.host import process_start_time
 from epee.view.process.board import BoardView
 from epee.view.process.endpoint import pack_endpoint, parse_endpoint
@@ -164,6 +172,28 @@ def test_lanes_come_and_go(alone: Runtime) -> None:
     alone.unregister(1)
     alone.unregister(1)
     alone.register(1, lambda: state(1), ignore, ignore, ignore)
+
+
+def test_a_lane_ends_without_an_error_though_the_process_is_voted_out_meanwhile(alone: Runtime) -> None:
+    alone.register(1, lambda: state(1), ignore, ignore, ignore)
+    loop = alone._running()
+    asked = threading.Event()
+
+    def be_voted_out() -> None:
+        """End the loop when somebody waits for it."""
+        assert asked.wait(10)
+        loop.shared.error = EvictedError("slot 0 was voted out")
+        loop._is_running = False
+        loop._inbox.clear()
+
+    def post(function: Callable[[], None]) -> None:
+        plain(function)
+        asked.set()
+
+    loop.post(be_voted_out)
+    plain, loop.post = loop.post, post  # type: ignore[method-assign]
+    alone.unregister(1)
+    assert loop.shared.has_ended
 
 
 def test_a_lane_that_comes_during_an_agreement_waits_for_its_end(alone: Runtime) -> None:

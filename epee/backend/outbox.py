@@ -51,12 +51,14 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
 # damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
+# VIEW: the epoch up to which this rank has taken decisions over, stored before any call is judged by the last of them.
+# Who reads it behind CONSUMED knows by what decisions the calls that have ended there did so.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
 # OWNER: whose outbox this is, packed (`OutboxOwner`).
 # GENERATION: the epoch of the newest join by which this rank plays its roles between hosts; for the ranks of its host.
 # BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
 CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 46
-CONSUMED_TOO = CONSUMED + 1
+CONSUMED_TOO, VIEW = CONSUMED + 1, CONSUMED + 2
 STATE_WORDS = 48
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
 _GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED))

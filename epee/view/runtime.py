@@ -32,8 +32,6 @@ from ..errors import (
     InvalidState,
     NoQuorumError,
     PeerError,
-    ProtocolError,
-    ResourceError,
     SlotTakenError,
     context,
 )
@@ -44,7 +42,7 @@ from .process.board import Board, LaneRow
 from .process.endpoint import Endpoint, pack_endpoint
 from .protocol.agent import Agent
 from .protocol.events import Accused, Admit, AgentSettings, Wanted
-from .protocol.messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member, Want
+from .protocol.messages import SLOT_TAKEN, Decision, LaneState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
 from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
@@ -357,20 +355,6 @@ class Runtime:
     def host_of(self, slot: int) -> str:
         """Return the key of the host on which a member runs; "" for no member."""
         return next((member.host for member in self.view().members if member.slot == slot), "")
-
-    def epoch_of(self, slot: int) -> int:
-        """Return the epoch that another member knew at least when it was asked; `FOREVER` where that cannot be read.
-
-        It cannot on other hosts.
-        """
-        loop = self._running()
-        for member in self.view().members:
-            peer = loop.peers.get(member.nonce)
-            if member.slot == slot and peer is not None and peer.board is not None:
-                with contextlib.suppress(ValueError, ProtocolError, ResourceError):  # closed, or not readable
-                    state = peer.board.read()
-                    return FOREVER if state is None else state.decided.epoch
-        return FOREVER
 
     def told(self, lane: int) -> dict[int, bytes]:
         """Return what the other members tell of a lane: slot -> bytes, of those who tell anything.

@@ -53,6 +53,8 @@ KILLS = [
     # a source and its gateway, the second in the agreement about the first; an heir while it tells
     HostsRound(kill("all_reduce", {1: ("before_send", 3), 3: ("in_agree_board", 0)}, "mask"), TWO_BY_TWO),
     HostsRound(kill("all_gather", {1: ("after_tag", 3), 0: ("in_agree_commit", 0)}, "raise"), TWO_BY_TWO),
+    # rank 3 hears of both deaths at once, in the call that the first has ended; rank 2 of the second in the next call
+    HostsRound(kill("reduce", {0: ("before_send", 3), 1: ("in_agree_commit", 0)}, "mask"), IN_TURNS),
     # whole hosts, in both modes
     HostsRound(kill("all_reduce", {2: ("after_tag", 3), 3: ("after_copyout", 3)}, "raise"), TWO_BY_TWO),
     HostsRound(kill("all_to_all", {0: ("mid_send", 3), 2: ("after_payload", 3)}, "mask", 100), IN_TURNS),
@@ -246,3 +248,36 @@ def test_every_view_of_six_ranks_works(tmp_path: Path, placement: tuple[int, ...
         every_operation_after_losses, 6, str(tmp_path), placement, backend=None, timeout_s=80, dead={0, 4}
     )
     assert results == [DEAD, 0, 1, 2, DEAD, 3]
+
+
+def another_root(rank: int, num_ranks: int, folder: str) -> tuple[str, int, float]:
+    """Rank 2 calls with root 0, which dies then; rank 1, on the other host, has heard of it and takes another root."""
+    settle(IN_TURNS[rank])
+    group = begin(rank, num_ranks, folder, "mask")
+    dist.barrier()
+    x, error = full(5, rank), None
+    if rank == 0:
+        wait_for(folder, "called")
+        kill_points.die()
+    try:
+        if rank == 2:
+            work = dist.reduce(x, 0, async_op=True)
+            reach(folder, "called")
+            work.wait()
+        else:
+            while group._engine.survival.runtime.view().epoch < 2:
+                time.sleep(0.001)
+            dist.reduce(x, 1)
+    except RankFailedError as exc:
+        error = exc
+    assert error is not None
+    assert error.ranks == (0,), error
+    assert torch.equal(x, full(5, rank))
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return error.cause, error.seq, x[0].item()
+
+
+def test_a_call_that_failed_on_another_host_for_its_lost_root_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    results = run_ranks(another_root, 3, str(tmp_path), backend=None, timeout_s=60, dead={0})
+    assert results == [DEAD, ("gave the call up", 2, 3.0), ("left out of the view", 0, 3.0)]

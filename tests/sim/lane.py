@@ -54,7 +54,8 @@ HALF_WORDS = 2 * MAX_SLOTS
 SHARES = PAYLOAD + 2 * HALF_WORDS
 CELL_WORDS = SHARES + 2
 CONSUMED = NUM_CELLS * CELL_WORDS
-BOX_WORDS = CONSUMED + 1
+VIEW = CONSUMED + 1
+BOX_WORDS = VIEW + 1
 PRIME = (1 << 61) - 1
 SEQ_MASK = (1 << SEQ_BITS) - 1
 BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
@@ -235,7 +236,6 @@ class Shared:
         self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
         self.settle: Callable[[Engine, int, int], bool] = lambda engine, slot, since: True
         self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
-        self.epoch_of: Callable[[int, int], int] = lambda slot, incarnation: 0  # what a process's board says
 
     def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
         """Return what tells one outbox from another."""
@@ -287,6 +287,7 @@ class Engine:
         self.news: deque[Decision] = deque()
         self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
         self.now = 0.0
+        self.own(view.epoch).store(0.0, VIEW, view.epoch)
         if joined:
             self.own(view.epoch).store(0.0, CONSUMED, self.issued)
 
@@ -399,10 +400,12 @@ class Engine:
                 if not self.shared.settle(self, slot, since):
                     self.unheard.add((slot, since))
         yield
+        self.own(decision.epoch)
+        for box in self.shared.boxes_of(self.slot, self.incarnation):
+            box.store(self.now, VIEW, decision.epoch)
         self.must_judge |= self.course.add(decision)
         self.epoch = decision.epoch
         self.heed()
-        self.own(self.epoch)
         self._say_through()
 
     def heed(self) -> None:
@@ -764,7 +767,7 @@ class Engine:
             words = self.look(slot, epoch)
             is_without = words[CONSUMED] >= call.seq and self._never_held(words[cell + TAG], tag)
             is_without &= words[cell + GAVE] != tag
-            if is_without and self.shared.epoch_of(slot, self.incarnations[epoch, slot]) <= self.epoch:
+            if is_without and words[VIEW] <= self.epoch:
                 return not self.news
         return False
 

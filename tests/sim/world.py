@@ -115,7 +115,6 @@ class World:
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         self.shared = self.shared_type(plan.seed, self.rng, plan.raises, plan.max_lag_s)
-        self.shared.epoch_of = self._epoch_of
         self.processes: dict[bytes, Process] = {}
         self.in_lane: dict[tuple[int, int], Process] = {}  # by slot, and since when it takes part
         self.lane_is_over = False  # nobody is left of those who knew how far it was; others may begin anew
@@ -164,11 +163,6 @@ class World:
         if self.host_of(writer) == self.host_of(reader):
             return Mirror(box, lag)
         return RemoteMirror(box, lag, self, writer, since, reader)
-
-    def _epoch_of(self, slot: int, incarnation: int) -> int:
-        """Return the epoch that the board of a process shows."""
-        process = self.in_lane.get((slot, incarnation))
-        return process.board.decided.epoch if process is not None else 0
 
     def spawn(self, me: Member, first: Decision | None) -> Process:
         process = Process(me, self.agent_type(me, self.plan.settings, first))

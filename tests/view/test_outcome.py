@@ -122,6 +122,25 @@ def test_asking_again_after_a_decision_gives_the_same_as_asking_late() -> None:
         assert (*moved_before, *again.via) == once.via, "who asks late goes through the same epochs"
 
 
+def test_a_call_that_ends_on_its_way_is_not_what_a_later_decision_hits() -> None:
+    """Call 5 has root 3: it ends in epoch 2 for everybody, whether or not epoch 3 is known by then; 2 was in call 6."""
+    second = after(FIRST, {3: DEAD}, issued=6)
+    third = after(second, {2: DEAD}, issued=7)
+    early, late = course(False, second), course(False, second, third)
+
+    def look(slot: int, epoch: int, seq: int) -> bool:
+        return seq < 5 if slot == 3 else epoch == 1 or seq == 6
+
+    assert [early.place(5, look).via, late.place(5, look).via] == [(2,), (2, 3)]
+    for one in (early, late):
+        one.ended_on_the_way(5, 2)
+        one.forget(5)
+    early.add(third)
+    for one in (early, late):
+        assert one.base == 2, "what a program is shown behind call 5"
+        assert [one.place(seq, look)[:2] for seq in (6, 7, 8)] == [(2, False), (3, False), (3, False)]
+
+
 def test_who_joins_takes_part_from_the_first_call_that_nobody_had_issued() -> None:
     second = after(FIRST, issued=6, joins=(4,))
     old = course(True, second)

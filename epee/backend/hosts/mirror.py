@@ -39,7 +39,7 @@ from ...link.frames import (
 from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
-from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, Outboxes
+from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
 
 FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at birth, in whatever epoch that was
 
@@ -71,7 +71,7 @@ class Mirror:
     def checked(self, offset: int, nbytes: int, word: int) -> memoryview:
         """Return the bytes at a place where its source may write, and a word behind them."""
         end = offset + nbytes
-        word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE)
+        word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE, VIEW)
         place_ok = not nbytes or self._first_byte <= offset <= end <= self._end_byte
         if not word_ok or not place_ok:
             raise ProtocolError(

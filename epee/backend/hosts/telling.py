@@ -37,6 +37,7 @@ from ..outbox import (
     SOURCE_WORDS,
     TAG,
     TAKEN_BACK,
+    VIEW,
     Outboxes,
     consumed_of,
     unsealed,
@@ -96,6 +97,7 @@ def tell_all(
             write(slot.start, data[slot.start : slot.start + slot.nbytes], NO_WORD, 0, 0)
             first = slot.at + SLOT_MESSAGE
             write(8 * first, _packed(slot.words[SLOT_MESSAGE:TAKEN_BACK]), slot.at, slot.words[0], 0)
+        write(0, b"", VIEW, words[VIEW], 0)
         write(0, b"", LIFE, words[LIFE], consumed)
     finally:
         words.release()

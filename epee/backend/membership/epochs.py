@@ -54,7 +54,7 @@ from ..engine.operation import Operation
 from ..hosts.gate import Gate
 from ..hosts.settling import Settling
 from ..hosts.ways import Ways
-from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, Outboxes, consumed_of
+from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
 from ..wake import publish_word
 from .admission import Admission
@@ -202,6 +202,7 @@ class Survival:
             occupants.lane, known, self._raises, slots, self._is_joiner, self._hosts_of_slots(box)
         )
         self._arrival = Arrival(box, joined_in)
+        publish_word(box, VIEW, occupants.epoch)
         if joined_in:
             engine.seq = course.first_seq - 1
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
@@ -382,6 +383,7 @@ class Survival:
 
     def _take_over(self, decision: Decision) -> None:
         """Do what a decision calls for; the occupants' `epoch` is last and says that it is done."""
+        publish_word(self._boxes.full, VIEW, decision.epoch)
         for rank in self._occupants.remove(decision):
             if rank == self._boxes.full.rank:
                 self._end_here(decision)
@@ -532,18 +534,15 @@ class Survival:
     def ended_without(self, op: Operation) -> list[int]:
         """Return the ranks that are through with `op` and have put nothing into it, nor ever will.
 
-        They know of no decision that this rank has not heard of, so they do not run it in a later epoch. It happens
-        where a newcomer calls with another root than those who did not know of it, and theirs is lost.
+        They have taken over no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
+        happens where somebody calls with another root, which is lost: a newcomer, or who heard of a loss later.
         """
         box = op.box
         through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
-        ranks = [box.members[peer] for peer in through]
-        if not ranks or any(
-            self.runtime.epoch_of(self._occupants.slot_of[rank]) > self._occupants.epoch for rank in ranks
-        ):
+        if not through or any(box.words[peer][VIEW] > self._occupants.epoch for peer in through):
             return []
         self.heed(op)  # the last decision may not have been looked at for this call
-        return ranks if op.box is box and not op.done else []
+        return [box.members[peer] for peer in through] if op.box is box and not op.done else []
 
     def removed_in(self, epoch: int) -> list[int]:
         """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""

@@ -154,6 +154,7 @@ class Judge:
         except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
             op.fail(exc)
             op.by_view = True
+            self._course.ended_on_the_way(op.seq, box.epoch)
         self._mark_lost(op)
 
     def _failure(self, op: Operation, place: CallState) -> PeerError:

@@ -281,6 +281,15 @@ class Course:
                 missing.append(slot)
         return tuple(missing)
 
+    def ended_on_the_way(self, seq: int, epoch: int) -> None:
+        """Note that call `seq`, which `place` has moved on to later epochs, has ended in `epoch` for everybody (`via`).
+
+        So no later turn has hit it: what these hit is the first call after it, as for those who hear of them later.
+        """
+        for turn in self.turns:
+            if turn.epoch > epoch and turn.hit == seq:
+                turn.hit = None
+
     def claimed(self, issued: int) -> int:
         """Return what to tell as the last call issued, where `issued` is the truth.
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.errors import CommTimeoutError, EpeeError, EvictedError, RankFailedError
+from epee.errors import CommTimeoutError, EpeeError, EvictedError, NoQuorumError, RankFailedError
 from tests.harness import tell
 
 from . import kill_points, stages
@@ -78,7 +78,7 @@ def exchange_all(group: Any, seq: int, length: int = 1) -> Entry:
     """Exchange a message with every other rank; each message that cannot come names its peer."""
     rank, num_ranks = group.rank(), group.size()
     outs = torch.full((num_ranks, length), UNTOUCHED, dtype=torch.int64)
-    requests, failed = [], set()
+    requests, failed, has_quorum = [], set(), True
     began = time.monotonic_ns()
     for peer in range(num_ranks):
         if peer == rank:
@@ -91,14 +91,18 @@ def exchange_all(group: Any, seq: int, length: int = 1) -> Entry:
                 requests.append((peer, post(tensor, peer)))
             except RankFailedError:
                 failed.add(peer)
+            except NoQuorumError:
+                has_quorum = False
     for peer, request in requests:
         try:
             request.wait()
         except RankFailedError as exc:
             failed.update({peer, *exc.ranks})  # an error that names others is found out by the check
+        except NoQuorumError:
+            has_quorum = False
     ended = time.monotonic_ns()
     values = [value for row in outs.tolist() for value in sorted(set(row))]
-    status = "RankFailedError" if failed else "ok"
+    status = "NoQuorumError" if not has_quorum else "RankFailedError" if failed else "ok"
     return Entry(seq, "send_recv", status, tuple(sorted(failed)), 0, (), values, (ended - began) / 1e9, rank, 0, ended)
 
 

@@ -83,7 +83,7 @@ class Plan(NamedTuple):
         """Return whether every live process answers within the time that a host may be silent."""
         stops: Counter[int] = Counter()
         for fault in self.faults:
-            stops[fault.slot] += fault.for_s if fault.kind == STOP else 0.0
+            stops[fault.slot] += fault.for_s if fault.kind in (STOP, HOLD) else 0.0  # held calls cannot freeze
         kinds = (CRASH, CRASH_IN_STEP, LEAVE, INTERRUPT, STOP, HOLD)
         quiet = all(fault.kind in kinds for fault in self.faults) and not self.loss and self.slow_share == 0.0
         return quiet and max(stops.values(), default=0.0) < 0.75 * self.settings.silence_s

@@ -541,13 +541,13 @@ class World:
         for epoch, decision in self.decisions.items():
             before, now = parts_of(self.decisions.get(epoch - 1, decision), LANE), parts_of(decision, LANE)
             gone = {(slot, since) for slot, since in before.items() if now.get(slot) != since}
-            has_cut = len({self.host_of(slot) for slot in before}) > MAX_WITNESSED_HOSTS
-            stay = {self.host_of(slot) for slot, since in now.items() if before.get(slot) == since}
-            found |= {
-                (slot, since)
-                for slot, since in gone
-                if loss_of(decision, slot) != LEFT and (has_cut or self.host_of(slot) not in stay)
-            }
+            num_hosts = len({self.host_of(slot) for slot in before})
+            stay = [(self.host_of(slot), since) for slot, since in now.items() if before.get(slot) == since]
+            for slot, since in gone:
+                has_witness = any(host == self.host_of(slot) and came <= since for host, came in stay)
+                is_told = num_hosts == 1 or (has_witness and num_hosts <= MAX_WITNESSED_HOSTS)
+                if loss_of(decision, slot) != LEFT and not is_told:
+                    found.add((slot, since))
         return found
 
     def _put_out(self) -> set[tuple[int, int]]:

@@ -309,6 +309,15 @@ def test_of_three_hosts_of_which_one_is_left_the_dead_count_for_what_they_left()
     assert one.turns[1].removed == ((1, 1, FOREVER),)
 
 
+def test_of_one_host_that_is_left_its_dead_count_for_what_they_left_though_only_later_ones_stay() -> None:
+    second = with_cut(after(FIRST, {2: UNREACHABLE, 3: UNREACHABLE}, issued=3), 2)
+    third = after(second, issued=5, joins=(4,))  # on host "a", too
+    one = Course(LANE, FIRST, False, hosts={**HOSTS, 4: "a"})
+    for decision in (second, third, after(third, {0: DEAD, 1: DEAD}, issued=9)):  # no cut: the job has one host
+        one.add(decision)
+    assert one.turns[-1].removed == ((0, 1, FOREVER), (1, 1, FOREVER))
+
+
 def test_who_came_after_a_dead_rank_is_no_witness_and_one_that_came_before_is() -> None:
     second = after(FIRST, {2: DEAD}, issued=3)
     third = after(second, {}, issued=5, joins=(2,))

@@ -26,7 +26,8 @@ lane of which no member is left is over: nobody knows any more how far it was.
 
 In a lane over several hosts a rank's memory is there for those of its own host; others have what was told them. A dead
 slot is *witnessed* if a member that was there before and stays runs on its host: that one tells the other host all that
-there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none.
+there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none. Where all members run on one host they
+all read that memory, and nobody is told: it is as on one host, and the decision may have no cuts.
 Where nobody tells, what the others have of it may differ, so it counts up to the cut, like one that was voted out. So
 does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has told one of the
 others and not yet another. A slot that has left in order has told all before.
@@ -222,7 +223,10 @@ class Course:
         if self._hosts is None:
             return True
         host_of = {other: self._host_of.get((other, since)) for other, (since, _) in before.items()}
-        if len({*host_of.values()}) > MAX_WITNESSED_HOSTS:
+        hosts = {*host_of.values()}
+        if len(hosts) == 1:
+            return True  # of all that are left: they read its memory, as in a lane that was never elsewhere
+        if len(hosts) > MAX_WITNESSED_HOSTS:
             return False
         came = before[slot][0]
         return any(

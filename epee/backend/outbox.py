@@ -249,6 +249,7 @@ class Outboxes:
         zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
         host_of: per rank of the group the number of its host; nothing in a group on one host.
+        placed_in: the epoch of the last view that took somebody in, in which this placement begins; 0: the birth.
         here: the ranks of this rank's host, itself among them; nothing in a group on one host.
         sites: per host its positions, hosts by their lowest; nothing in a group on one host.
         mirror_base: per rank the index of its row in the field "mirrors".
@@ -256,6 +257,7 @@ class Outboxes:
 
     exports: Any = None
     host_of: Sequence[int] = ()
+    placed_in = 0
     here: Sequence[int] = ()
     zeroes = False
     num_roots = 0
@@ -303,9 +305,9 @@ class Outboxes:
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)
         self.forget_views()
 
-    def place(self, host_of: Sequence[int]) -> None:
-        """Take on which hosts the ranks are; these outboxes have all ranks."""
-        self.host_of = host_of
+    def place(self, host_of: Sequence[int], epoch: int = 0) -> None:
+        """Take on which hosts the ranks are, since which view; these outboxes have all ranks."""
+        self.host_of, self.placed_in = host_of, epoch
         self.here = [rank for rank, host in enumerate(host_of) if host == host_of[self.members[self.rank]]]
         self.sites = sites_of(self.members, host_of)
 

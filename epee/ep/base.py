@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,12 +36,14 @@ from .gpu.platform import Platform
 from .handle import mask_of
 from .membership.group_view import seat_of
 from .membership.lane import retire
-from .paths import Making, Path, begin_lane, platform_of, return_all, with_policy
+from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
 from .turns import Closing, Turns, on_gpu
 
 if TYPE_CHECKING:
+    from ..view.group import GroupInView
     from .hosts.exchange import HostsExchange
+    from .hosts.notices import BufferNotice
 
 _buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
@@ -101,24 +104,31 @@ class SharedBuffer:
         retire()
         closing = self._turns.closing
         self._exchange: RowExchange
-        if self._topology is None:
+        running = _running_over_hosts(group, seat, self.config, self._timeout)
+        if running is not None:
+            self.config = replace(self.config, num_hosts=running.num_hosts)
+        spans = running is not None or self._topology is not None
+        if not spans:
             born = bear(self.config)
             here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
             if self.config.is_lane:
                 begin_lane(group, seat, here, born.watch, self._timeout, closing.check)
         else:
             born = Born([], DeathWatch())
-            beyond = self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing)
+            beyond = self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
             self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
             with on_gpu(self.config.device.index):
                 self._path: Path
-                if self._topology is None:
+                if not spans:
                     making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
                     self._path = self._make_path(making, platform, poison)
                 else:
-                    self._path = self._make_path_over_hosts(beyond, self._topology, poison)
+                    topology = self._topology or Topology(self.rank, ["0"] * self.num_ranks)
+                    self._path = path = self._make_path_over_hosts(beyond, topology, seat, poison)
+                    if running is not None:
+                        path.come_in(time.monotonic() + self._timeout)
         except BaseException:
             born.close()
             self._exchange.release()
@@ -162,7 +172,9 @@ class SharedBuffer:
         """Return the config of a buffer over several hosts; raises `UnsupportedError` for what lives on one."""
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
-    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+    def _make_path_over_hosts(
+        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
+    ) -> PathOverHosts:
         """Make what moves the rows between hosts. Local."""
         raise NotImplementedError
 
@@ -254,6 +266,10 @@ class SharedBuffer:
         that were begun are over. Without a mask it is a call like others: its end tells the members of the present
         epoch, and silent ranks are the affair of `on_stall`.
 
+        Over several hosts (CPUs): nobody who lives is left out, whatever the masks say, and processes that took the
+        places of lost ranks come in, from whatever host. One that is in the group and not in the buffer is waited for
+        until the time-out; then the others go on without it. Losses are raised where there is no mask (`Buffer`).
+
         Args:
             active_ranks: this rank's mask, `[num_ranks or more]` int32; whom it counts out is not waited for long. The
                 agreed one is written into it.
@@ -275,6 +291,8 @@ class SharedBuffer:
             attempt = self._attempt(OP_GATHER, timeout)
             while True:
                 with attempt as deadline:
+                    if self.config.num_hosts > 1:
+                        return self._path.sync(None, deadline)
                     self._path.barrier(deadline)
                     return mask_of(self._exchange.members, self.num_ranks)
 
@@ -334,18 +352,48 @@ class SharedBuffer:
         return self._path.takes_replacements
 
 
+def _running_over_hosts(
+    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
+) -> BufferNotice | None:
+    """Return the buffer over hosts that this process has to come into; None: there is none, or it is no newcomer."""
+    if seat is None or not seat.is_joiner or not seat.spans:
+        return None
+    from .hosts.notices import find_running
+
+    return find_running(group, seat, config, timeout_s)
+
+
 def _exchange_over_hosts(
-    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
+    group: dist.ProcessGroup,
+    config: BufferConfig,
+    timeout_s: float,
+    closing: Closing,
+    running: BufferNotice | None = None,
 ) -> HostsExchange:
-    """Make the engine of a buffer over several hosts. Collective; raises as `hosts.birth.create_over_hosts`."""
-    from .hosts.birth import create_over_hosts
+    """Make the engine of a buffer over several hosts. Collective; raises as `hosts.birth.create_over_hosts`.
+
+    Args:
+        group, config, timeout_s, closing: of the buffer.
+        running: the one that this process comes into, if it does; raises then as `hosts.birth.come_into`.
+    """
+    from .hosts.birth import come_into, create_over_hosts, tell_of
     from .hosts.exchange import HostsExchange
 
     try:
-        engine = create_over_hosts(group, config, timeout_s)
+        if running is None:
+            engine = create_over_hosts(group, config, timeout_s)
+        else:
+            seat = seat_of(group, config.num_ranks)
+            assert seat is not None, "it has been found through it"
+            engine = come_into(seat, group.rank(), config, running, timeout_s)
+        try:
+            take_back = tell_of(group, engine, config)
+        except BaseException:
+            engine.close()
+            raise
     finally:
         retire()
-    return HostsExchange(config, group.rank(), engine, closing.check)
+    return HostsExchange(config, group.rank(), engine, closing.check, take_back)
 
 
 def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:

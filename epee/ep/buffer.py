@@ -28,13 +28,14 @@ from .control.bootstrap import group_of, on_several_hosts, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
 from .gpu.platform import Platform
 from .handle import Combined, Dispatched, Handle, Payload
-from .paths import Making, Path
+from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
+    from ..view.group import GroupInView
     from .hosts.exchange import HostsExchange
     from .hosts.path import HostsPath
 
@@ -249,11 +250,13 @@ class Buffer(SharedBuffer):
             raise on_several_hosts("a Buffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+    def _make_path_over_hosts(
+        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
+    ) -> PathOverHosts:
         from .hosts.path import HostsPath
 
         self._checked = CheckedCalls(self.config)
-        self._rows = HostsPath(self.config, self._control, self._id, exchange, topology, poison)
+        self._rows = HostsPath(self.config, self._control, self._id, exchange, topology, seat, poison)
         return self._rows
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:

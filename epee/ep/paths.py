@@ -88,6 +88,13 @@ class Path(Protocol):
         """Give back all memory. Idempotent."""
 
 
+class PathOverHosts(Path, Protocol):
+    """Moves the rows of a buffer over several hosts."""
+
+    def come_in(self, deadline: float) -> None:
+        """Meet the others for the first time, as a process that they have taken in."""
+
+
 class GpuCore(Protocol):
     """What makes calls on a GPU.
 

@@ -49,6 +49,7 @@ class GroupInView:
         is_joiner: this process took a lost rank's place.
         is_open: processes can take lost ranks' places.
         job: to be retained as long as the buffer lives.
+        spans: the group runs over several hosts, or began so.
     """
 
     runtime: Runtime
@@ -61,3 +62,4 @@ class GroupInView:
     is_joiner: bool
     is_open: bool
     job: Any
+    spans: bool = False

@@ -369,6 +369,16 @@ class Runtime:
                     found[member.slot] = peer.told(lane)
         return {slot: data for slot, data in found.items() if data}
 
+    def unheard(self) -> list[int]:
+        """Return the slots of the other members of whose lanes nothing, or not all, is known here yet."""
+        loop, own = self._running(), self.member.nonce
+        found = []
+        for member in self.view().members:
+            peer = loop.peers.get(member.nonce)
+            if member.nonce != own and (peer is None or not peer.has_told):
+                found.append(member.slot)
+        return found
+
     def dropped(self) -> dict[str, int]:
         """Return how often connections or messages of others were dropped, by reason."""
         return {} if self._loop is None else dict(self._loop.switchboard.dropped)

@@ -1,7 +1,8 @@
 """Rounds of deaths and replacements in one group over hosts: `python -m tests.hosts.campaign --replacements N`.
 
 In each round a random rank dies before, in or after a call, and another process takes its place on a random host, maybe
-one that had no rank so far. Then all make calls and messages whose values are known, and each looks at what it has
+one that had no rank so far. Then all make calls and messages whose values are known. The replacement comes into a
+`Buffer` and a `LatencyBuffer` that run, too, whose steps are compared bit for bit. Each process looks at what it has
 open: descriptors, threads, mappings of outboxes and mirrors.
 """
 
@@ -19,10 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from tests.ep.latency_cases import Shape, check_round, make
 from tests.harness import DEAD, run_ranks
 from tests.hosts.joins import full, hear, joiner, lose, member, say, sums
+from tests.hosts.rejoins import begin, check_all
 from tests.loopback import settle
 from tests.survive import kill_points
 
@@ -50,20 +54,26 @@ def changes(seed: int, num_rounds: int) -> list[Change]:
 
 def process(index: int, num_processes: int, folder: str, seed: int, mode: str) -> Any:
     """Be a founder (0 ... 3) or the replacement of round `index - 4`; return what was open after each round."""
+    torch.set_num_threads(1)
     changed = changes(seed, num_processes - 4)
-    placement = PLACEMENTS[seed % len(PLACEMENTS)]
+    placement = list(PLACEMENTS[seed % len(PLACEMENTS)])
     first = 0
     if index < 4:
         rank = index
         settle(placement[rank])
         group = member(rank, 4, folder, mode)
         sums(group, range(4))
+        buffers = begin(group), make(Shape())
     else:
         first, rank = index - 4, changed[index - 4].victim
         settle(changed[first].host)
         hear(folder, f"lost{first}", 600.0)
         group = joiner(rank, 4, folder, mode)
         check(group)
+        for one in changed[: first + 1]:
+            placement[one.victim] = one.host
+        buffers = begin(group), make(Shape())
+        check_buffers(buffers, placement, first)
         say(folder, f"done{first}-{rank}")
         first += 1
     found = []
@@ -78,9 +88,16 @@ def process(index: int, num_processes: int, folder: str, seed: int, mode: str) -
         say(folder, f"lost{number}")
         group.recover_ranks([one.victim])
         check(group)
+        placement[one.victim] = one.host
+        for buffer in buffers:
+            mask = torch.ones(4, dtype=torch.int32)
+            assert buffer.sync(mask).tolist() == [1] * 4
+        check_buffers(buffers, placement, number)
         found.append(whats_open())
         say(folder, f"done{number}-{rank}")
     hosts = group.hosts
+    for buffer in buffers:
+        buffer.close()
     dist.destroy_process_group()
     return hosts, found
 
@@ -112,6 +129,13 @@ def check(group: Any) -> None:
             assert work is not None
             work.wait()
     dist.barrier()
+
+
+def check_buffers(buffers: tuple[Any, Any], placement: list[int], number: int) -> None:
+    """Make steps of both buffers and compare them with the oracles, bit for bit."""
+    check_all(buffers[0], placement, 10 * number)
+    for seed in (2 * number, 2 * number + 1):
+        check_round(buffers[1], Shape(), (6, 3, 4, 5), seed, use_hook=seed % 2 == 0, hosts=placement)
 
 
 def whats_open() -> tuple[int, int, Counter[str]]:
@@ -146,7 +170,7 @@ def play(what: tuple[int, str]) -> dict[str, int]:
     assert len({hosts for hosts, _ in alive}) == 1, f"placements differ: {[hosts for hosts, _ in alive]}"
     for _, found in alive:
         for descriptors, threads, mappings in found:
-            assert descriptors <= 70, descriptors
+            assert descriptors <= 100, descriptors  # of three engines; 71 to 87 were seen
             assert threads <= 8, threads
-            assert sum(mappings.values()) <= 14, mappings
+            assert sum(mappings.values()) <= 24, mappings  # 12 and 18 were
     return {"replacements": AT_ONCE}

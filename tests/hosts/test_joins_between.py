@@ -67,7 +67,7 @@ def step(buffer: Any, rank: int) -> bool:
 
 
 def with_buffers(rank: int, num_processes: int, folder: str) -> Any:
-    """A Buffer that runs goes on without the newcomer; one that is made with it has it in."""
+    """A Buffer that was closed is over, the next one that runs takes the newcomer in; others are made with it."""
     if rank == 4:
         settle(2)
         hear(folder, "lost")
@@ -85,17 +85,21 @@ def with_buffers(rank: int, num_processes: int, folder: str) -> Any:
         say(folder, "lost")
         group.recover_ranks([1])
     sums(group, range(4))
-    found = []
+    mask = torch.ones(4, dtype=torch.int32, device="cpu")
+    if kept is None:
+        kept = epee.Buffer(group, **SIZES)
+    else:
+        assert kept.sync(mask).tolist() == [1, 1, 1, 1]
+    found = [step(kept, rank)]
     for kind in (epee.Buffer, epee.Buffer):
         with kind(group, **SIZES) as buffer:
             found += [step(buffer, rank) for _ in range(3)]
     with epee.LatencyBuffer(group, **SIZES) as buffer:
         dist.barrier()
     sums(group, range(4))
-    if kept is not None:
-        mask = torch.ones(4, dtype=torch.int32, device="cpu")
-        found.append(kept.sync(mask).tolist() == [1, 0, 1, 1])
-        kept.close()
+    found += [kept.sync(mask).tolist() == [1, 1, 1, 1], step(kept, rank)]
+    dist.barrier()
+    kept.close()
     pair = dist.new_group([1, 2])
     if rank in (1, 2):
         x = full(3, rank)

@@ -12,7 +12,7 @@ from epee.ep.config import BufferConfig
 from epee.ep.control.announce import dispatch_header
 from epee.ep.control.inbox import ExchangedRows
 from epee.ep.hosts.handle import TwoLevelHandle
-from epee.ep.hosts.layout import Parts, Records, records_of
+from epee.ep.hosts.layout import MIN_SUMMED, Parts, Records, SectionLayout, dispatch_length, records_of, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle
 from epee.link.roles import Roles
 from epee.link.topology import Topology
@@ -83,3 +83,22 @@ def test_each_host_sums_for_a_source_at_one_rank_which_others_lend_to(keys: list
         assert source in servers, "its own host's sum is its own work"
         for rank in range(len(keys)):
             assert (source in parts.lent[rank]) == (rank not in servers)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(2, 64), st.integers(2, 8), st.sampled_from([8, 512, 7168, 1 << 20]), st.integers(1, 32), st.data())
+def test_rounds_of_records_fit_what_was_staged_at_birth_on_any_number_of_hosts(
+    num_ranks: int, num_hosts: int, hidden: int, num_topk: int, data: st.DataObject
+) -> None:
+    """A process that takes a lost rank's place may run on a new host; then rounds are shorter, if they must."""
+    tokens = data.draw(st.sampled_from([1, 3, 100, 4096]))
+    num_hosts = min(num_hosts, num_ranks)
+    config = BufferConfig(num_ranks, num_ranks, hidden, num_topk, tokens, torch.bfloat16, num_hosts=num_hosts)
+    config.check()
+    staged = staging_bytes(config)
+    section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+    lengths = [dispatch_length(config, hosts, staged) for hosts in range(1, num_ranks + 1)]
+    for hosts, length in enumerate(lengths, 1):
+        assert hosts * section.room(length) <= staged
+        assert min(tokens, MIN_SUMMED) <= length <= lengths[0]
+    assert lengths[num_hosts - 1] == lengths[0]

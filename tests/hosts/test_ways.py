@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epee.backend.hosts.mirror import Ear
-from epee.backend.hosts.ways import Turn, Ways
+from epee.backend.hosts.ways import Newcomer, Turn, Ways
 from epee.backend.outbox import MIRROR_CUT, MIRROR_MADE, MIRROR_SETTLED, Outboxes, OutboxOwner, outbox_layout
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
@@ -113,3 +113,23 @@ def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[Hos
     assert box3.own[row + MIRROR_SETTLED] == born + 2
     assert box3.own[row + MIRROR_CUT] == 0, "what counts of rank 0 stays what it was"
     assert not box3.own[row + MIRROR_MADE]
+
+
+def test_a_question_about_a_newcomer_that_is_lost_again_waits_for_the_view_that_has_it(
+    regions: list[HostRegion],
+) -> None:
+    """The peer has taken over both views; here the one with the newcomer waits, and its rank is that of another."""
+    ways, _, links = ways_of(2, regions)
+    ways._take_over(Turn(2, frozenset({0, 2, 3})))
+    one = Newcomer(1, "b", None, OutboxOwner(bytes(16), 1, 1))
+    ways.decided(Turn(3, frozenset({0, 1, 2, 3}), frozenset(), (one,)))
+    ways.decided(Turn(4, frozenset({0, 2, 3})))
+    hear(ways, 0, word(FETCH, 1, 4))
+    ways._hear_ahead()
+    ways._answer()
+    assert ways._fetches == {(0, 1): 4}
+    assert not [what for what in links.said if what[1] == BEGIN]
+    while ways._news:
+        ways._take_over(ways._news.popleft())
+    ways._answer()
+    assert links.said[-1] == (0, END, 1, 4)

@@ -235,13 +235,16 @@ def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
     return Place(home, list(ranks), rank, False)
 
 
-def come_in(place: Place, num_ranks: int, timeout_s: float, mode: str, before: Engine | None) -> Engine:
+def come_in(
+    place: Place, num_ranks: int, timeout_s: float, mode: str, before: Engine | None, extra_bytes: int = 0
+) -> Engine:
     """Take this process, which is in the job, into a running group; returns when its members have taken it in.
 
     Args:
         num_ranks: the size of the group that this process was told.
         timeout_s: how long to wait for them.
         before: the engine of this process's place in the group so far, if it had one; it is closed.
+        extra_bytes: as of `create_engine`; those of the members.
     Raises:
         InvalidState: this process is not in the group's job (any more).
         CommTimeoutError: no member has called `recover_ranks` in time. As `join_engine` else.
@@ -258,7 +261,7 @@ def come_in(place: Place, num_ranks: int, timeout_s: float, mode: str, before: E
         if before is not None:
             before.close()  # it has the lane
         region = HostRegion.create(
-            outbox_layout(MAX_RANKS, home.staging_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
+            outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
         )
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
@@ -268,7 +271,7 @@ def come_in(place: Place, num_ranks: int, timeout_s: float, mode: str, before: E
         decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
         if door is not None:
             survival.span(decision)
-        engine = _start(survival, decision, home, rank, region, door)
+        engine = _start(survival, decision, home, rank, region, door, extra_bytes)
         undo.pop_all()
         return engine
 
@@ -291,7 +294,13 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
 
 
 def _start(
-    survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion, door: Entrance | None
+    survival: Survival,
+    decision: Decision,
+    home: Home,
+    rank: int,
+    region: HostRegion,
+    door: Entrance | None,
+    extra_bytes: int = 0,
 ) -> Engine:
     """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes.
 
@@ -311,7 +320,7 @@ def _start(
             regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read in its place
         elif peer != rank:
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
-    box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS)
+    box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)
     box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     with contextlib.ExitStack() as undo:
         watch = DeathWatch()

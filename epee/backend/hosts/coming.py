@@ -191,7 +191,7 @@ class Entrance:
             for peer in topology.elsewhere
             if parts[peer].port
         }
-        box.place(topology.host_of)
+        box.place(topology.host_of, decision.epoch)
         with contextlib.ExitStack() as undo:
             meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), {}, self._listener, stays=True)
             undo.callback(meeting.close)

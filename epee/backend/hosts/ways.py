@@ -12,7 +12,8 @@ it. News come from the agent thread (`decided`); what comes over links is noted 
     questions  FETCH(source, epoch) goes to the teller of each mirror that this rank keeps, where it is not told
                already: of a living source when its link is new, of a lost one when the view has come.
     answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` tells that gateway what follows. Of
-               a lost rank of this host: all, and END. A question of a view that is not known here yet waits for it.
+               a lost rank of this host: all, and END. A question of a view that is not known here yet waits for it, as
+               does one about who has come by a view that waits here, and is lost again.
 
     newcomers  A view that takes somebody in waits until the engine has taken it over (`adopted`), which waits until all
                who stay need nothing of those who were lost by then (`gate.py`). Then there is a new placement, of its
@@ -466,9 +467,16 @@ class Ways:
             for (peer, source), epoch in list(self._fetches.items()):
                 if epoch > self._newest(source):
                     continue
-                if peer in self._roles.present and self._tells(source, peer):
+                is_mine = peer in self._roles.present and self._tells(source, peer)
+                if not is_mine and self._is_coming(source, epoch):
+                    continue  # it is about who has come and is lost again: the peer has the view that waits here
+                if is_mine:
                     self._tell(peer, source, epoch)
                 self._fetches.pop((peer, source), None)
+
+    def _is_coming(self, source: int, epoch: int) -> bool:
+        """Return whether a view up to that of an epoch takes in a process for the rank, and waits to be taken over."""
+        return any(turn.epoch <= epoch and source in {one.rank for one in turn.newcomers} for turn in list(self._news))
 
     def _newest(self, source: int) -> int:
         """Return the newest view by which this rank knows who tells of a source."""

@@ -21,6 +21,7 @@ from ...view.runtime import Runtime
 from ..bootstrap.home import ASKS, parse_offers
 from ..engine.entry import ENDED
 from ..options import MAX_RANKS
+from ..outbox import has_left
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .intake import Intake
@@ -65,6 +66,21 @@ class Admission:
         """Return the ranks for which a process asks to come in, or has been taken into the newest view."""
         asking = self.waiting()  # before the view, see `Loop._decide`
         return {*asking, *self._occupants.present(self._runtime.view())}
+
+    def expected(self) -> tuple[set[int], set[int]]:
+        """Return the ranks that take part in the newest view or ask to come in, and those that have left meanwhile.
+
+        Who has left its outbox is still in the view while its process is in the job; it makes no calls any more.
+        """
+        asking = self.waiting()  # before the view, see `Loop._decide`
+        view, full = self._runtime.view(), self._boxes.full
+        parts, known = parts_of(view, self._occupants.lane), dict(self._occupants.since)
+        there: set[int] = {*asking}
+        left: set[int] = set()
+        for rank, slot in self._occupants.present(view).items():
+            is_read = known.get(slot) == parts.get(slot)  # else it has come just now, and its outbox is another
+            (left if is_read and rank < full.num_ranks and has_left(full.words[rank]) else there).add(rank)
+        return there, left - there
 
     def present(self) -> dict[int, int]:
         """Return who takes part in the newest view: rank -> slot."""
@@ -121,6 +137,27 @@ class Admission:
                 )
             epoch, all_ask = self._occupants.epoch, self._let_in(missing)
             self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
+
+    def take_in(self, ranks: Collection[int], until: float) -> None:
+        """Have those of `ranks` taken in that ask, as far as this rank has heard.
+
+        Returns when a view has one more of them, or, after a moment, where nobody of them asks; at `until`, a
+        `time.monotonic()` value, at the latest.
+
+        Raises:
+            EvictedError, NoQuorumError: there will be no view.
+        """
+        before = set(self.present())
+        while (now := time.monotonic()) < until:
+            view = self._runtime.view()
+            asking = sorted(rank for rank in self._askers(view) if rank in ranks)
+            if set(self._occupants.present(view)).intersection(ranks) - before:
+                return
+            if not asking:
+                time.sleep(min(ASK_PAUSE_S, until - now))
+                return
+            self._let_in(asking)
+            self._runtime.await_decision(view.epoch, min(ADMIT_PAUSE_S, until - now))
 
     def _let_in(self, ranks: Sequence[int]) -> bool:
         """Have those who ask for `ranks` taken in, if all are here; False: some are not.

@@ -274,6 +274,7 @@ class Survival:
             self._is_joiner and self._occupants.is_home,  # buffers of other groups take nobody in
             True,
             self._job,
+            self._ways is not None,
         )
 
     # ---- news
@@ -374,7 +375,7 @@ class Survival:
         rank_of = self._occupants.rank_of
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
         roles = Roles(before.topology.moved(keys), [*since], {**before.since, **since})
-        full.place(roles.topology.host_of)
+        full.place(roles.topology.host_of, decision.epoch)
         ways.exports.move(roles.topology)
         ways.owners.update((rank_of[one.slot], one) for one in self._occupants.owners(decision, newcomers))
         settling.bring_in(decision.epoch, roles, newcomers)

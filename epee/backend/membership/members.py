@@ -34,6 +34,7 @@ _SHARED = (
     "mirror_base",
     "exports",
     "host_of",
+    "placed_in",
     "here",
     "payload_bytes",
     "staging_bytes",

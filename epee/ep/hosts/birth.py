@@ -8,6 +8,10 @@ of the buffer and collectives of the group may come in any order, from any threa
 The engine's mode is the buffer's: what becomes of a call that loses a rank is the engine's affair (`step.py`). A
 `LatencyBuffer` asks it in `sync` alone, which goes on with who is left.
 
+A process that has taken a lost rank's place in the group takes part in a buffer that runs (`notices.py`): it asks for a
+place in the engine's lane, with a memory that is cut as that of the others, and waits until they take it in
+(`assembly.py`). Each rank tells the group of its buffer as long as it has it.
+
 A rank that fails on the way tells the others through that store; one that dies is named by them, or missed until the
 time-out. Nobody has a part of a buffer then.
 """
@@ -15,18 +19,23 @@ time-out. Nobody has a part of a buffer then.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from ...backend.bootstrap.attempt import attempt
 from ...backend.bootstrap.birth import create_engine
+from ...backend.bootstrap.joining import Place, come_in, place_of
 from ...backend.engine.engine import Engine
-from ...errors import EpeeError, UnsupportedError
+from ...errors import CommTimeoutError, EpeeError, UnsupportedError
+from ...view.group import GroupInView
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
+from ..membership.group_view import seat_of
 from .latency.region import latency_layout
 from .layout import staging_bytes
+from .notices import BufferNotice, tell
 
 _NUMBER = struct.Struct("<Q")
 _newest = 0  # number of the last buffer that this process has made
@@ -55,9 +64,52 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
     with attempt(place, group.rank(), config.num_ranks) as this:
-        extra = latency_layout(config).nbytes if config.is_latency else 0
-        mode = "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
-        return create_engine(this, timeout_s, staging_bytes(config), mode, extra)
+        return create_engine(this, timeout_s, staging_bytes(config), _mode_of(config), _extra_of(config))
+
+
+def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: BufferNotice, timeout_s: float) -> Engine:
+    """Make this rank's part of a buffer that runs; returns when the members have taken this process in.
+
+    Raises:
+        CommTimeoutError: they have not.
+        as `backend.bootstrap.joining.come_in`.
+    """
+    global _newest
+    _newest = max(_newest, notice.number)
+    place = Place(notice.home, list(seat.slots), rank, False)
+    try:
+        engine = come_in(place, config.num_ranks, timeout_s, _mode_of(config), None, _extra_of(config))
+    except CommTimeoutError as error:
+        raise CommTimeoutError(
+            f"Buffer (rank={rank}): the members of the running buffer have not taken this process in within "
+            f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer"
+        ) from error
+    engine.timeout_s = timeout_s
+    return engine
+
+
+def tell_of(group: dist.ProcessGroup, engine: Engine, config: BufferConfig) -> Callable[[], None]:
+    """Tell the members of the group that this rank has the buffer; return what takes it back.
+
+    Raises:
+        InvalidState: this process has too many buffers of the group.
+    """
+    seat, place = seat_of(group, config.num_ranks), place_of(engine, _mode_of(config))
+    if seat is None or place is None or not place.home.spans:
+        return _nothing
+    return tell(seat, BufferNotice(_newest, config.num_hosts, engine.members.epoch, place.home, config.words()))
+
+
+def _mode_of(config: BufferConfig) -> str:
+    return "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
+
+
+def _extra_of(config: BufferConfig) -> int:
+    return latency_layout(config).nbytes if config.is_latency else 0
+
+
+def _nothing() -> None:
+    """Do nothing: nobody comes into a group without a view, or on one host."""
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

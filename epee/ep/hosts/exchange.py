@@ -15,6 +15,7 @@ which goes on without the lost rank, or ends with its name; nobody has a result.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,7 @@ from ...backend.collectives.plan import Make
 from ...backend.engine.engine import Engine
 from ...backend.engine.operation import Operation
 from ...backend.outbox import Outboxes
-from ...errors import ProtocolError, context
+from ...errors import NoQuorumError, ProtocolError, context
 from ..config import BufferConfig
 from ..control.header import Header, check_agreed, limits_of, parse_header
 from ..control.inbox import OP_GATHER, ExchangedRows, Moved
@@ -31,6 +32,10 @@ from ..control.membership import FixedMembership, Membership
 from ..control.words import RowFormat
 from ..throughput.placement import Ints
 from .step import CallPatience, MemberRows, OwnRow, Step
+
+
+def _nothing() -> None:
+    """Do nothing: nobody was told of the buffer."""
 
 
 class NothingOpen:
@@ -49,6 +54,7 @@ class HostsExchange:
         config: of the buffer.
         engine: the buffer's own.
         interrupt: raises once the buffer is to be closed.
+        take_back: tells the group that this rank has the buffer no more.
 
     Attributes:
         epoch: handles of another one are stale. Of the view in the last call, so the same on all ranks between the same
@@ -59,7 +65,14 @@ class HostsExchange:
 
     reduced_members: tuple[int, ...] | None = None
 
-    def __init__(self, config: BufferConfig, rank: int, engine: Engine, interrupt: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        engine: Engine,
+        interrupt: Callable[[], None],
+        take_back: Callable[[], None] = _nothing,
+    ) -> None:
         self.config = config
         self.rank = rank
         self.engine = engine
@@ -69,9 +82,14 @@ class HostsExchange:
         self._box: Outboxes = engine.members
         self._format = RowFormat(config)
         self._limits = limits_of(config)
-        self._interrupt = interrupt
+        self._interrupt, self._take_back = interrupt, take_back
         ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
         self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
+
+    @property
+    def box(self) -> Outboxes:
+        """The outboxes with which the last call ran."""
+        return self._box
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -142,11 +160,15 @@ class HostsExchange:
             told = told.copy()
             told[lost] = 0
             told[:, np.isin(self._owners, lost)] = 0
-        return MemberRows(ExchangedRows(headers, told, texts, members), members, op.box.epoch, seq)
+        return MemberRows(ExchangedRows(headers, told, texts, members), members, op.box.epoch, seq, op.box)
 
     def release(self) -> None:
         """End the engine; idempotent."""
-        self.engine.close()
+        try:
+            with contextlib.suppress(NoQuorumError):  # then nobody hears of anything
+                self._take_back()
+        finally:
+            self.engine.close()
 
     def where(self, op: str) -> str:
         """Return the facts of a message about the current call."""

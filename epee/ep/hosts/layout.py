@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...backend.options import MIN_STAGING_BYTES
 from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.layout import align_up
@@ -132,10 +133,26 @@ class SectionLayout(NamedTuple):
         return 2 * (self.rows_at(base, count) + count * self.row_words)
 
 
-def dispatch_length(config: BufferConfig) -> int:
-    """Return the tokens of a round of a dispatch, whatever its payload."""
-    record = 8 * (config.row_words + config.meta_words("rank") + 1) + 4 * config.scale_words
+def _widest(config: BufferConfig) -> SectionLayout:
+    """Return the layout of a section of the widest records."""
+    return SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+
+
+def _wished_length(config: BufferConfig) -> int:
+    record = _widest(config).record_bytes
     return min(config.max_tokens_per_rank, max(CHUNK_TOKENS, CHUNK_BYTES // record))
+
+
+def dispatch_length(config: BufferConfig, num_hosts: int, staged: int) -> int:
+    """Return the tokens of a round of a dispatch, whatever its payload.
+
+    Args:
+        config: of the buffer.
+        num_hosts: that a rank sends to; there may be more of them than at birth.
+        staged: bytes of a staging buffer.
+    """
+    fits = (staged // num_hosts // 64 * 64 - COUNT_BYTES) // _widest(config).record_bytes
+    return max(1, min(_wished_length(config), fits))
 
 
 class Parts:
@@ -186,13 +203,14 @@ def staging_bytes(config: BufferConfig) -> int:
 
     Two of them hold the two rounds of a call that are under way, the others those of the next call.
     """
-    section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
-    dispatch = config.num_hosts * section.room(dispatch_length(config))
+    section, length = _widest(config), _wished_length(config)
+    # shorter rounds will do where the ranks come to be on more hosts
+    dispatch = max(config.num_hosts * section.room(length), config.num_ranks * section.room(min(length, MIN_SUMMED)))
     row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
     # a round is cut by the narrowest rows that are lent; sums may be the widest, with weights beside
     cut = max(SUM_BYTES * row // (2 * config.hidden), MIN_SUMMED * config.num_ranks * row)
     sums = cut + 128 * config.num_ranks
-    return align_up(max(dispatch, 2 * sums), 4096)
+    return align_up(max(dispatch, 2 * sums, MIN_STAGING_BYTES), 4096)
 
 
 def network_bytes(num_ranks: int, num_hosts: int, num_tokens: int, hidden: int) -> int:

@@ -11,6 +11,9 @@ What a loss does, the same on all ranks (`step.py`):
     combine     "mask": the same: of those who were in the dispatch, over those who are left, without what the lost had.
     both        "raise": `RankFailedError` on all, once for each loss, in whichever of the two calls it falls.
 
+Processes in lost places come in by `sync` (`assembly.py`). Where ranks are follows from the outboxes of the call that
+has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on all ranks.
+
 A handle is of the epoch of its dispatch. What comes in a later one, and was not begun in the handle's, is refused with
 `StaleHandleError`; so is a cached dispatch that the loss meets, whose rows the handle's places would not fit.
 
@@ -41,6 +44,7 @@ from ...errors import (
 from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.arena import Arena
+from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
@@ -54,6 +58,7 @@ from ..throughput.order import RANKS_THEN_BIAS
 from ..throughput.partial import lost_weight
 from ..throughput.placement import Ints, SendPlan
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
+from .assembly import Assembly, CallPlacement
 from .exchange import HostsExchange
 from .handle import TwoLevelHandle
 from .layout import Chunks, Records, dispatch_length, records_of
@@ -68,6 +73,11 @@ def _own(handle: Handle) -> TwoLevelHandle:
     """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, TwoLevelHandle)
     return handle
+
+
+def _is_loss(error: Exception) -> bool:
+    """Tell whether an error says that ranks are lost; of those that are in the same call all get it, once each."""
+    return isinstance(error, PeerError) and not isinstance(error, (EvictedError, NoQuorumError))
 
 
 class _Begun(NamedTuple):
@@ -95,13 +105,13 @@ class HostsPath:
         control: its host side.
         buffer_id: goes into handles.
         exchange: of rows, with the engine.
-        topology: who is where.
+        topology: who is where, as far as the outboxes do not say it.
+        seat: of the group in the view; None where nobody can take a lost rank's place.
         poison: fill results with 0xFF before they are written.
     """
 
     barrier_op = OP_GATHER
     is_recorded = False
-    takes_replacements = False
     max_num_sms = 0
 
     def __init__(
@@ -111,6 +121,7 @@ class HostsPath:
         buffer_id: int,
         exchange: HostsExchange,
         topology: Topology,
+        seat: GroupInView | None,
         poison: bool,
     ) -> None:
         self.config = config
@@ -118,13 +129,20 @@ class HostsPath:
         self.control = control
         self.exchange = exchange
         self._engine: Engine = exchange.engine
-        self._topology = topology
+        self._places = CallPlacement(topology, config.num_ranks)
+        self._assembly = Assembly(control, exchange.engine, seat)
+        self.takes_replacements = seat is not None and seat.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
         self._kept: torch.Tensor | None = None
-        self._nbytes = sum(
-            exchange.engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources())
-        )
+        self._nbytes = 0
+        self._count()
+
+    def _count(self) -> None:
+        """Note how much memory this rank lends to others, or keeps for them."""
+        box = self._engine.box
+        topology = self._places.of(box)
+        self._nbytes = sum(box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
 
     # ---- what moves no rows
 
@@ -149,23 +167,23 @@ class HostsPath:
         self.control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, and return who is left, into `active_ranks` as well; losses that it shows are not raised again.
+        """Meet, take in who comes (`assembly.py`), and return who takes part, into `active_ranks` as well.
 
         Who lives is waited for, whatever the masks say, by the policy for silent ranks: none is left out of the buffer
-        alone. Raises as `Buffer.barrier`, but for losses.
+        alone. Raises as `Buffer.barrier`; with a mask not losses, which it shows.
         """
-        assert active_ranks is not None
-        while True:
-            try:
-                self.barrier(deadline)
-                break
-            except (EvictedError, NoQuorumError):
-                raise
-            except PeerError:  # once for each loss; of the ranks that are in `sync` all get it, and meet again
-                continue
+        is_masked = active_ranks is not None
+        self._assembly.meet(b"", deadline, lambda error: is_masked and _is_loss(error))
+        self._count()
         mask = mask_of(self.exchange.members, self.config.num_ranks)
-        active_ranks[: self.config.num_ranks].copy_(mask)
+        if active_ranks is not None:
+            active_ranks[: self.config.num_ranks].copy_(mask)
         return mask
+
+    def come_in(self, deadline: float) -> None:
+        """Meet for the first time, as a process that has been taken in; raises as `Buffer.barrier`, but for losses."""
+        self._assembly.meet(b"", deadline, _is_loss)
+        self._count()
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""
@@ -259,10 +277,10 @@ class HostsPath:
         may_lose = self.config.fault_mode == "mask" or len(met.members) < self.config.num_ranks
         handle = new_handle(TwoLevelHandle, call, met.rows, place, self.config, may_lose)
         handle.num_source_tokens = [header.num_tokens for header in met.rows.headers]
-        handle.sent = records_of(handle, self._topology)
-        handle.topology = self._topology
+        handle.topology = topology = self._places.of(met.box)
+        handle.sent = records_of(handle, topology)
         handle.members = met.members
-        handle.position = self._topology.here.index(self.rank)
+        handle.position = topology.here.index(self.rank)
         handle.first_expert = self.rank * self.config.num_local_experts
         return handle
 
@@ -286,17 +304,18 @@ class HostsPath:
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
         is_fresh = call.handle is None
-        meta = None
+        meta, topology = None, self._places.of(met.box)
         if is_fresh or call.topk_weights is not None:
             meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
+        length = dispatch_length(self.config, topology.num_hosts, met.box.staging_bytes)
         return RecordsPlan(
-            Roles(self._topology, met.members),
+            Roles(topology, met.members),
             handle,
             is_fresh,
             LocalTokens(payload, meta),
             Destination(payload, arena, slot, handle.num_recv),
             self._starts(handle, met.rows) if is_fresh and handle.layout == "expert" else None,
-            Chunks.of(dispatch_length(self.config), [header.num_tokens for header in met.rows.headers]),
+            Chunks.of(length, [header.num_tokens for header in met.rows.headers]),
         )
 
     def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> tuple[Ints, Ints]:
@@ -344,7 +363,7 @@ class HostsPath:
         while True:
             met = step.met
             is_among = self.config.fault_mode == "mask" and set(met.members) <= set(handle.members)
-            if not is_among:
+            if not is_among or handle.epoch < met.box.placed_in:  # then a member may be another process than it was
                 self._check_epoch(handle, met)
             plan = self._planned("combine", partial(self._plan_partials, call, handle, met))
             if step.move(plan):
@@ -354,7 +373,7 @@ class HostsPath:
         """Plan a combine; a result that must not be seen before the end is made in memory that is kept."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
-        roles = Roles(self._topology, met.members)
+        roles = Roles(self._places.of(met.box), met.members)
         return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
 
     def _combined(self, call: CombineCall, handle: TwoLevelHandle, plan: PartialsPlan, met: MemberRows) -> Combined:

@@ -90,12 +90,14 @@ class MemberRows(NamedTuple):
         members: who takes part, ascending.
         epoch: of the view.
         seq: number of the engine call that has exchanged them; it names the step.
+        box: the outboxes with which that call ran; they say where ranks are.
     """
 
     rows: ExchangedRows
     members: tuple[int, ...]
     epoch: int
     seq: int
+    box: Outboxes
 
     def serves(self, box: Outboxes) -> bool:
         """Return whether a call with these outboxes belongs to the step as it is planned."""

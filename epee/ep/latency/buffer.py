@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ... import env
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
@@ -24,7 +25,8 @@ from ..control.bootstrap import group_of, on_several_hosts, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..membership.birth import awaited_bytes
-from ..paths import Making, Path
+from ..membership.group_view import seat_of
+from ..paths import Making, Path, PathOverHosts
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCalls
 from .gpu.shapes import gpu_room_bytes, latency_config
@@ -35,6 +37,7 @@ from .region import room_bytes
 from .types import CallSizes, LatencyCombined, LatencyDispatched, LatencyHandle
 
 if TYPE_CHECKING:
+    from ...view.group import GroupInView
     from ..hosts.exchange import HostsExchange
 
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
@@ -107,10 +110,12 @@ class LatencyBuffer(SharedBuffer):
             raise on_several_hosts("a LatencyBuffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+    def _make_path_over_hosts(
+        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
+    ) -> PathOverHosts:
         from ..hosts.latency.path import LatencyHostsPath
 
-        self._rows = path = LatencyHostsPath(self._control, exchange, topology, poison, self._turns.closing)
+        self._rows = path = LatencyHostsPath(self._control, exchange, topology, seat, poison, self._turns.closing)
         self._make_plans(self.config)
         return path
 
@@ -163,7 +168,13 @@ class LatencyBuffer(SharedBuffer):
             0 where there is none, or this process has nobody's place.
         """
         path = "cpu" if cls._platform_of(device) is None else "cuda"
-        return awaited_bytes(group, replace(_whole_config(size_of(group), nbytes, 2), path=path))
+        config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
+        seat = seat_of(group, config.num_ranks)
+        if seat is None or not seat.spans:
+            return awaited_bytes(group, config)
+        from ..hosts.notices import awaited_room
+
+        return awaited_room(group, seat, config, env.get_float("EPEE_TIMEOUT_S"))
 
     def of_sizes(self, *, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> LatencyBuffer:
         """Return a buffer for calls of other sizes in the memory of this one. Local.

@@ -364,7 +364,7 @@ def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferC
 def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> int | None:
     """Return the number of the oldest running buffer that this process does not have; None when there is none."""
     for number, holder, line in _open_lines(mine, roster, own_rank, config):
-        if _fits(line, holder, config, own_rank):
+        if fits(line.config(len(CONFIG_NAMES)), holder, config, own_rank):
             return number
     return None
 
@@ -397,13 +397,13 @@ def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
     return found
 
 
-def _fits(line: Line, rank: int, config: BufferConfig, own_rank: int) -> bool:
-    """Return whether a running buffer is for this many ranks, and was made with these arguments.
+def fits(theirs: Sequence[int], rank: int, config: BufferConfig, own_rank: int) -> bool:
+    """Return whether a running buffer, which has these words, is for so many ranks, and was made with these arguments.
 
     Raises:
         MismatchError: `Buffer`: it is for as many, but was made with other arguments.
     """
-    words, theirs = config.words(), line.config(len(CONFIG_NAMES))
+    words = config.words()
     if theirs[0] != words[0]:
         return False
     for name, own, other in zip(CONFIG_NAMES, words, theirs, strict=True):

@@ -110,6 +110,11 @@ class Peer:
         return b"" if self.board is None else self.board.told(lane)
 
     @property
+    def has_told(self) -> bool:
+        """Whether what it tells of lanes can be read here, or never will be."""
+        return self.is_dead or self.board is not None or not self.is_mappable
+
+    @property
     def has_left(self) -> bool:
         """True when it has said that it has left."""
         return self.board is not None and self.board.has_left
@@ -125,7 +130,13 @@ class Peer:
 
 
 class LanesTold:
-    """What a process of another host has told of its parts in lanes."""
+    """What a process of another host has told of its parts in lanes.
+
+    Attributes:
+        is_whole: it has told all of them at least once.
+    """
+
+    is_whole = False
 
     def __init__(self) -> None:
         self._told: dict[int, bytes] = {}
@@ -139,6 +150,7 @@ class LanesTold:
             for taken_back in self._unsaid or ():
                 self._told.pop(taken_back, None)
             self._unsaid = None
+            self.is_whole = True
         elif data and (lane in self._told or len(self._told) < MAX_LANES):
             self._told[lane] = data
         elif not data:
@@ -174,6 +186,11 @@ class RemotePeer(Peer):
     def told(self, lane: int) -> bytes:
         """Return what it has told of its part in a lane."""
         return self.lanes.get(lane)
+
+    @property
+    def has_told(self) -> bool:
+        """As `Peer.has_told`."""
+        return self.is_dead or self.lanes.is_whole
 
     def health(self, now: float) -> str:
         """Return "dead", "reachable" (its kernel answers; more is not seen from here) or "unreachable"."""

@@ -26,11 +26,11 @@ lane of which no member is left is over: nobody knows any more how far it was.
 
 In a lane over several hosts a rank's memory is there for those of its own host; others have what was told them. A dead
 slot is *witnessed* if a member that was there before and stays runs on its host: that one tells the other host all that
-there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none. Where all members run on one host they
-all read that memory, and nobody is told: it is as on one host, and the decision may have no cuts.
-Where nobody tells, what the others have of it may differ, so it counts up to the cut, like one that was voted out. So
-does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has told one of the
-others and not yet another. A slot that has left in order has told all before.
+there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none.
+Where all members run on one host they all read that memory, and nobody is told: it is as on one host, and the decision
+may have no cuts. Where nobody tells, what the others have of it may differ, so it counts up to the cut, like one that
+was voted out. So does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has
+told one of the others and not yet another. A slot that has left in order has told all before.
 
 *Settled up to.* No call is completed on a host that has not been told all of a lost slot. So the last call completed,
 which each promise tells, says how far a rank had settled whoever was lost before, too, and the next decision needs no

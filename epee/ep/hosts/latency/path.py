@@ -9,9 +9,10 @@ what its host has for the sources that it serves (`sums.py`). Receive half: a ra
 rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
 did, ahead of it.
 
-`sync` lets the ranks that live meet and begins an epoch with them: calls are counted from 1, whoever was counted out is
-in again, sources and hosts have the gateways that are left. It is a call of the engine, so all find the same ranks in
-it (`step.py`); lost ranks stay lost. Until then a death changes nothing for the others' calls but that its rank, and
+`sync` lets the ranks that live meet, takes in who has a lost rank's place (`assembly.py`), and begins an epoch with
+them: calls are counted from 1, whoever was counted out is in again, hosts and gateways are those of the ranks that are
+there, and whatever memory they lend now is read. It ends with a call of the engine, so all find the same ranks in it
+(`step.py`). Until then a death changes nothing for the others' calls but that its rank, and
 for a host those whose gateway it was there, do not come.
 
 What a crash leaves: see `wire.py`; a rank that dies between its rows and its gateway's sums is in them or not, for all
@@ -29,6 +30,7 @@ from ....backend.outbox import STATE_WORDS, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....link.roles import Roles
 from ....link.topology import Topology
+from ....view.group import GroupInView
 from ...config import BufferConfig
 from ...control.inbox import OP_GATHER
 from ...control.messages import ControlPlaneOver
@@ -47,6 +49,7 @@ from ...latency.types import (
 from ...latency.wire import SectionHeader, checked_tokens
 from ...throughput.placement import Ints
 from ...turns import Closing
+from ..assembly import Assembly, CallPlacement
 from ..exchange import HostsExchange
 from .flight import HostsFlights
 from .handle import ArrivedIds, HostsLatencyHandle
@@ -61,12 +64,12 @@ class LatencyHostsPath(LatencyCalls):
     Args:
         control: the buffer's host side.
         exchange: the same, with the engine.
-        topology: who is where.
+        topology: who is where, as far as the outboxes do not say it.
+        seat: of the group in the view; None where nobody can take a lost rank's place.
         poison: fill memory with 0xFF before each use.
         closing: whether somebody wants to close the buffer.
     """
 
-    takes_replacements = False
     _handle_type = HostsLatencyHandle
 
     def __init__(
@@ -74,21 +77,31 @@ class LatencyHostsPath(LatencyCalls):
         control: ControlPlaneOver[HostsExchange],
         exchange: HostsExchange,
         topology: Topology,
+        seat: GroupInView | None,
         poison: bool,
         closing: Closing,
     ) -> None:
-        self._topology, self._exchange = topology, exchange
+        self._places = CallPlacement(topology, control.config.num_ranks)
+        self._exchange = exchange
+        self._assembly = Assembly(control, exchange.engine, seat)
+        self.takes_replacements = seat is not None and seat.is_open
+        self._topology = topology = self._places.of(exchange.box)  # of the epoch, as all that follows from it
         self._engine = engine = exchange.engine
         self._life = self._life_words()
         self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
         self._layout = latency_layout(control.config)
-        self._nbytes = sum(engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
+        self._nbytes = self._count()
         self.wire = wire = HostsWire(
             control.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
         )
         flights = HostsFlights(wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted)
         self._sums = HostSums(topology, wire, flights)
         super().__init__(control, wire, flights, poison)
+
+    def _count(self) -> int:
+        """Return how much memory this rank lends to others, or keeps for them."""
+        ranks, regions = (self._topology.rank, *self._topology.sources()), self._engine.box.regions
+        return sum(regions[rank].mapped_bytes for rank in ranks)
 
     # ---- who is there
 
@@ -144,7 +157,7 @@ class LatencyHostsPath(LatencyCalls):
         self._life = []
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, and begin an epoch with all ranks that live, whatever the masks say; the mask shows who they are.
+        """Meet, take in who comes, and begin an epoch with all, whatever the masks say; the mask shows who they are.
 
         Raises:
             As `LatencyBuffer.all_gather_bytes`.
@@ -157,18 +170,26 @@ class LatencyHostsPath(LatencyCalls):
             self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
             raise error
         self.wire.set_cut([True] * num_ranks, 0)  # on the same links as what follows: whoever is through has it
-        told = self._control.all_gather_bytes(self._exchange.epoch.to_bytes(8, "little"), deadline)
+        epoch = self._exchange.epoch.to_bytes(8, "little")
+        told = self._assembly.meet(epoch, deadline, lambda _: False)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
+        self._topology = self._places.of(self._exchange.box)
         self._roles = roles = Roles(self._topology, self._exchange.members)
         old, self._life = self._life, self._life_words()
         for words in old:
             words.release()
         self.wire.begin_epoch(roles)
+        self._sums.begin_epoch(self._topology)
         self._flights.restart()
+        self._nbytes = self._count()
         mask = mask_of(self._exchange.members, num_ranks)
         if active_ranks is not None:
             active_ranks[:num_ranks].copy_(mask)
         return mask
+
+    def come_in(self, deadline: float) -> None:
+        """Begin with the others' epoch, as a process that has been taken in; raises as `sync`."""
+        self.sync(None, deadline)
 
     # ---- dispatch
 

@@ -43,14 +43,10 @@ ENTRY_WORDS = 3  # of the sums for one rank: whose rows are in them (a bit per r
 Bytes = npt.NDArray[np.uint8]
 
 
-def most_positions(config: BufferConfig) -> int:
-    """Return how many ranks a host can have at most."""
-    return config.num_ranks - config.num_hosts + 1
-
-
 def latency_layout(config: BufferConfig) -> Layout:
     """Return the fields of a rank; all ranks have agreed on the config."""
-    slots, num_ranks, positions = config.num_slots, config.num_ranks, most_positions(config)
+    slots, num_ranks = config.num_slots, config.num_ranks
+    positions = num_ranks  # of a host: all may come to be on one, as lost ones are replaced
     section = section_bytes(config)
     half = HEAD_BYTES + align_up(8 * ENTRY_WORDS * positions, 64) + positions * section
     return Layout(

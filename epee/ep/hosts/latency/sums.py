@@ -61,6 +61,10 @@ class HostSums:
     def __init__(self, topology: Topology, wire: HostsWire, flights: HostsFlights) -> None:
         self._topology, self._wire, self._flights = topology, wire, flights
 
+    def begin_epoch(self, topology: Topology) -> None:
+        """Take on where ranks are from now on; no call is under way."""
+        self._topology = topology
+
     # ---- sent
 
     def send(

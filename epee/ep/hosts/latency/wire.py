@@ -117,6 +117,7 @@ class HostsWire(Wire):
         old = self._fields
         self._fields = [HostsFields(region, self._layout, self._box.extra) for region in self._box.regions]
         self._own = self._fields[self.rank]
+        self.topology = roles.topology
         self._gateways = roles.gateways()
         for fields in old:
             fields.close()

@@ -1,0 +1,51 @@
+"""What members tell of their buffers over hosts: read back as it was, and nothing else is believed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from epee.backend.bootstrap.home import Home
+from epee.ep.config import BufferConfig
+from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_lane, parse_notice
+from epee.view.process.board import MAX_TOLD_BYTES
+from epee.view.transport.wire import LANE_LIMIT
+
+LARGEST = BufferConfig(64, 1 << 20, 1 << 20, 32, 1 << 24, torch.float64, 64, 1 << 32, room_bytes=1 << 48)
+
+
+def notice(config: BufferConfig, num_hosts: int = 2) -> BufferNotice:
+    home = Home(LANE_LIMIT - 1, config.num_ranks, 1 << 20, "mask/evict", True, "nixl", True)
+    return BufferNotice(7, num_hosts, 1 << 40, home, config.words())
+
+
+def test_a_notice_of_the_largest_buffer_is_told_in_whole() -> None:
+    for config in (LARGEST, BufferConfig(2, 2, 8, 1, 1, torch.bfloat16, is_latency=True)):
+        told = notice(config)
+        assert len(told.pack()) <= MAX_TOLD_BYTES
+        assert parse_notice(told.pack()) == told
+
+
+def test_what_cannot_be_right_is_no_notice() -> None:
+    right = notice(LARGEST)
+    for wrong in (right._replace(number=0), right._replace(num_hosts=1), right._replace(num_hosts=65)):
+        assert parse_notice(wrong.pack()) is None
+    assert parse_notice(right._replace(home=right.home._replace(num_ranks=8)).pack()) is None
+    assert parse_notice(right._replace(home=right.home._replace(spans=False)).pack()) is None
+    assert parse_notice(right._replace(home=right.home._replace(lane=1 << 63)).pack()) is None
+    data = right.pack()
+    assert all(parse_notice(data[:length]) is None for length in range(len(data)))
+    assert parse_notice(data + b"x") is None
+    dice = random.Random(1)
+    for _ in range(2000):
+        damaged = bytearray(data)
+        damaged[dice.randrange(len(data))] = dice.randrange(256)
+        found = parse_notice(bytes(damaged))
+        assert found is None or parse_notice(found.pack()) == found
+
+
+def test_places_have_lanes_of_their_own() -> None:
+    lanes = {notice_lane(group, place) for group in (5, 6) for place in range(MAX_NOTICES)}
+    assert len(lanes | {5, 6}) == 2 * MAX_NOTICES + 2
+    assert all(0 <= lane < LANE_LIMIT for lane in lanes)

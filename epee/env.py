@@ -163,6 +163,12 @@ TABLE: tuple[Variable, ...] = (
         "Address under which ranks of other hosts reach this process; by default that of the route to the rendezvous.",
     ),
     Variable(
+        "EPEE_OVER_HOSTS",
+        False,
+        _flag,
+        "1 at rank 0: ranks of one host begin as a group over several, so that processes of other hosts can come in.",
+    ),
+    Variable(
         "EPEE_HOST_TIMEOUT_S",
         10.0,
         _positive_seconds,

@@ -50,6 +50,7 @@ class Hello:
         folder: of a new job, made by rank 0; "" when it may not be needed.
         nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
         host: which host it runs on (`link/topology.py`).
+        spans: the group is to be one over several hosts, however many there are now; rank 0's word counts.
     """
 
     num_ranks: int
@@ -58,6 +59,7 @@ class Hello:
     folder: str
     nonce: str
     host: str
+    spans: bool
 
 
 class Seat(NamedTuple):
@@ -178,17 +180,18 @@ def new_folder(kind: str = "") -> JobDirectory:
         raise shortage("cannot make a folder for the job", exc) from exc
 
 
-def own_hello(rank: int, num_ranks: int, host: str) -> tuple[Hello, JobDirectory | None]:
+def own_hello(rank: int, num_ranks: int, host: str, spans: bool) -> tuple[Hello, JobDirectory | None]:
     """Return what this rank, which runs on `host`, tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
         usable = {key: job.slot for key, job in _jobs.items() if job.has_home and job.runtime.error is None}
     mine = dict(list(usable.items())[-MAX_JOBS_TOLD:])
     nonce = secrets.token_hex(NONCE_BYTES)
     if rank != 0:
-        return Hello(num_ranks, mine, -1, "", nonce, host), None
+        return Hello(num_ranks, mine, -1, "", nonce, host, spans), None
     directory = None if mine else new_folder()
     lane = secrets.randbelow(LANE_LIMIT)
-    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path), nonce, host), directory
+    folder = "" if directory is None else str(directory.path)
+    return Hello(num_ranks, mine, lane, folder, nonce, host, spans), directory
 
 
 def common_job(hellos: Sequence[Hello]) -> str:
@@ -253,6 +256,8 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
             raise ValueError("rank 0 names no lane")
         if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str) or not isinstance(hello.host, str):
             raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}, host {hello.host!r}")
+        if type(hello.spans) is not bool:
+            raise TypeError(f"spans is {hello.spans!r}")
         if len(bytes.fromhex(hello.nonce)) != NONCE_BYTES:
             raise ValueError("nonce has another size")
     except (TypeError, ValueError) as exc:

@@ -101,14 +101,12 @@ class Hooks(NamedTuple):
         thaw: go on.
         decided: a new view; in order, each once.
         trouble: calls cannot end well any more (evicted, the agent failed) or for the time being (no quorum).
-        heard: a process of another host tells something of its part in the lane.
     """
 
     freeze: Callable[[], LaneState]
     thaw: Callable[[], None]
     decided: Callable[[Decision], None]
     trouble: Callable[[Exception], None]
-    heard: Callable[[], None]
 
 
 class Shared:
@@ -379,8 +377,6 @@ class Loop:
         """Map the boards of those whom a message brings, then let the agent answer it."""
         if isinstance(message, LaneTold):
             self.peers.note_told(sender, message.lane, message.data)
-            if message.lane in self._lanes:
-                self._lanes[message.lane].heard()
             if self.agent.epoch and sender not in self.agent.slot_of:  # voted out, it may not have noticed anything
                 self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
             return

@@ -190,7 +190,6 @@ class Runtime:
         thaw: Callable[[], None],
         decided: Callable[[Decision], None],
         trouble: Callable[[Exception], None],
-        heard: Callable[[], None] = lambda: None,
     ) -> LaneRow:
         """Take part with a lane (one process group or buffer) from now on; return its row for hang reports.
 
@@ -207,7 +206,7 @@ class Runtime:
             raise InvalidArgument(f"lane must lie in 0 ... {LANE_LIMIT} and be new, got {lane}")
         if len(self._rows) >= MAX_LANES:
             raise InvalidArgument(f"a process takes part in {MAX_LANES} groups and buffers at most; destroy some")
-        loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble, heard)
+        loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble)
 
         given_up = threading.Event()
 

@@ -62,6 +62,6 @@ def sums(group: Any, ranks: Sequence[int], count: int = 3) -> None:
     """Add up over these ranks, small and large, and look at the values."""
     for size in (count, 40_000):
         x = full(size, group.rank() + 1)
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
         assert torch.equal(x, full(size, sum(rank + 1 for rank in ranks))), (x[0], ranks)
         assert group.last_contributors() == tuple(ranks)

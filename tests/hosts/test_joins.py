@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import epee
 from epee.backend.bootstrap.home import IN
 from epee.errors import EvictedError
 from epee.view.transport.wire import PING, LaneTold
@@ -114,6 +117,48 @@ def test_a_group_grows_onto_hosts(tmp_path: Path, placement: tuple[int, ...], nu
     results = run_ranks(grown, len(placement), str(tmp_path), *args, backend=None, timeout_s=60)
     assert [found[1] for found in results] == [hosts_of(placement)] * len(placement)
     assert all(found[0] == results[0][0] > 0 for found in results)
+
+
+def begun_on_one(rank: int, num_processes: int, folder: str, placement: tuple[int, ...], num_founders: int) -> Any:
+    """As `grown`, where rank 0 alone says that the group may come to run over several hosts; with a Buffer before."""
+    if rank == 0:
+        os.environ["EPEE_OVER_HOSTS"] = "1"
+    if rank < num_founders:
+        settle(placement[rank])
+        group = member(rank, num_founders, folder, max_group_size=num_processes)
+        assert group.hosts == (tuple(range(num_founders)),)
+        everything(rank, num_founders, (3, 1000, 40_000, 700_000))
+        with epee.Buffer(group, num_experts=8, num_topk=2, hidden=128, max_tokens_per_rank=16) as buffer:
+            x = torch.full((8, 128), rank + 1.0, dtype=torch.bfloat16, device="cpu")
+            got = buffer.dispatch(x, torch.tensor([[token, token ^ 4] for token in range(8)], device="cpu"))
+            assert torch.equal(buffer.combine(got.x, got.handle).x, 2 * x), "both ranks give it back"
+        dist.barrier()
+        if rank == 0:
+            say(folder, "ready")
+        group.extend_group_size_to(num_processes)
+    else:
+        settle(placement[rank])
+        hear(folder, "ready")
+        group = joiner(rank, num_processes, folder)
+    sums(group, range(num_processes))
+    found = len(rows_of(rank, num_processes))
+    if rank == num_founders - 1:
+        kill_points.die()
+    lose(group, {num_founders - 1})
+    sums(group, [peer for peer in range(num_processes) if peer != num_founders - 1])
+    hosts = group.hosts
+    dist.destroy_process_group()
+    return found, hosts
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1), (0, 0, 1, 2)])
+def test_a_group_that_began_on_one_host_grows_onto_others_if_rank_0_has_said_so(
+    tmp_path: Path, placement: tuple[int, ...]
+) -> None:
+    args = placement, 2
+    results = run_ranks(begun_on_one, len(placement), str(tmp_path), *args, backend=None, timeout_s=80, dead={1})
+    assert results.pop(1) == DEAD
+    assert all(found == (len(placement), hosts_of(placement)) for found in results), results
 
 
 def tell_late(group: Any, slot: int) -> None:

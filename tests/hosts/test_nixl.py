@@ -19,10 +19,10 @@ from epee.errors import MismatchError
 from epee.link import engine
 from epee.link.nixl.agent import NixlAgent
 from epee.link.nixl.link import NixlLink
-from tests.harness import Pool, Worker, run_ranks
+from tests.harness import DEAD, Pool, Worker, run_ranks
 from tests.link.pairs import UCX
 
-from . import Hosts, campaign, run_on_hosts, run_on_loopbacks
+from . import Hosts, campaign, run_on_hosts, run_on_loopbacks, test_join_faults, test_joins
 from .calls import everything, full
 from .campaign import HostsRound, play
 from .test_ends import left_over
@@ -156,3 +156,38 @@ def test_a_reset_connection_is_made_again_and_costs_nothing(tmp_path: Path, coun
     results = run_ranks(resets_over_nixl, 4, str(tmp_path), count, backend=None, timeout_s=60)
     assert [found for found, _ in results] == [[6.0 + 4 * number for number in range(12)]] * 4
     assert all(num_agents > 1 for _, num_agents in results), results
+
+
+# ---- as in `test_joins.py` and `test_join_faults.py`
+
+
+def joins_over_nixl(rank: int, num_processes: int, folder: str, what: str, *args: Any) -> Any:
+    """As the function `what` of those tests, over agents."""
+    os.environ.update(NIXL)
+    module = test_joins if hasattr(test_joins, what) else test_join_faults
+    found = getattr(module, what)(rank, num_processes, folder, *args)
+    assert agents(), "no agent was made"
+    return found
+
+
+@pytest.mark.parametrize(("victim", "host"), [(3, 1), (0, 2)])
+def test_a_lost_rank_is_replaced(tmp_path: Path, victim: int, host: int) -> None:
+    args = "replaced", (0, 0, 1, 1), victim, host
+    results = run_ranks(joins_over_nixl, 5, str(tmp_path), *args, backend=None, timeout_s=80, dead={victim})
+    assert results.pop(victim) == DEAD
+    placement = [0, 0, 1, 1]
+    placement[victim] = host
+    assert [found[1] for found in results] == [test_joins.hosts_of(tuple(placement))] * 4
+    assert all(found[0] == results[0][0] > 0 for found in results)
+
+
+def test_a_group_grows_onto_a_new_host(tmp_path: Path) -> None:
+    placement = (0, 1, 1, 0, 2)
+    results = run_ranks(joins_over_nixl, 5, str(tmp_path), "grown", placement, 2, backend=None, timeout_s=80)
+    assert [found[1] for found in results] == [test_joins.hosts_of(placement)] * 5
+
+
+def test_a_joiner_that_dies_disturbs_nobody(tmp_path: Path) -> None:
+    args = "dies_coming", "linked", 2, "mask"
+    results = run_ranks(joins_over_nixl, 6, str(tmp_path), *args, backend=None, timeout_s=80, dead={3, 4})
+    assert [result for result in results if result != DEAD] == [((0, 1), (2,), (3,))] * 4

@@ -1,99 +1,153 @@
-"""Offers of other hosts come on another connection than the view that rests on them: it waits. No processes."""
+"""A view says all about who comes into a group by an offer, and tells who comes of the others. No processes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer
+import pytest
+
+from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxNotice, notices_of
 from epee.backend.hosts.ways import Turn
+from epee.backend.membership.admission import Admission
 from epee.backend.membership.lane_hooks import LaneHooks
 from epee.backend.membership.occupants import Occupants
 from epee.memory.host import BLOB_BYTES
 from epee.view.process.endpoint import Endpoint, pack_endpoint
-from epee.view.protocol.messages import DEAD, Decision, Member, Part, Removal
+from epee.view.protocol.messages import DEAD, Decision, Member, Notice, Part, Removal, Want
 
 LANE = 7
 END = pack_endpoint(Endpoint(1, 1, 0, bytes(BLOB_BYTES), bytes(BLOB_BYTES), b""))
-MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, END, "ab"[slot > 0]) for slot in range(4))
+MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, END, "ab"[slot > 0]) for slot in range(5))
+
+
+def notice(rank: int, port: int = 9, num_ranks: int = 4, blob: bytes = bytes(BLOB_BYTES)) -> bytes:
+    return OutboxNotice(rank, num_ranks, blob, port).pack()
+
+
 OUT = Decision(5, MEMBERS, (), (), (), (Part(LANE, 2, 1, -5),), (LANE,))
-IN_AGAIN = Decision(6, MEMBERS, (), (), (), (Part(LANE, 2, 1, 6),), (LANE,))
-NEW = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, 5),), (LANE,))
-LOST = (*MEMBERS[:1], *MEMBERS[2:])
+IN_AGAIN = Decision(6, MEMBERS, (), (), (), (Part(LANE, 2, 1, 6, notice(2)),), (LANE,))
+NEW = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, 5, notice(3)),), (LANE,))
 
 
 class Lane:
     """Rank 0 of a group of slots 0 to 2 over hosts a and b, as its agent sees it, and what its links are told."""
 
     def __init__(self) -> None:
-        self.told: dict[int, bytes] = {}
         self.turns: list[Turn] = []
-        runtime: Any = SimpleNamespace(told=lambda lane: self.told, member=MEMBERS[0])
         seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
         self.occupants = Occupants(seat, Decision(1, MEMBERS))
-        self.occupants.begin(range(3), False, {})
+        self.occupants.begin(range(3), False)
+        runtime: Any = SimpleNamespace(member=MEMBERS[0])
         self.hooks = LaneHooks(runtime, self.occupants, False, False)
         engine: Any = SimpleNamespace(raise_flag=lambda flag: None)
         ways: Any = SimpleNamespace(epoch=1, decided=self.turns.append)
         self.hooks.attach(engine, None, ways)  # type: ignore[arg-type]
-
-    def hear(self, slot: int, state: int, rank: int, turned: int, port: int = 9) -> None:
-        self.told[slot] = Offer(state, rank, 4, bytes(BLOB_BYTES), port, turned).pack()
-        self.hooks.heard()
 
     def newcomers(self) -> list[tuple[int, int, int]]:
         found = [(turn.epoch, one) for turn in self.turns for one in turn.newcomers]
         return [(epoch, one.rank, one.partner.port if one.partner else 0) for epoch, one in found]
 
 
-def test_a_new_slot_waits_for_its_offer() -> None:
+def test_a_view_alone_tells_the_links_of_a_new_slot() -> None:
     lane = Lane()
     lane.hooks.decided(NEW)
-    assert (lane.hooks.unoffered, lane.turns) == ((5, {3}), [])
-    lane.hear(1, FOUNDER, 1, 5)
-    assert lane.hooks.unoffered == (5, {3})
-    lane.hear(3, ASKS, 3, 4)
-    assert (lane.hooks.unoffered, lane.newcomers()) == ((0, frozenset()), [(5, 3, 9)])
-    assert lane.hooks.offers[5][3].port == 9, "what is taken over"
+    assert lane.newcomers() == [(5, 3, 9)]
+    assert lane.occupants.rank_of[3] == 3
+    assert [part.port for _, _, part in lane.occupants.newcomers(NEW) if part] == [9]
 
 
-def test_what_came_before_the_view_is_not_waited_for() -> None:
+def test_a_slot_is_known_before_its_view_is_taken_over() -> None:
+    """What a freeze says of the lane then counts with it, on all ranks."""
     lane = Lane()
-    lane.hear(3, ASKS, 3, 4)
-    lane.hooks.decided(NEW)
-    assert (lane.hooks.unoffered[0], lane.newcomers()) == (0, [(5, 3, 9)])
+    assert 3 in {member.slot for member in lane.occupants.ours(NEW).members}
 
 
-def test_offers_of_an_earlier_part_do_not_count() -> None:
-    for state, turned in ((FOUNDER, 1), (FOUNDER, 3), (IN, 3), (ASKS, 0)):
-        lane = Lane()
-        lane.hear(2, state, 2, turned, 8)
-        lane.hooks.decided(OUT)
-        lane.hooks.decided(IN_AGAIN)
-        assert lane.hooks.unoffered == (6, {2})
-        assert [turn.present for turn in lane.turns] == [{0, 1}]
-        lane.hear(2, IN, 2, 6)  # its question is over by now
-        assert (lane.hooks.unoffered[0], lane.newcomers()) == (0, [(6, 2, 9)])
-        assert lane.hooks.offers[6][2].port == 9
-
-
-def test_who_is_lost_before_it_has_made_its_offer_is_not_waited_for() -> None:
+def test_views_are_told_in_order_and_who_comes_may_be_lost_by_the_next() -> None:
     lane = Lane()
-    lane.hooks.decided(OUT)
-    lane.hooks.decided(IN_AGAIN)
-    lane.hooks.decided(Decision(7, (*MEMBERS[:2], MEMBERS[3]), (Removal(2, 1, DEAD),)))
-    assert lane.hooks.unoffered[0] == 0
-    assert lane.newcomers() == [(6, 2, 0)]
-    assert [turn.epoch for turn in lane.turns] == [5, 6, 7]
-    assert lane.turns[-1].present == {0, 1}
+    gone = Decision(7, (*MEMBERS[:2], *MEMBERS[3:]), (Removal(2, 1, DEAD),))
+    for decision in (OUT, IN_AGAIN, gone):
+        lane.hooks.decided(decision)
+    assert [(turn.epoch, sorted(turn.present)) for turn in lane.turns] == [(5, [0, 1]), (6, [0, 1, 2]), (7, [0, 1])]
+    assert lane.newcomers() == [(6, 2, 9)]
 
 
-def test_views_are_told_in_order() -> None:
+@pytest.mark.parametrize(
+    "data", [b"", notice(2)[:-1], notice(2) + b"\0", notice(4), notice(2, 1 << 16), notice(2, 9, 65), notice(2, 9, 2)]
+)
+def test_a_notice_that_cannot_be_right_is_nobodys(data: bytes) -> None:
+    decision = IN_AGAIN._replace(parts=(Part(LANE, 1, 1, 1, notice(1)), Part(LANE, 2, 1, 6, data)))
+    assert notices_of(decision, LANE).keys() == {1}
+
+
+def test_notices_of_former_members_and_other_lanes_do_not_count() -> None:
+    parts = (Part(LANE, 1, 2, 1, notice(1)), Part(LANE, 9, 1, 1, notice(3)), Part(LANE + 1, 0, 1, 1, notice(0)))
+    assert notices_of(Decision(6, MEMBERS, (), (), (), parts), LANE) == {}
+
+
+class Entry:
+    """What a member of slots 0 to 2 asks the agents for when ranks are to come in."""
+
+    def __init__(self, view: Decision, offers: Mapping[int, Offer], is_home: bool = False) -> None:
+        self.wants: list[Want] = []
+        seat: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
+        occupants = Occupants(seat, Decision(1, MEMBERS))
+        occupants.begin(range(3), False)
+        occupants.ours(view)
+        runtime: Any = SimpleNamespace(
+            view=lambda: view, waiting=lambda: (), want=lambda want, epoch: self.wants.append(want)
+        )
+        rest: Any = None
+        self.admission = Admission(runtime, rest, occupants, rest, rest, rest, rest, lambda: offers)
+
+
+def offer(state: int, rank: int, port: int = 9) -> Offer:
+    return Offer(state, rank, 4, bytes(BLOB_BYTES), port)
+
+
+def test_a_want_brings_what_was_offered_and_where_the_founders_are() -> None:
+    offers = {slot: offer(FOUNDER, slot) for slot in range(3)} | {3: offer(ASKS, 3)}
+    never_here = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, -5),))
+    entry = Entry(never_here, offers)
+    assert entry.admission._let_in([3])
+    told = tuple(Notice(slot, notice(slot)) for slot in range(4))
+    assert entry.wants == [Want(LANE, (0, 1, 2, 3), notices=told)]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_nobody_is_let_in_before_all_founders_have_told_where_they_are(missing: int) -> None:
+    offers = {slot: offer(FOUNDER, slot) for slot in range(3) if slot != missing} | {3: offer(ASKS, 3)}
+    entry = Entry(Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, -5),)), offers)
+    assert not entry.admission._let_in([3])
+    assert entry.wants == []
+
+
+def test_members_whom_the_view_or_their_endpoints_tell_of_need_not_be_told_again() -> None:
+    offers = {0: offer(FOUNDER, 0), 1: offer(FOUNDER, 1), 2: offer(IN, 2), 3: offer(ASKS, 3)}
+    entry = Entry(IN_AGAIN._replace(parts=(*IN_AGAIN.parts, Part(LANE, 3, 1, -5))), offers)
+    assert entry.admission._let_in([3])
+    assert [found.slot for found in entry.wants[0].notices] == [0, 1, 3]
+    out = OUT._replace(parts=(*OUT.parts, Part(LANE, 3, 1, -5), Part(LANE, 4, 1, -5)))
+    entry = Entry(out, {2: offer(ASKS, 2)}, is_home=True)
+    assert entry.admission._let_in([2])
+    assert [found.slot for found in entry.wants[0].notices] == [2]
+
+
+def test_who_asks_anew_with_another_outbox_is_put_out_and_comes_in() -> None:
+    """It had given up when a view took it in with what it had offered before."""
+    founders = {slot: offer(FOUNDER, slot) for slot in range(3)}
+    entry = Entry(NEW, founders | {3: offer(ASKS, 3)})
+    assert entry.admission.waiting() == (), "it is in, and about to begin"
+    entry = Entry(NEW, founders | {3: offer(ASKS, 3, port=10)})
+    assert entry.admission.waiting() == (3,)
+    assert entry.admission._let_in([3])
+    assert entry.wants == [Want(LANE, (0, 1, 2), (3,))]
+
+
+def test_an_entry_that_rests_on_what_was_offered_before_is_not_this_processes() -> None:
     lane = Lane()
-    lane.hooks.decided(OUT)
-    lane.hooks.decided(IN_AGAIN)
-    lane.hooks.decided(Decision(7, LOST, (Removal(1, 1, DEAD),), (), (), (Part(LANE, 2, 1, 6),)))
-    assert [turn.epoch for turn in lane.turns] == [5]
-    assert lane.hooks.unoffered == (6, {2})
-    lane.hear(2, ASKS, 2, 5)
-    assert [(turn.epoch, sorted(turn.present)) for turn in lane.turns] == [(5, [0, 1]), (6, [0, 1, 2]), (7, [0, 2])]
+    lane.hooks.enter_as(3, notice(3, 10))
+    assert not lane.hooks.is_entry(NEW)
+    lane.hooks.enter_as(3, notice(3))
+    assert lane.hooks.is_entry(NEW)

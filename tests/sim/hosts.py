@@ -321,7 +321,7 @@ class Settlement:
         slot, since, host = key
         world = self.world
         askers = [p for p in self._engines(host) if not (p.dead or p.ended)]
-        known = [p.engine.epoch for p in askers if p.engine is not None and (slot, since) in p.engine.unheard]
+        known = [p.engine.heard for p in askers if p.engine is not None and (slot, since) in p.engine.unheard]
         if not known:  # those who knew of the loss are lost themselves, others of their host hear of it later
             if askers:
                 self._later(key, 0.005)
@@ -332,11 +332,19 @@ class Settlement:
             return
         process = world.in_lane[heir, parts_of(world.decisions[max(known)], LANE)[heir]]
         is_up = not (process.dead or process.ended or process.stopped) and process.engine is not None
-        is_up = is_up and process.agent.epoch >= self._loss(slot, since)[0]
+        lost_in = self._loss(slot, since)[0]
+        is_up = is_up and process.agent.epoch >= lost_in and not self._is_forgotten(lost_in, [process, *askers])
         if is_up and max(world.cut_since(heir, p.me.slot) for p in askers) > world.now:
             self._end(key, True)
         else:
             self._later(key, 0.002 + 0.005 * world.random())
+
+    def _is_forgotten(self, lost_in: int, concerned: list[Process]) -> bool:
+        """Return whether one who was there has gone on to a placement in which those lost in an epoch have no place."""
+        if not self.world.shared.is_gated:
+            return False
+        engines = [process.engine for process in concerned if process.engine is not None]
+        return any(engine.incarnation < lost_in <= engine.placed for engine in engines)
 
     def _engines(self, host: int) -> list[Process]:
         return [p for p in self.world.all if p.engine is not None and self.world.host_of(p.me.slot) == host]

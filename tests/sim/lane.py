@@ -33,17 +33,21 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
+from epee.backend.bootstrap.home import Offer
+from epee.backend.hosts.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
 from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
 from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
+from .gates import gate_of
 from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, LOST, OK, TIMEOUT, Record
-from .plan import HOST_SEEDS
+from .plan import GATE_SEEDS, HOST_SEEDS
 
 LANE = 7
 NUM_CELLS = 3
@@ -224,6 +228,8 @@ class Shared:
         copy_of: makes a reader's copy of an outbox, of a slot that takes part since an epoch.
         settle: a process knows that one was removed; returns whether all is there that it will ever see of it.
         heir: of one that was removed in the lane of an epoch; -1: there is none.
+        is_gated: views with newcomers wait for the gate (`gates.py`).
+        turns, told: the process of an engine tells that it has turned; what it knows of the others.
     """
 
     def __init__(self, seed: int, rng: Random, raises: bool, max_lag: float) -> None:
@@ -236,6 +242,9 @@ class Shared:
         self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
         self.settle: Callable[[Engine, int, int], bool] = lambda engine, slot, since: True
         self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
+        self.is_gated = seed >= GATE_SEEDS
+        self.turns: Callable[[Engine, int], None] = lambda engine, epoch: None
+        self.told: Callable[[Engine], dict[int, Offer]] = lambda engine: {}
 
     def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
         """Return what tells one outbox from another."""
@@ -263,9 +272,13 @@ class Engine:
         completed: the last call that ended with a result; `issued` the last that was issued.
         ended: the last call that ended, in whatever way.
         unheard: who was removed, and may have said more than is here; no call is judged or moves before it is told.
+        gate: of views with newcomers, in runs that have it.
+        turned: up to which view it needs nothing more of those who were lost.
+        placed: the view in whose placement it is, the newest with newcomers that it has taken over.
     """
 
     course_type: type[Course] = Course
+    gate_type: type[Gate] = Gate
 
     def __init__(self, shared: Shared, slot: int, incarnation: int, view: Decision, joined: bool) -> None:
         self.shared = shared
@@ -288,6 +301,9 @@ class Engine:
         self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
         self.now = 0.0
         self.own(view.epoch).store(0.0, VIEW, view.epoch)
+        self.turned = self.placed = view.epoch
+        tell = partial(shared.turns, self)
+        self.gate = gate_of(self.gate_type, self, LANE, MAX_SLOTS, tell) if shared.is_gated else None
         if joined:
             self.own(view.epoch).store(0.0, CONSUMED, self.issued)
 
@@ -342,7 +358,7 @@ class Engine:
         call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
         self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
         self.calls.append(call)
-        if self.unheard or self.must_judge:
+        if self.unheard or self.must_judge or self.is_gated:
             self.must_judge = True  # in order: those before it are to be judged first
         else:
             self._settle(call)
@@ -374,7 +390,7 @@ class Engine:
 
     def take_news(self) -> None:
         """Take over what was decided, in order; every step may run again after an exception."""
-        while self.news:
+        while self.news and self._may_take(self.news[0]):
             for _ in self._take_over(self.news[0]):
                 if self.raise_after == 0:
                     self.raise_after = -1
@@ -383,34 +399,70 @@ class Engine:
                 self.raise_after -= self.raise_after > 0
             self.news.popleft()
 
-    def _take_over(self, decision: Decision) -> Iterator[None]:
-        """Apply a decision: find out for every pending call where it stands now."""
-        if decision.epoch <= self.epoch:
-            return
-        yield
+    @property
+    def is_gated(self) -> bool:
+        """True while a view waits for the gate: nothing is judged, begun or completed."""
+        return self.gate is not None and self.gate.epoch > 0
+
+    @property
+    def heard(self) -> int:
+        """The newest view that this engine has heard of while it drives the lane."""
+        return max(self.epoch, 0 if self.gate is None else self.gate.newest)
+
+    def _may_take(self, decision: Decision) -> bool:
+        """Return whether a view may be taken over, as `Survival._may_take` in `backend/membership/epochs.py`."""
+        gate = self.gate
+        if gate is None or decision.epoch <= self.epoch or not self._brings_in(decision):
+            return True
+        if gate.begin(decision.epoch):
+            self._note_removed(decision)
+            gate.begun(decision)
+        for later in list(self.news)[1:]:
+            gate.hear(later)
+        return gate.is_open(lambda: self.shared.told(self))
+
+    def _before(self) -> dict[int, int]:
+        return {slot: since for (epoch, slot), since in self.incarnations.items() if epoch == self.epoch}
+
+    def _brings_in(self, decision: Decision) -> bool:
+        before = self._before()
+        return any(before.get(slot) != since for slot, since in parts_of(decision, LANE).items())
+
+    def _note_removed(self, decision: Decision) -> None:
+        """Have all told that those have said whom a decision removes."""
         parts = parts_of(decision, LANE)
-        before = {slot: since for (epoch, slot), since in self.incarnations.items() if epoch == self.epoch}
-        self.incarnations.update(((decision.epoch, slot), since) for slot, since in parts.items())
-        yield
-        for slot, since in before.items():
+        for slot, since in self._before().items():
             if parts.get(slot) != since:
                 self.removed.add((slot, since))
                 if loss_of(decision, slot) in (DEAD, LEFT):
                     self._is_dead(slot, since)
                 if not self.shared.settle(self, slot, since):
                     self.unheard.add((slot, since))
+
+    def _take_over(self, decision: Decision) -> Iterator[None]:
+        """Apply a decision: find out for every pending call where it stands now."""
+        if decision.epoch <= self.epoch:
+            return
+        yield
+        parts = parts_of(decision, LANE)
+        self.incarnations.update(((decision.epoch, slot), since) for slot, since in parts.items())
+        yield
+        self._note_removed(decision)
         yield
         self.own(decision.epoch)
         for box in self.shared.boxes_of(self.slot, self.incarnation):
             box.store(self.now, VIEW, decision.epoch)
         self.must_judge |= self.course.add(decision)
+        if self.gate is not None and self._brings_in(decision):
+            self.placed = decision.epoch
+            self.gate.end()
         self.epoch = decision.epoch
         self.heed()
         self._say_through()
 
     def heed(self) -> None:
         """Find out where the pending calls stand, if there is news of that and all is here that was said before."""
-        if self.unheard or not self.must_judge:
+        if self.unheard or self.is_gated or not self.must_judge:
             return
         self.must_judge = False
         for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
@@ -525,7 +577,7 @@ class Engine:
         self.now = now
         moved = False
         position = 0
-        if self.unheard:
+        if self.unheard or self.is_gated:
             return False
         self.heed()
         while budget > 0 and position < len(self.calls):
@@ -572,8 +624,9 @@ class Engine:
 
     def behind(self, call: Call) -> list[int]:
         """Return the members for which a blocked call waits."""
-        if self.unheard:
-            heirs = {self.shared.heir(*lost, self.epoch) for lost in self.unheard}
+        if self.unheard or self.is_gated:
+            heirs = {self.shared.heir(*lost, self.heard) for lost in self.unheard}
+            heirs.update(() if self.gate is None else self.gate.late)
             return sorted(slot for slot in heirs - {self.slot} if (self.epoch, slot) in self.incarnations)
         if call.undecided:
             return call.undecided

@@ -6,12 +6,15 @@ simulator found; the seeds that found them are kept in tests/sim/seeds.json.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Generator, Iterator
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping
 from typing import Any
 
+from epee.backend.bootstrap.home import Offer
+from epee.backend.hosts.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import BLANK_BOARD, Agent
 from epee.view.protocol.coordinator import Campaign, Facts
+from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import BoardRead, Effect, Event, HostLost, MessageReceived, Send, Wanted
 from epee.view.protocol.messages import (
     DEAD,
@@ -342,6 +345,65 @@ class TakesLostBack(Engine):
         super()._lose(call)
 
 
+# ---- newcomers over hosts
+
+
+class _OpensEarly(Gate):
+    def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
+        super().is_open(offers)
+        return not self._settling.unsettled
+
+
+class OpensEarly(Engine):
+    """Takes a view with newcomers over when it needs nothing of the lost itself, though others may."""
+
+    gate_type = _OpensEarly
+
+
+class _TurnsEarly(Gate):
+    def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
+        if not self._has_turned:
+            self._tell(self.epoch)
+            self._has_turned = True
+        return super().is_open(offers)
+
+
+class TurnsEarly(Engine):
+    """Says that it has taken note of a view with newcomers before it has all that those lost by it had said."""
+
+    gate_type = _TurnsEarly
+
+
+class _WaitsForTheLost(Gate):
+    def hear(self, decision: Decision) -> None:
+        self.newest = max(self.newest, decision.epoch)
+
+
+class WaitsForTheLost(Engine):
+    """Waits at the gate for those, too, whom a later view has removed."""
+
+    gate_type = _WaitsForTheLost
+
+
+class ReadsNewcomersEarly(Engine):
+    """Reads a newcomer in the place of a lost one before the gate opens, so judges the lost one by its words."""
+
+    def _may_take(self, decision: Decision) -> bool:
+        may_take = super()._may_take(decision)
+        if not may_take and self.is_gated:
+            before = self._before()
+            for slot, since in parts_of(decision, LANE).items():
+                if before.get(slot, since) != since:
+                    self._read_instead(slot, before[slot], since)
+        return may_take
+
+    def _read_instead(self, slot: int, old: int, new: int) -> None:
+        for (epoch, known), since in self.incarnations.items():
+            if (known, since) == (slot, old):
+                box = self.shared.box(slot, new, epoch)
+                self.mirrors[slot, epoch] = self.shared.copy_of(box, 0.0, slot, new, self.slot)
+
+
 # ---- the lanes
 
 
@@ -576,6 +638,10 @@ MUTANTS: dict[str, type] = {
         WitnessedAnyway,
         JudgesUntold,
         TakesLostBack,
+        OpensEarly,
+        TurnsEarly,
+        WaitsForTheLost,
+        ReadsNewcomersEarly,
         CutIgnored,
         Intersection,
         AmongWhoeverPromised,

@@ -28,6 +28,7 @@ FAULT_NAMES = (
 
 AFTER_SEND = 100
 HOST_SEEDS = 1 << 31  # seeds from here on are about several hosts
+GATE_SEEDS = 3 << 30  # and from here on about processes that come into these
 SILENT_S = 0.4  # how long a host, or a process that nobody accuses, may be silent
 
 
@@ -117,9 +118,11 @@ def make_plan(seed: int) -> Plan:
         faults=_faults(rng, num_members, span),
     )
     if seed >= HOST_SEEDS:
+        from .gates import with_joins
         from .hosts import with_hosts  # it is built of the faults here
 
-        return with_hosts(plan, rng)
+        plan = with_hosts(plan, rng)
+        return with_joins(plan, rng) if seed >= GATE_SEEDS else plan
     if seed % 8 == 7 and num_members < 7:
         plan = _with_newcomer(plan, rng)
     if seed % 16 == 10 and num_members > 2:

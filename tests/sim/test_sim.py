@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from epee.backend.hosts.gate import Gate
+from epee.view.protocol.messages import Decision
 from tests.sim.__main__ import main
-from tests.sim.history import DIED, EVICTED, NO_QUORUM
+from tests.sim.history import DIED, DONE, EVICTED, NO_QUORUM, OK
 from tests.sim.lane import PULL_SEEDS
 from tests.sim.mutants import MUTANTS
-from tests.sim.plan import HOST_SEEDS
-from tests.sim.run import first_bad, run_seed
+from tests.sim.plan import GATE_SEEDS, HOST_SEEDS
+from tests.sim.run import Outcome, first_bad, run_seed
 
 SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
 CHUNK = 250
@@ -32,10 +36,14 @@ HOST_STARTS = [
     HOST_SEEDS,
     *(pytest.param(HOST_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, NUM_SEEDS // 2, CHUNK)),
 ]
+GATE_STARTS = [
+    GATE_SEEDS,
+    *(pytest.param(GATE_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, NUM_SEEDS // 2, CHUNK)),
+]
 SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in range(QUICK, NUM_SEEDS, CHUNK)]
 
 
-@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *PULL_STARTS, *HOST_STARTS, *SLOW_STARTS])
+@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *PULL_STARTS, *HOST_STARTS, *GATE_STARTS, *SLOW_STARTS])
 def test_no_rule_is_broken(start: int) -> None:
     bad = first_bad(range(start, start + CHUNK))
     assert bad is None, f"python -m tests.sim --replay {bad.seed}: {bad.violations[0]}"
@@ -81,6 +89,37 @@ def test_runs_over_hosts_do_what_they_are_for() -> None:
     assert sum(outcome.num_decisions for outcome in outcomes) > 50
     kinds = {record.kind for outcome in outcomes for record in outcome.records}
     assert {EVICTED, NO_QUORUM, DIED} <= kinds
+
+
+def test_runs_with_newcomers_over_hosts_do_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views with newcomers wait for what lost ranks have said, and for others; some of these are lost meanwhile."""
+    seen: Counter[str] = Counter()
+    is_open, hear = Gate.is_open, Gate.hear
+
+    def opens(self: Gate, offers: Any) -> bool:
+        found = is_open(self, offers)
+        seen["unsettled"] += bool(self._settling.unsettled)
+        seen["late"] += bool(self.late)
+        seen["open"] += found
+        return found
+
+    def hears(self: Gate, decision: Decision) -> None:
+        before = len(self._staying)
+        hear(self, decision)
+        seen["lost meanwhile"] += len(self._staying) < before
+
+    monkeypatch.setattr(Gate, "is_open", opens)
+    monkeypatch.setattr(Gate, "hear", hears)
+    outcomes = [run_seed(seed) for seed in range(GATE_SEEDS, GATE_SEEDS + 100)]
+    assert seen["open"] > 100
+    assert min(seen["unsettled"], seen["late"], seen["lost meanwhile"]) > 10, seen
+    newcomers = {(outcome.seed, *who) for outcome in outcomes for who in _completed(outcome) if who[1] > 1}
+    assert len(newcomers) > 50
+
+
+def _completed(outcome: Outcome) -> set[tuple[int, int]]:
+    """Return who has completed a call: slot, incarnation."""
+    return {(r.slot, r.incarnation) for r in outcome.records if (r.kind, r.status) == (DONE, OK)}
 
 
 def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

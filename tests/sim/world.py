@@ -53,6 +53,7 @@ from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
 from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
+from .gates import Turns
 from .history import EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .hosts import RemoteMirror, Settlement, Watch
 from .lane import LANE, Engine, Mirror, Outbox, Shared, expected_result, is_pull
@@ -133,6 +134,9 @@ class World:
             self.shared.hosts = dict(enumerate(plan.hosts))
             self.shared.copy_of, self.shared.settle = self._copy_of, self.settlement.settle
             self.shared.heir = self.settlement.heir
+            if self.shared.is_gated:
+                turns = Turns(self)
+                self.shared.turns, self.shared.told = turns.tell, turns.told
             Watch(self)
         for member in first.members:
             self.spawn(member, first)
@@ -485,6 +489,8 @@ class World:
             self.wake(process, process.nap_s * (0.5 + random()))
         elif engine.issued < plan.num_calls:
             self.wake(process, max(process.issue_at - self.now, 0.0001))
+        elif engine.is_gated:  # its program comes round now and then
+            self.wake(process, process.nap_s * (0.5 + random()))
 
     def _look_for_trouble(self, process: Process, engine: Engine) -> None:
         if not engine.calls:
@@ -494,7 +500,7 @@ class World:
             return
         process.accuse_at = self.now + self.plan.settings.patience_s / 2
         behind = engine.behind(call)
-        epoch = engine.epoch if engine.unheard else call.place.epoch
+        epoch = engine.epoch if engine.unheard or engine.is_gated else call.place.epoch
         for slot in behind:
             self.has_accused = True
             self.at(self.now, self.agent, process, self._accusation(engine, slot, epoch, call.seq))
@@ -502,7 +508,7 @@ class World:
             engine.give_up(call)
 
     def _accusation(self, engine: Engine, slot: int, epoch: int, seq: int) -> Accused:
-        return Accused(slot, engine.incarnations[epoch, slot], LANE, seq, engine.epoch)
+        return Accused(slot, engine.incarnations[epoch, slot], LANE, seq, engine.heard)
 
     # ---- the end
 
@@ -514,11 +520,13 @@ class World:
         members = {epoch: parts_of(decision, LANE) for epoch, decision in self.decisions.items()}
         stalled = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause in MAY_LIVE}
         lost = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == UNREACHABLE}
-        ended = {process.me[:2] for process in self.all if process.dead or process.ended}
+        known = {(m.nonce, m.slot, m.incarnation) for d in self.decisions.values() for m in d.members}
+        # by decisions: one that died as it came in may never have heard which incarnation it is
+        ended = {who[1:] for who in known if self.processes[who[0]].dead or self.processes[who[0]].ended}
         if self.calm and stalled - (lost & ended):
             self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
         slow = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
-        slow -= {process.me[:2] for process in self.all if process.dead}
+        slow -= {who[1:] for who in known if self.processes[who[0]].dead}
         if slow and not self.has_accused and self.plan.has_answers_in_time():
             self.violations.append(Violation("V-7", f"slow, and voted out though nobody had accused it: {slow}"))
         seed = self.plan.seed

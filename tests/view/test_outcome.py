@@ -286,6 +286,19 @@ def test_a_host_that_has_left_in_order_has_told_all() -> None:
     assert places(one, 5, range(4, 7)) == [(1, False), (1, False), (2, False)]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_in_a_lane_that_has_one_host_left_no_witness_is_needed_whenever_the_others_came(victim: int) -> None:
+    """Its decisions have no cuts: counted up to none, who stays would end calls that others have completed."""
+    second = after(FIRST, {2: UNREACHABLE, 3: UNREACHABLE}, issued=3)
+    third = after(second, {1 - victim: DEAD}, issued=4)
+    fourth = after(third, {}, issued=5, joins=(1 - victim,))
+    fifth = after(fourth, {victim: DEAD}, issued=9)
+    one = Course(LANE, FIRST, False, hosts=HOSTS)
+    for decision in (with_cut(second, 2), third, fourth, fifth):
+        one.add(decision)
+    assert one.turns[-1].removed == ((victim, 1, FOREVER),)
+
+
 def test_of_whom_not_all_was_told_no_more_counts_than_the_cut() -> None:
     one = over_hosts(after(FIRST, {3: DEAD}, issued=6))
     one.turns[0].limit_to(3, 3)

@@ -40,11 +40,18 @@ LANES = ordered(
 
 SLOTS = st.sets(SLOT, max_size=6)
 WANT = st.builds(
-    lambda lane, one, other, most: m.Want(lane, tuple(sorted(one)), tuple(sorted(other - one)), min(most, len(one))),
+    lambda lane, one, other, most, data: m.Want(
+        lane,
+        tuple(sorted(one)),
+        tuple(sorted(other - one)),
+        min(most, len(one)),
+        notices=tuple(m.Notice(slot, data) for slot in sorted(one) if slot % 3),
+    ),
     LANE,
     SLOTS,
     SLOTS,
     st.integers(0, 64),
+    st.binary(max_size=wire.MAX_NOTICE_BYTES),
 )
 
 
@@ -53,7 +60,13 @@ def parts(draw: Any, epoch: int, processes: list[tuple[int, int]]) -> tuple[m.Pa
     if not processes or not epoch:
         return ()
     since = st.integers(1, epoch).flatmap(lambda when: st.sampled_from([when, -when]))
-    part = st.builds(lambda lane, who, when: m.Part(lane, *who, when), LANE, st.sampled_from(processes), since)
+    part = st.builds(
+        lambda lane, who, when, notice: m.Part(lane, *who, when, notice if when > 0 else b""),
+        LANE,
+        st.sampled_from(processes),
+        since,
+        st.binary(max_size=wire.MAX_NOTICE_BYTES),
+    )
     return draw(ordered(part, lambda one: one[:3]))
 
 
@@ -133,7 +146,7 @@ DECISION = m.Decision(
     (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED), m.Removal(6, 2, m.UNREACHABLE, "other")),
     (m.Cut(1, 20), m.Cut(9, 3, 2)),
     (m.Start(1, 30), m.Start(9, 4, True)),
-    (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7)),
+    (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7, b"there")),
     (1, 9),
 )
 SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
@@ -144,7 +157,7 @@ SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
     m.Accept(m.Ballot(3, 1), 6, DECISION),
     m.Accepted(m.Ballot(3, 1), 6),
     m.Commit((DECISION, DECISION._replace(epoch=8))),
-    m.Report(6, (m.Removal(4, 1, m.DEAD),), (m.Want(1, (0, 1, 3), (2,)),)),
+    m.Report(6, (m.Removal(4, 1, m.DEAD),), (m.Want(1, (0, 1, 3), (2,), notices=(m.Notice(3, b"there"),)),)),
     m.Join(member(3)._replace(incarnation=0)),
     m.JoinRefused(3, bytes(16), "slot 3 is taken"),
     m.Ask(6),
@@ -224,7 +237,10 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(removed=(m.Removal(2, 1, m.DEAD),))), "both a member and"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 9, 1, -7),))), "speaks of no member"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, 8),))), "or of another epoch"),
+        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, -7, b"x"),))), "is out of the lane, and"),
         (m.Report(6, (), (m.Want(1, (0, 2), (2,)),)), "slot 2 is both to take part and not to"),
+        (m.Report(6, (), (m.Want(1, (0,), notices=(m.Notice(1, b""),)),)), "slot 1 is to take no part, and tells"),
+        (m.Report(6, (), (m.Want(1, (0,), notices=(m.Notice(0, bytes(97)),)),)), "must lie in 0 ... 96, got 97"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, DECISION, ()), "without its ballot"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.LaneState(1, 2, 1),)), "completed 2 of 1"),
     ],
@@ -247,7 +263,8 @@ def largest_decision() -> m.Decision:
         for slot in range(wire.MAX_MEMBERS)
     }
     current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
-    parts = tuple(m.Part(lane, slot, 1, -3) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
+    notice = bytes(wire.MAX_NOTICE_BYTES)
+    parts = tuple(m.Part(lane, slot, 1, 3, notice) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
     return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1: m.STALLED})
 
 
@@ -259,7 +276,7 @@ def largest_frame() -> bytes:
 def test_what_the_members_can_come_to_fits_a_frame_and_a_board() -> None:
     """The limits belong together: what does not fit would end the threads of the agents."""
     big = largest_decision()
-    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES - m.MAX_PARTS // 64
+    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES
     assert len(big.parts) == m.MAX_PARTS
     everybody_else = tuple(m.Removal(slot, 1, m.STALLED) for slot in range(1, wire.MAX_MEMBERS))
     alone = big._replace(members=(member(0),), removed=everybody_else)

@@ -25,6 +25,7 @@ import time
 import weakref
 from dataclasses import asdict, replace
 
+from ... import env
 from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
@@ -97,7 +98,8 @@ class _Birth:
         extra_bytes: int,
     ) -> None:
         self._this, self._greeting, self._deadline = this, greeting, deadline
-        self._topology = topology if topology is not None and topology.num_hosts > 1 else None
+        spans = topology is not None and (topology.num_hosts > 1 or (greeting is not None and greeting.spans))
+        self._topology = topology if spans else None
         self._staging_bytes, self._mode = staging_bytes, mode
         self._extra_bytes = extra_bytes if self._topology is not None else 0
         self._watch = DeathWatch()
@@ -283,7 +285,7 @@ def _greeted(this: BootstrapAttempt, deadline: float) -> Greeting:
 
 def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
     """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
-    mine, directory = own_hello(this.rank, this.num_ranks, own_host_key())
+    mine, directory = own_hello(this.rank, this.num_ranks, own_host_key(), env.get_bool("EPEE_OVER_HOSTS"))
     try:
         told = [json.dumps(asdict(mine)).encode()] * this.num_ranks
         this.store.set(this.key(this.rank) + "/hello", told[this.rank])

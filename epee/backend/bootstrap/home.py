@@ -8,7 +8,9 @@ the blob of its outbox, for which lane it is, and how many ranks it was told tha
 
 Into any group of the job, the first one included, a process that is in the job already comes by an `Offer`, which it
 shows on its board beside the lane's row: where its outbox is, as which rank it asks to come in. Members of a group show
-theirs, too, for those who come. Rank 0 of a group that is made later leaves the note about it in the group's store.
+theirs, too. Who wants it taken in puts what was offered into the want, and that of the members who are there since the
+group began; so the decision has it all (`Part.notice`), and nobody reads an offer of somebody else then. Rank 0 of a
+group that is made later leaves the note about it in the group's store.
 
 All are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
 """
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from ...errors import EpeeError, InvalidState, ProtocolError
 from ...memory.host import BLOB_BYTES
 from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.messages import Member
+from ...view.protocol.messages import Decision, Member
 from ..options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ..outbox import OutboxOwner
 
@@ -33,6 +35,7 @@ LANE_KEY = "epee/lane"  # the note about a group that is not the first of its jo
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
 _OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQ")
+_NOTICE = struct.Struct(f"<II{BLOB_BYTES}sI")
 FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
 _MAX_PORT = (1 << 16) - 1
@@ -139,6 +142,45 @@ def takes_part(lane: int, member: Member) -> bool:
     return outbox_of(member, lane) is not None
 
 
+class OutboxNotice(NamedTuple):
+    """A process's outbox in a lane, as a decision tells it (`Part.notice`).
+
+    Attributes:
+        rank: in the group.
+        num_ranks: how many ranks the group has, as this process was told.
+        blob: of its outbox.
+        port: where its links with other hosts are made; 0 where it has none.
+    """
+
+    rank: int
+    num_ranks: int
+    blob: bytes
+    port: int
+
+    def pack(self) -> bytes:
+        """Return the bytes for a want."""
+        return _NOTICE.pack(*self)
+
+    def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
+        """Return the outbox of `member`, whose it is."""
+        process = parse_endpoint(member.endpoint)
+        owner = OutboxOwner(member.nonce, lane, member.slot)
+        where = member.host, process.address, self.port
+        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
+
+
+def notices_of(decision: Decision, lane: int) -> dict[int, OutboxNotice]:
+    """Return what a decision tells of outboxes of a lane, by slot of the member; what cannot be right is left out."""
+    members = {member[:2] for member in decision.members}
+    told = {part.slot: part.notice for part in decision.parts if part.lane == lane and part[1:3] in members}
+    found = {slot: OutboxNotice(*_NOTICE.unpack(data)) for slot, data in told.items() if len(data) == _NOTICE.size}
+    return {
+        slot: notice
+        for slot, notice in found.items()
+        if notice.rank < notice.num_ranks <= MAX_RANKS and notice.port <= _MAX_PORT
+    }
+
+
 class Offer(NamedTuple):
     """A process's outbox in a lane, as its board tells it.
 
@@ -148,8 +190,7 @@ class Offer(NamedTuple):
         num_ranks: how many ranks the group has, as this process was told.
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
-        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`); of who asks,
-            which view it knew then.
+        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
     """
 
     state: int
@@ -163,12 +204,10 @@ class Offer(NamedTuple):
         """Return the bytes for the board."""
         return _OFFER.pack(*self)
 
-    def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
-        """Return the outbox of `member`, which offers it."""
-        process = parse_endpoint(member.endpoint)
-        owner = OutboxOwner(member.nonce, lane, member.slot)
-        where = member.host, process.address, self.port
-        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
+    @property
+    def notice(self) -> OutboxNotice:
+        """What a decision is to tell of it."""
+        return OutboxNotice(self.rank, self.num_ranks, self.blob, self.port)
 
 
 def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:

@@ -104,7 +104,8 @@ def _open_told(raw: bytes, store: Any) -> Found:
     if host not in ("", own_host_key()):
         raise UnsupportedError(
             "is_extension=True: the running ranks are on another host, and a job that began on one host stays there; "
-            "start this process on it (a container: in their PID namespace, --pid=host), or begin on two hosts"
+            "start this process on it (a container: in their PID namespace, --pid=host), or begin on two hosts, or "
+            "with EPEE_OVER_HOSTS=1 at rank 0"
         )
     directory = JobDirectory.open(folder)
     try:

@@ -33,6 +33,11 @@ class Greeting(NamedTuple):
     told: bytes
 
     @property
+    def spans(self) -> bool:
+        """Whether the group is one over several hosts even where all its ranks are on one: others may come."""
+        return self.hellos[0].spans
+
+    @property
     def capacity(self) -> int:
         """For how many ranks outboxes need room: groups may grow."""
         return MAX_RANKS

@@ -7,7 +7,7 @@ who were lost by then. A rank that knows of such a view
     settles    what was lost by it, as after any loss (`settling.py`); nothing is judged, begun or completed meanwhile
     turns      it tells so beside the lane's row on its board (`Offer.turned`), which the agents bring to other hosts:
                no mirror has a part in it, so it matters to nobody whose mirrors are being made anew
-    goes on    when all who were there before and stay have turned, and offers of newcomers are here (`lane_hooks.py`)
+    goes on    when all who were there before and stay have turned
 
 Who stays is a question of all decisions that are known, also those behind the view that waits: who is lost meanwhile is
 not waited for. Who has turned needs nothing of the lost ones, so whoever goes on takes nothing away from anybody. A

@@ -11,14 +11,14 @@ Who calls: the threads of users, without the engine's lock, except where a metho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ...errors import CommTimeoutError, InvalidState
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import Decision, Want
+from ...view.protocol.messages import Decision, Notice, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
-from ..bootstrap.home import ASKS, parse_offers
+from ..bootstrap.home import ASKS, FOUNDER, Offer, notices_of
 from ..engine.entry import ENDED
 from ..options import MAX_RANKS
 from ..outbox import has_left
@@ -37,6 +37,7 @@ class Admission:
 
     Args:
         look: has all news taken over, and waits while the lane is frozen.
+        told: returns what members of the lane tell, this process among them, and those who ask to come in.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Admission:
         boxes: Boxes,
         intake: Intake,
         look: Callable[[], None],
+        told: Callable[[], Mapping[int, Offer]],
     ) -> None:
         self._runtime = runtime
         self._engine = engine
@@ -56,6 +58,7 @@ class Admission:
         self._boxes = boxes
         self._intake = intake
         self._look = look
+        self._told = told
         self._later: tuple[str, dict[tuple[int, ...], int]] = ("", {})  # see `name_later`
 
     def waiting(self) -> tuple[int, ...]:
@@ -95,16 +98,16 @@ class Admission:
     def _askers(self, view: Decision) -> dict[int, int]:
         """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest.
 
-        `view`: who has a part in it asks no more; read before this.
+        `view`: who has a part in it with what it offers asks no more; read before this.
         """
-        occupants = self._occupants
-        offers = parse_offers(self._runtime.told(occupants.lane))
+        occupants, notices = self._occupants, notices_of(view, self._occupants.lane)
         taking_part = occupants.present(view)
         found: dict[int, int] = {}
-        for slot, offer in sorted(offers.items(), reverse=True):
+        for slot, offer in sorted(self._told().items(), reverse=True):
             fits = occupants.rank_of.get(slot, offer.rank) == offer.rank  # a slot has one rank, and keeps it
             is_free = occupants.slot_of[offer.rank] in (slot, *range(MAX_RANKS, 2 * MAX_RANKS))
-            if offer.state == ASKS and fits and is_free and offer.rank not in taking_part:
+            is_in = taking_part.get(offer.rank) == slot and notices.get(slot) == offer.notice
+            if offer.state == ASKS and fits and is_free and not is_in and taking_part.get(offer.rank, slot) == slot:
                 found[offer.rank] = slot
         return found
 
@@ -122,6 +125,8 @@ class Admission:
         first = {member.slot: member.nonce for member in self._runtime.view().members}
         while True:
             missing = self._missing(ranks, deadline)
+            again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has given up what it came in with
+            missing = sorted(again.union(missing))
             if self._occupants.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
                 there = {member.slot: member.nonce for member in self._runtime.view().members}
                 asked_for = {self._occupants.slot_of[rank] for rank in ranks}.intersection(self._runtime.waiting())
@@ -176,9 +181,28 @@ class Admission:
         if coming:
             strangers = tuple(sorted(coming.intersection(parts_of(view, self._occupants.lane))))
             members = {*self._occupants.present(view).values()}
-            members = members - {*strangers} if strangers else members | coming
-            self._want(members, strangers, view.epoch)
+            if strangers:
+                self._want(members - {*strangers}, strangers, view.epoch)
+                return True
+            notices = self._notices(view, members, coming)
+            if notices is None:
+                return False
+            self._want(members | coming, (), view.epoch, notices)
         return True
+
+    def _notices(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Notice] | None:
+        """Return what a view with newcomers must tell beside what `view` does; None: not all of it has come here yet.
+
+        Members who came with the job into its first group are told by their endpoints.
+        """
+        told, known = self._told(), notices_of(view, self._occupants.lane)
+        wanted = set(coming)
+        if not self._occupants.is_home:
+            wanted |= {slot for slot in members if slot not in known}
+        states = {slot: told[slot].state for slot in wanted if slot in told}
+        if any(states.get(slot) != (ASKS if slot in coming else FOUNDER) for slot in wanted):
+            return None
+        return [Notice(slot, told[slot].notice.pack()) for slot in sorted(wanted)]
 
     def put_out(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Have members leave the group, and stay in the job; returns when a view has begun without them.
@@ -210,8 +234,9 @@ class Admission:
         self._await_news(deadline)
         self._engine.look(lambda: self._boxes.show(self._occupants.epoch))
 
-    def _want(self, members: Collection[int], out: tuple[int, ...], epoch: int) -> None:
-        self._runtime.want(Want(self._occupants.lane, tuple(sorted(members)), out), epoch)
+    def _want(self, members: Collection[int], out: tuple[int, ...], epoch: int, notices: Iterable[Notice] = ()) -> None:
+        want = Want(self._occupants.lane, tuple(sorted(members)), out, notices=tuple(notices))
+        self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:
         """Take over the newest view: it is told to the lanes a moment after it is shown."""

@@ -63,7 +63,7 @@ from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
 from .judge import LOSS, Judge
 from .lane_hooks import LaneHooks
-from .occupants import Occupants, Offers
+from .occupants import Occupants
 
 ASK_SLICE_S = 0.2
 
@@ -90,7 +90,6 @@ class Survival:
         self._job = seat.job
         self._raises = fault_mode == "raise"
         self._slots = seat.slots  # of the ranks that this process was told of
-        self._own_offer: Offers = {}
         self._ways: Ways | None = None
         self._settling: Settling | None = None
         self._gate: Gate | None = None
@@ -104,9 +103,7 @@ class Survival:
         if asks:
             hooks.enter_as(seat.job.slot)
         self._row: LaneRow | None
-        self._row = row = self.runtime.register(
-            seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble, hooks.heard
-        )
+        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
         self._awaited = Awaited(self.runtime, self._on_stall)
         self._awaited.begin(seat.lane, row)
         self._occupants.known = joined_by or self.runtime.view()
@@ -143,8 +140,7 @@ class Survival:
             CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
         """
         deadline = time.monotonic() + timeout_s
-        offer = offer._replace(turned=self.runtime.view().epoch)  # it is later than all that this process told before
-        self._own_offer = {self._job.slot: offer}
+        self.hooks.enter_as(self._job.slot, offer.notice.pack())
         assert self._row is not None, "`close` comes later"
         self._row.tell(offer.pack())
         while True:
@@ -163,7 +159,7 @@ class Survival:
 
     def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
         """Return the outboxes of those who take part in the view that took this process in, by rank."""
-        parts = self._occupants.parts(decision, self._offers(decision.epoch))
+        parts = self._occupants.parts(decision)
         return {self._occupants.rank_of[slot]: part for slot, part in parts.items()}
 
     def is_new(self, rank: int, decision: Decision) -> bool:
@@ -181,12 +177,6 @@ class Survival:
         """The job's token, which proves records."""
         return self._job.directory.token
 
-    def _offers(self, epoch: int) -> Offers:
-        """Return what was offered when a decision came, or is now where nobody has looked then."""
-        if epoch not in self.hooks.offers:
-            self.hooks.offers[epoch] = parse_offers(self.runtime.told(self._occupants.lane))
-        return {**self.hooks.offers[epoch], **self._own_offer}
-
     def join(self, decision: Decision) -> None:
         """Begin with the view that took this process in, and learn what was decided since."""
         self.hooks.join(decision)
@@ -194,8 +184,7 @@ class Survival:
     def attach(self, engine: EngineOfLane) -> None:
         """Give the lane its engine. Its number of the last call is set to where this rank comes in, if it joins."""
         occupants, box = self._occupants, engine.box
-        offers = self._offers(occupants.known.epoch) if self._is_joiner else {}
-        members = occupants.begin(box.members, self._is_joiner, offers)
+        members = occupants.begin(box.members, self._is_joiner)
         joined_in = occupants.epoch if self._is_joiner else 0
         slots, known = occupants.rank_of, occupants.ours(occupants.known)
         self._course = course = Course(
@@ -221,7 +210,7 @@ class Survival:
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
-        self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look)
+        self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look, self._told)
         self._engine = engine
         engine.survival = self
         own = box.regions[box.rank].blob
@@ -252,7 +241,8 @@ class Survival:
         self.hooks.hosts = self._hosts_of_slots(ways.box)
 
     def _hosts_of_slots(self, box: Outboxes) -> dict[int, int]:
-        return {slot: box.host_of[rank] for slot, rank in self._occupants.rank_of.items() if rank < len(box.host_of)}
+        ranks = dict(self._occupants.rank_of)  # the agent's thread may come to know another just now
+        return {slot: box.host_of[rank] for slot, rank in ranks.items() if rank < len(box.host_of)}
 
     def _all_boxes(self) -> Iterator[Outboxes]:
         """Yield the outboxes with which calls run that are open, or may be asked about."""
@@ -324,11 +314,7 @@ class Survival:
             return True
         parts = parts_of(decision, occupants.lane)
         own = occupants.slot_of[self._boxes.full.rank]
-        offers = self.hooks.offers.get(decision.epoch, {})
-        if parts.get(own) != occupants.since[own]:
-            return True
-        waits = self.hooks.unoffered[0] == decision.epoch
-        if not waits and not any(True for _ in occupants.newcomers(decision, offers)):
+        if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision)):
             return True
         if gate.begin(decision.epoch):
             lost = [rank for rank in occupants.remove(decision) if settling.roles.topology.is_here(rank)]
@@ -340,12 +326,13 @@ class Survival:
             self._cuts[later.epoch] = cut_of(later, occupants.lane, Removal(0, 0, PUT_OUT))
             gate.hear(later)
         self._look_settled()
-        return gate.is_open(self._told) and not waits
+        return gate.is_open(self._told)
 
-    def _told(self) -> Offers:
+    def _told(self) -> dict[int, Offer]:
         """Return what members of the lane tell; nothing once this process has no agent, which its calls will raise."""
+        own = {} if self._offer is None else {self._occupants.slot_of[self._offer.rank]: self._offer}
         with contextlib.suppress(InvalidState):
-            return parse_offers(self.runtime.told(self._occupants.lane))
+            return parse_offers(self.runtime.told(self._occupants.lane)) | own
         return {}
 
     def _tell_turned(self, epoch: int) -> None:
@@ -391,8 +378,7 @@ class Survival:
                 return
             if self._settling is None or self._settling.roles.topology.is_here(rank):
                 self._leave_out(rank)
-        offers = self.hooks.offers.get(decision.epoch, {})
-        self._intake.adopt(decision, offers)
+        self._intake.adopt(decision)
         new = {slot for slot, when in self._occupants.since.items() if when == decision.epoch}
         if new:
             self._bring_in(decision, {self._occupants.rank_of[slot] for slot in new})
@@ -404,7 +390,6 @@ class Survival:
             for slot, cut in self._limits:
                 turn.limit_to(slot, cut)
         self._limits.clear()
-        self.hooks.offers.pop(decision.epoch, None)
         if self._settling is not None and not new:
             self._change_hosts(decision)
         if self._gate is not None:
@@ -484,17 +469,13 @@ class Survival:
         """Return the lost ranks of which this host, or one that stays, may not have been told all yet."""
         if self._settling is None or self._gate is None:
             return []
-        return sorted({*self._settling.unsettled, *self._gate.late, *self._unoffered()})
+        return sorted({*self._settling.unsettled, *self._gate.late})
 
     def tellers(self) -> list[int]:
         """Return the ranks on whose word about those this one waits."""
         if self._settling is None or self._gate is None:
             return []
-        return sorted({*self._settling.awaited(), *self._gate.late, *self._unoffered()})
-
-    def _unoffered(self) -> list[int]:
-        """Return the ranks whose offers the oldest view that is not taken over waits for, as far as they are known."""
-        return [self._occupants.rank_of[slot] for slot in self.hooks.unoffered[1] if slot in self._occupants.rank_of]
+        return sorted({*self._settling.awaited(), *self._gate.late})
 
     def insist_on_tellers(self, deadline: float) -> bool:
         """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
@@ -506,11 +487,9 @@ class Survival:
         """Return the error of a wait for `settle` that has lasted too long."""
         told = context(LOSS, rank=self._boxes.full.rank, epoch=self._occupants.epoch, elapsed=elapsed)
         lost, tellers = self.unsettled(), self.tellers()
-        slots = ", ".join(map(str, sorted(self.hooks.unoffered[1])))
-        late = f", slot(s) {slots} of the job have come in and their offers have not" if slots else ""
         return CommTimeoutError(
             f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
-            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell{late}; no call was made, it may be "
+            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be "
             "tried again",
             tellers or lost,
         )
@@ -569,7 +548,7 @@ class Survival:
         self.heed(op)
         if op.box is not box or op.done:
             return True
-        ranks = self.tellers() if self.unsettled() or self.hooks.unoffered[0] else ranks
+        ranks = self.tellers() if self.unsettled() else ranks
         slots = {rank: self._occupants.slot_of[rank] for rank in ranks}
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
         epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)

@@ -31,7 +31,7 @@ from ..wake import publish_word
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .members import attach_outbox, make_blank, replace
-from .occupants import Occupants, Offers
+from .occupants import Occupants
 
 
 class Intake:
@@ -55,15 +55,15 @@ class Intake:
         self.join_epoch = epoch
         self.first_call[self._boxes.full.rank] = first_call
 
-    def adopt(self, decision: Decision, offers: Offers) -> None:
-        """Read the outboxes of processes that have come into this group by `decision`, with what they offered then.
+    def adopt(self, decision: Decision) -> None:
+        """Read the outboxes of processes that have come into this group by `decision`.
 
         May be repeated from any line on (an interrupt, a shortage): that a process was taken in is noted last of all.
 
         Raises:
             ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
         """
-        for member, when, part in self._occupants.newcomers(decision, offers):
+        for member, when, part in self._occupants.newcomers(decision):
             start = first_seq(decision, self._occupants.lane)
             rank = self._occupants.rank_of[member.slot]
             self._adopt(rank, part, decision.epoch)

@@ -5,10 +5,6 @@ group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is wr
 said about the lane stays true; the others never wait for a call.
 
 Before the group has its engine there is nothing to stop, but the lane is spoken for: the others may die and leave us.
-
-Who comes in by an offer of another host has told it on another connection than that which brings the decision, so the
-offer may come later, or not at all: a view waits for it (`unoffered`) until it is here, or a later view removes that
-process. What it told of an earlier part in the lane may still stand there: epochs tell it apart.
 """
 
 from __future__ import annotations
@@ -26,12 +22,11 @@ from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
-from ..bootstrap.home import ASKS, IN, Offer, parse_offers
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..hosts.ways import Newcomer, Turn, Ways
 from ..outbox import OutboxOwner
 from .engine_of_lane import EngineOfLane
-from .occupants import Occupants, Offers
+from .occupants import Occupants
 
 LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
@@ -46,20 +41,14 @@ class LaneHooks:
     Attributes:
         decisions: those that have come and have not been taken over, in order.
         hosts: slot -> its host, in a group over several.
-        offers: of decisions that take processes of the job into the lane: epoch -> what these offered when it came.
-        unoffered: over several hosts, the epoch of the view that waits for offers, and of which slots; 0: none does.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
-        self.offers: dict[int, Offers] = {}
-        self.unoffered: tuple[int, frozenset[int]] = (0, frozenset())
         self.hosts: Mapping[int, object] = {}
         self._put_out: EvictedError | None = None
         self._ways: Ways | None = None
-        self._untold: deque[Decision] = deque()  # what the ways have not been told in whole
         self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
-        self._former: dict[int, int] = {}  # the same of those who have gone since, by slot
         self._runtime = runtime
         self._occupants = occupants
         self._raises = raises
@@ -67,7 +56,7 @@ class LaneHooks:
         self._engine: EngineOfLane | None = None
         self._course: Course | None = None
         self._error: Exception | None = None
-        self._entry_slot: int | None = None
+        self._entry: tuple[int, bytes] | None = None  # of who asks to come in: its slot, and what it offers
         self._is_frozen = False
         self._lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
@@ -85,9 +74,9 @@ class LaneHooks:
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
             self._since = dict(self._occupants.since)
-            if ways is not None:
-                self._untold.extend(decision for decision in self.decisions if decision.epoch > ways.epoch)
-            self._tell_ways()
+            for decision in self.decisions:
+                if ways is not None and decision.epoch > ways.epoch:
+                    self._tell_ways(decision)
             engine.raise_flag(
                 CHANGING * self._is_joiner
                 | FROZEN * self._is_frozen
@@ -139,7 +128,7 @@ class LaneHooks:
         """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
         known, lane = self._occupants.known, self._occupants.lane
         later = self._runtime.since(known.epoch)
-        if self._entry_slot is not None:
+        if self._entry is not None:
             entries = [decision for decision in (known, *later) if self.is_entry(decision)]
             if not entries:
                 return 0  # it is in no view of the lane
@@ -150,14 +139,17 @@ class LaneHooks:
                 course.add(decision)
         return course.claimed(course.first_seq - 1)
 
-    def enter_as(self, slot: int) -> None:
-        """Say that this process is in the job as `slot`, and asks to be taken into the lane."""
-        self._entry_slot = slot
+    def enter_as(self, slot: int, notice: bytes = b"") -> None:
+        """Say that this process is in the job as `slot`, and asks to be taken into the lane with what it offers."""
+        self._entry = slot, notice
 
     def is_entry(self, decision: Decision) -> bool:
-        """Return whether a decision takes this process, which has asked for it, into the lane."""
-        entry = self._occupants.lane, self._entry_slot, decision.epoch
-        return any((part.lane, part.slot, part.since) == entry for part in decision.parts)
+        """Return whether a decision takes this process, which has asked for it, into the lane.
+
+        One that rests on what it has offered before, and given up, does not.
+        """
+        lane, epoch = self._occupants.lane, decision.epoch
+        return any((p.lane, p.since) == (lane, epoch) and (p.slot, p.notice) == self._entry for p in decision.parts)
 
     def begin_with(self, decision: Decision) -> None:
         """Forget the decisions up to that which has taken this process in."""
@@ -175,56 +167,18 @@ class LaneHooks:
 
     def decided(self, decision: Decision) -> None:
         """Take note of a view; whoever drives the group looks at it."""
-        lane = self._occupants.lane
-        if any(part.lane == lane and part.since == decision.epoch for part in decision.parts):
-            self.offers[decision.epoch] = parse_offers(self._runtime.told(lane))  # now: who dies takes its board along
         with self._lock:
-            if self._ways is not None:
-                self._untold.append(decision)
-                self._tell_ways()
-            self.decisions.append(decision)  # last: who takes it over sees whether it waits
+            self._tell_ways(decision)
+            self.decisions.append(decision)
             if self._engine is not None:
                 self._engine.raise_flag(NEWS)
         self._has_news.set()
 
-    def heard(self) -> None:
-        """Look again for offers: a process of another host tells something of the lane."""
-        with self._lock:
-            self._tell_ways()
-
-    def _tell_ways(self) -> None:
-        """Tell the links' thread of views, in order; of newcomers when all have made their offers. The lock is held."""
-        while self._ways is not None and self._untold:
-            decision = self._untold[0]
+    def _tell_ways(self, decision: Decision) -> None:
+        """Tell the links' thread of a view. The lock is held."""
+        if self._ways is not None:
             self._tell_lost(self._ways, decision)
-            missing = self._missing_offers(decision)
-            self.unoffered = decision.epoch if missing else 0, missing
-            if missing:
-                return
             self._tell_new(self._ways, decision)
-            self._untold.popleft()
-
-    def _missing_offers(self, decision: Decision) -> frozenset[int]:
-        """Take offers that have come after a decision to it; return the slots that are still to make theirs."""
-        coming = self._occupants.offering(decision, self._runtime.member.host)
-        if not coming:
-            return frozenset()
-        offers = dict(self.offers.get(decision.epoch, {}))
-        now = parse_offers(self._runtime.told(self._occupants.lane))
-        for slot in coming:
-            found = (offer[slot] for offer in (offers, now) if slot in offer)
-            fitting = [offer for offer in found if self._is_of(slot, offer, decision.epoch)]
-            offers.pop(slot, None)
-            offers.update((slot, offer) for offer in fitting[:1])
-        self.offers[decision.epoch] = offers
-        there = parts_of(self._untold[-1], self._occupants.lane)
-        return frozenset(slot for slot in coming - offers.keys() if there.get(slot) == decision.epoch)
-
-    def _is_of(self, slot: int, offer: Offer, epoch: int) -> bool:
-        """Return whether an offer is that on which a part since `epoch` rests, and not of an earlier one."""
-        if offer.state == ASKS:
-            return offer.turned >= self._former.get(slot, 0)
-        return offer.state == IN and offer.turned >= epoch
 
     def _tell_lost(self, ways: Ways, decision: Decision) -> None:
         """Tell the links' thread who is left of those who take part, at once: others wait for its part."""
@@ -232,7 +186,6 @@ class LaneHooks:
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
             rank_of = self._occupants.rank_of
-            self._former.update((slot, self._since[slot]) for slot in lost)
             has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
@@ -241,8 +194,7 @@ class LaneHooks:
     def _tell_new(self, ways: Ways, decision: Decision) -> None:
         """Tell the links' thread who comes in."""
         new = []
-        offers = self.offers.get(decision.epoch, {})
-        for member, when, part in self._occupants.newcomers(decision, offers, self._since):
+        for member, when, part in self._occupants.newcomers(decision, self._since):
             rank = self._occupants.rank_of[member.slot]
             who = Identity(rank, 0, member.nonce)
             partner = Partner(part.address, part.port, who) if part is not None and part.port else None

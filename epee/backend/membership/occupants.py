@@ -21,11 +21,11 @@ from ...view.awaited import kind_of_loss
 from ...view.job import Seat
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
-from ..bootstrap.home import FOUNDER, Offer, OutboxEndpoint, outbox_of
+from ..bootstrap.home import OutboxEndpoint, OutboxNotice, notices_of, outbox_of
 from ..options import MAX_RANKS
 from ..outbox import OutboxOwner
 
-Offers = Mapping[int, Offer]  # by slot
+Notices = Mapping[int, OutboxNotice]  # by slot
 
 
 class Occupants:
@@ -55,12 +55,12 @@ class Occupants:
         self.since: dict[int, int] = {}
         self.removed: dict[int, tuple[int, str]] = {}
 
-    def begin(self, ranks: Iterable[int], joined: bool, offers: Offers) -> list[int]:
+    def begin(self, ranks: Iterable[int], joined: bool) -> list[int]:
         """Begin with the view that is known; return who of the group is in it. `ranks`: those that have an outbox."""
         known = self.known
         self.epoch = known.epoch
         if joined:
-            parts = self.parts(known, offers)
+            parts = self.parts(known)
             self.incarnations = {m.slot: m.incarnation for m in known.members if m.slot in parts}
         else:
             self.incarnations = {m.slot: m.incarnation for m in known.members if m.slot in self.rank_of}
@@ -72,54 +72,54 @@ class Occupants:
                 self.removed[self.rank_of[removal.slot]] = (self.epoch, removal.cause)
         return members
 
-    def parts(self, known: Decision, offers: Offers) -> dict[int, OutboxEndpoint]:
+    def parts(self, known: Decision) -> dict[int, OutboxEndpoint]:
         """Return the outboxes of all who have a part in the lane in a view, by slot, for who comes in with it."""
-        found = {}
+        found, since, notices = {}, parts_of(known, self.lane), notices_of(known, self.lane)
         for member in known.members:
-            when = parts_of(known, self.lane).get(member.slot)
-            part = None if when is None else self._part(member, when, offers)
-            if part is not None and self._knows_rank(member.slot, offers):
+            when = since.get(member.slot)
+            part = None if when is None else self._part(member, when, notices)
+            if part is not None and self._knows_rank(member.slot, notices):
                 found[member.slot] = part
         return found
 
-    def _part(self, member: Member, when: int, offers: Offers) -> OutboxEndpoint | None:
+    def _part(self, member: Member, when: int, notices: Notices) -> OutboxEndpoint | None:
         """Return the outbox of a member that takes part since epoch `when`, if the lane belongs to it."""
-        came_with_job = when == member.incarnation
-        part = outbox_of(member, self.lane) if came_with_job and self.is_home else None
-        offer = offers.get(member.slot)
-        if part is None and offer is not None and (not came_with_job or offer.state == FOUNDER):
-            return offer.endpoint(member, self.lane)
-        return part
+        if self.is_home and when == member.incarnation:
+            return outbox_of(member, self.lane)
+        notice = notices.get(member.slot)
+        return None if notice is None else notice.endpoint(member, self.lane)
 
-    def _knows_rank(self, slot: int, offers: Offers) -> bool:
-        """Return whether the rank of a slot is known, or its offer says which and nobody else has it."""
-        offer = offers.get(slot)
-        if slot not in self.rank_of and offer is not None and self.slot_of[offer.rank] >= MAX_RANKS:
-            self.slot_of[offer.rank] = slot
-            self.rank_of[slot] = offer.rank
+    def _knows_rank(self, slot: int, notices: Notices) -> bool:
+        """Return whether the rank of a slot is known, or its notice says which and nobody else has it."""
+        notice = notices.get(slot)
+        if slot not in self.rank_of and notice is not None and self.slot_of[notice.rank] >= MAX_RANKS:
+            self.slot_of[notice.rank] = slot
+            self.rank_of[slot] = notice.rank
         return slot in self.rank_of
 
     def ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
         told = {part[1:3] for part in decision.parts if part.lane == self.lane}
-        members = tuple(member for member in decision.members if self._is_ours(member, member[:2] in told))
+        notices = notices_of(decision, self.lane)
+        members = tuple(member for member in decision.members if self._is_ours(member, member[:2] in told, notices))
         return Decision(decision.epoch, members, *decision[2:])
 
-    def _is_ours(self, member: Member, is_told: bool) -> bool:
-        if member.slot not in self.rank_of:
+    def _is_ours(self, member: Member, is_told: bool, notices: Notices) -> bool:
+        if not self._knows_rank(member.slot, notices):
             return False
         if is_told or not self.incarnations or self.incarnations.get(member.slot) == member.incarnation:
             return True
         return self.is_home and outbox_of(member, self.lane) is not None
 
     def newcomers(
-        self, decision: Decision, offers: Offers, since: Mapping[int, int] | None = None
+        self, decision: Decision, since: Mapping[int, int] | None = None
     ) -> Iterator[tuple[Member, int, OutboxEndpoint | None]]:
         """Yield who comes into this lane by `decision`: the member, since when, its outbox; None: it is gone again.
 
         `since`: of those who take part before it; None: as far as decisions have been taken over.
         """
         parts, known = parts_of(decision, self.lane), self.since if since is None else since
+        notices = notices_of(decision, self.lane)
         for member in decision.members:
             when = parts.get(member.slot)
             if when is None or known.get(member.slot) == when:
@@ -129,16 +129,8 @@ class Occupants:
                     part = outbox_of(member, self.lane)
                     if part is not None:
                         yield member, when, part
-            elif self._knows_rank(member.slot, offers):
-                yield member, when, self._part(member, when, offers)
-
-    def offering(self, decision: Decision, host: str) -> set[int]:
-        """Return the slots of those who come into this lane by `decision` as they have offered on other hosts."""
-        parts = parts_of(decision, self.lane)
-        coming = [
-            member for member in decision.members if parts.get(member.slot) == decision.epoch != member.incarnation
-        ]
-        return {member.slot for member in coming if member.host != host}
+            elif self._knows_rank(member.slot, notices):
+                yield member, when, self._part(member, when, notices)
 
     def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
         """Yield whose the outboxes of these ranks are in a view."""

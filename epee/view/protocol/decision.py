@@ -17,8 +17,9 @@ remember who was there.
 
 A member takes part in each lane that it belongs to since it joined the job, unless a decision has put it out of one, or
 taken it back: that is what `parts` keeps, from decision to decision, as long as the process is a member and the lane is
-used. Who comes back is a newcomer to the lane: it takes part since that epoch, from the lane's `start`. Who is put out
-counts up to the lane's cut, as one that is voted out. What those tell who go or are out makes neither cut nor start.
+used, with what it told of its part, where a want has said that. Who comes back is a newcomer to the lane: it takes part
+since that epoch, from the lane's `start`. Who is put out counts up to the lane's cut, as one that is voted out. What
+those tell who go or are out makes neither cut nor start.
 """
 
 from __future__ import annotations
@@ -96,20 +97,22 @@ def _parts(
     """
     met: set[int] = set()
     members = {member[:2] for member in current.members}
-    since = {part[:3]: part.since for part in current.parts if part[1:3] in members}
+    known = {part[:3]: part for part in current.parts if part[1:3] in members}
     for want in wants:
-        now, before = parts_of(current, want.lane), dict(since)
+        now, before, notices = parts_of(current, want.lane), dict(known), dict(want.notices)
         for slot, member in staying.items():
             key = (want.lane, slot, member.incarnation)
             if slot in want.out and slot in now:
-                since[key] = -current.epoch - 1
+                known[key] = Part(*key, -current.epoch - 1)
             elif slot in want.members and slot not in now:
-                since[key] = current.epoch + 1
-        if len(since) > MAX_PARTS or len(met) == MAX_PARTS:
-            since = before
+                known[key] = Part(*key, current.epoch + 1, notices.get(slot, b""))
+            elif slot in now and slot in notices:
+                known[key] = Part(*key, now[slot], notices[slot])
+        if len(known) > MAX_PARTS or len(met) == MAX_PARTS:
+            known = before
         else:
             met.add(want.lane)
-    parts = (Part(*key, when) for key, when in sorted(since.items()) if used is None or key[0] in used)
+    parts = (part for _, part in sorted(known.items()) if used is None or part.lane in used)
     return tuple(parts), tuple(sorted(met))
 
 
@@ -129,7 +132,7 @@ def without(want: Want, silent: Container[int], gone: Container[int], current: D
     if sum(slot in now and slot not in gone for slot in members) < want.least:
         return None
     out = tuple(sorted({*want.out, *want.members} - {*members}))
-    return Want(want.lane, members, out, want.least, want.seq)
+    return want._replace(members=members, out=out)
 
 
 def _cuts(told: Iterable[tuple[int, LaneState]], spans: bool) -> tuple[Cut, ...]:

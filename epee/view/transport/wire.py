@@ -38,6 +38,7 @@ from ..protocol.messages import (
     Member,
     Message,
     Nack,
+    Notice,
     Obituary,
     Part,
     Prepare,
@@ -55,10 +56,11 @@ MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of ev
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
+MAX_NOTICE_BYTES = 96
 MAX_DECISION_BYTES = (
-    41 * MAX_ALL_LANES + 40 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
+    41 * MAX_ALL_LANES + (48 + MAX_NOTICE_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
 )  # a cut, a start per lane
-MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
+MAX_FRAME_BYTES = 4 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
 NONCE_BYTES = 16
 MAX_HOST_BYTES = 32
@@ -75,13 +77,19 @@ def _rule_of_decision(decision: Decision) -> str:
         return f"(slot, incarnation) {min(both)} is both a member and removed"
     strange = [part for part in decision.parts if part[1:3] not in members | removed or part.since == 0]
     late = [part for part in decision.parts if abs(part.since) > decision.epoch]
-    return f"{(strange or late)[0]} speaks of no member, or of another epoch" if strange or late else ""
+    if strange or late:
+        return f"{(strange or late)[0]} speaks of no member, or of another epoch"
+    mute = next((part for part in decision.parts if part.since < 0 and part.notice), None)
+    return "" if mute is None else f"{mute} is out of the lane, and tells of its part in it"
 
 
 def _rule_of_want(want: Want) -> str:
     both = set(want.members) & set(want.out)
     if both:
         return f"slot {min(both)} is both to take part and not to"
+    strange = {notice.slot for notice in want.notices} - set(want.members)
+    if strange:
+        return f"slot {min(strange)} is to take no part, and tells of it"
     return f"{want.least} of {len(want.members)} members are to stay" if want.least > len(want.members) else ""
 
 
@@ -119,9 +127,12 @@ _MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_
 _REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE), _HOST)
 _CUT = TupleCodec(Cut, _LANE, _SEQ, Number(-1, MAX_MEMBERS - 1))
 _START = TupleCodec(Start, _LANE, _SEQ, Flag())
-_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
+_NOTICE = Bytes(0, MAX_NOTICE_BYTES)
+_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT), _NOTICE)
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
-_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), Number(0, FOREVER - 1), rule=_rule_of_want)
+_NOTICES = Many(TupleCodec(Notice, _SLOT, _NOTICE), MAX_MEMBERS, key=lambda notice: notice.slot)
+_LEAST, _USED = Number(0, MAX_MEMBERS), Number(0, FOREVER - 1)
+_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, _LEAST, _USED, _NOTICES, rule=_rule_of_want)
 _LANE_STATE = TupleCodec(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
 _DECISION = TupleCodec(
     Decision,

@@ -1,9 +1,9 @@
-"""Small collectives of a group in mode "mask" beside those of one in mode "raise", on the GPUs of one host.
+"""Collectives of a group in mode "mask" beside those of one in mode "raise", on the GPUs of one host.
 
     python benchmarks/collectives_mask.py --json bench-out/collectives_mask.json
 
-Clock and tensors as in `collectives_gpu.py`: microseconds of a call in a CUDA graph. Results are checked first. Sizes
-are those of which mode "mask" waits for no host. Both groups are in one process; nothing else runs on the GPUs.
+Clock and tensors as in `collectives_gpu.py`: microseconds of a call in a CUDA graph. Results are checked first.
+Both groups are in one process; nothing else runs on the GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import epee
 from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, host_us, say
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-SIZES = (4, 64 << 10, 1 << 20)
+SIZES = (4, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 MODES = ("raise", "mask")
 
 
@@ -62,7 +62,7 @@ def run(rank: int, num_ranks: int, path: str, folder: str) -> None:
         groups["mask"] = dist.new_group(backend="epee", pg_options=epee.BackendOptions(fault_mode="mask"))
         for group in groups.values():
             group._engine.timeout_s = TIMEOUT_S
-            for count in (1, 5000, 300_000, 2_000_000):
+            for count in (1, 5000, 300_000, 2_000_000, 5_000_001):
                 for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
                     check_op(group, op, count, KINDS[0], count + len(op))
         say("check: every bit right in both modes")

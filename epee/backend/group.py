@@ -670,7 +670,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
         process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
         call copy-free, how long memory lives, and what a failure leaves: `epee.collectives.pool.MemoryPool`, which it
-        returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`.
+        returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`. Where a rank cannot map the pool of another one all
+        get theirs, with a warning, and make calls as without pools; calling it again tries again.
 
         Args:
             nbytes: of this rank's pool, which does not grow. The first call's GPU is that of later calls.

@@ -38,24 +38,29 @@ class Prepared:
         is_plain: all tensors are used as they came.
     """
 
-    def __init__(self, rank: int, num_ranks: int, is_apart: bool = False) -> None:
-        self.rank, self.num_ranks, self._is_apart = rank, num_ranks, is_apart
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
         self.moves: list[Move] = []
         self.device: torch.device | None = None
         self.outputs: Any = None
         self.is_plain = True
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: list[torch.Tensor] = []  # until the call is queued
+        self._given: list[torch.Tensor] = []
 
     def copy_back(self) -> None:
         """Queue the copies to outputs that are not written in place."""
         for tensor, scratch in self._back:
             tensor.copy_(scratch)
 
-    def clear(self) -> None:
-        """Fill what is copied back with zeros first."""
-        for _, scratch in self._back:
-            scratch.zero_()
+    def again(self, move: Move) -> Move:
+        """Return a move as it may be made again: a row that it writes over comes from a copy, queued now."""
+        own, is_taker = move.inputs[self.rank], move.takers >> self.rank & 1
+        if move.kind == moves.MOVED or not own or not is_taker or own != move.outputs[self.rank]:
+            return move
+        copy = next(tensor for tensor in self._given if tensor.data_ptr() == own).clone()
+        self._kept.append(copy)
+        return move._replace(inputs=tuple(copy.data_ptr() if at == own else at for at in move.inputs))
 
     # --- tensors
 
@@ -86,7 +91,8 @@ class Prepared:
         """Return a place for results that belong into `tensor`; it holds what `tensor` does."""
         self._check(tensor, name)
         plain = tensor.detach()
-        if not self._is_apart and plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+        if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+            self._given.append(plain)
             return plain
         refuse_overlap(tensor, name)
         self.is_plain = False
@@ -94,6 +100,7 @@ class Prepared:
         if scratch.data_ptr() == plain.data_ptr():
             scratch = plain.clone()
         self._back.append((plain, scratch))
+        self._given.append(scratch)
         return scratch
 
     def root(self, root: int, name: str) -> int:
@@ -360,9 +367,7 @@ _METHODS: dict[str, Callable[..., None]] = {
 _SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
 
 
-def prepare(
-    method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any], is_apart: bool = False
-) -> Prepared:
+def prepare(method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared:
     """Return a call of the group's method.
 
     Args:
@@ -370,7 +375,6 @@ def prepare(
         rank: this process's.
         num_ranks: as many entries lists have.
         args, kwargs: of the method.
-        is_apart: outputs are not written before `copy_back`.
 
     Raises:
         InvalidArgument: an argument cannot be right. NotServed: the kernels do not make it.
@@ -378,7 +382,7 @@ def prepare(
     make = _METHODS.get(method)
     if make is None:
         raise NotServed
-    prepared = Prepared(rank, num_ranks, is_apart)
+    prepared = Prepared(rank, num_ranks)
     make(prepared, *args, **kwargs)
     if prepared.device is None:
         raise NotServed

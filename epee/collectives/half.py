@@ -9,7 +9,8 @@ members make a call of the engine (`backend/device/calls.meet`), twice: first ea
 the number of its last call, when its GPU has done all that was queued; then each has mapped the others' memory and set
 view and number (`Collectives.begin`), and tells whether that went well. So when the second call has ended nothing of
 earlier calls is under way, and all may store everywhere. Where it went wrong on one, CUDA tensors take the way through
-host memory, on all.
+host memory, on all. A rank that cannot map the pool of another one (`pool.py`) tells that as well: all warn, and no
+call reads pools until a later meeting, or `memory_pool` called again, has mapped it.
 
 Failures. Kernels report (`report.py`); the error is raised at the next touch of the host: a call, or the `wait` of one.
 A rank that has lost a call lets the next one fail on all (`csrc/kernels/collective/call.cuh`), so all hear of it, and
@@ -55,7 +56,6 @@ from . import moves
 from .again import KnownCalls
 from .calls import NotServed, Prepared, prepare
 from .machine import Collectives, most_sms
-from .mask.large import run_large
 from .mask.losses import Losses, ranks_of
 from .mask.moves import masked
 from .mask.work import MaskedWork
@@ -122,6 +122,7 @@ class DeviceHalf:
         self._pool_bytes = 0  # that were asked for
         self._why_no_pool: Exception | None = None
         self._poor: list[int] = []  # members of the last meeting that have no pool
+        self._no_pools = ""  # why the members make calls as without pools, as they told at the last meeting
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -226,46 +227,27 @@ class DeviceHalf:
             machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
             raise refused or InvalidArgument(method)
         before = self._before(is_async)
-        is_known = True  # to the host, who is in the result
-        if self._policy.is_masked and not all(map(machine.is_small, call.moves)):
-            found = self._run_large(method, args, kwargs)
-            if found is None:
-                return NOT_SERVED
-            call, stream = found, machine.platform.stream()
-        else:
-            stream = self.queue(machine, call)
-            call.copy_back()
-            is_known = not self._policy.is_masked
-            if self._again and not kwargs and self._may_come_again(call):
-                self._again[is_async].remember(call.moves[0])
-        self._note(self._members if is_known else None)
+        stream = self._queue(machine, call)
+        call.copy_back()
+        if self._again and not kwargs and self._may_come_again(machine, call):
+            self._again[is_async].remember(call.moves[0])
+        self._note(None if self._policy.is_masked else self._members)
         return self._work(stream, is_async, call.outputs, side, before)
 
-    def _may_come_again(self, call: Prepared) -> bool:
-        return call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
+    def _may_come_again(self, machine: Collectives, call: Prepared) -> bool:
+        is_one = call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
+        return is_one and not machine.is_tried(call.moves[0])
 
-    def _prepare(self, method: str, args: Any, kwargs: dict[str, Any], is_apart: bool = False) -> Prepared:
+    def _prepare(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared:
         """Return a call as the kernels make it."""
         size = self._engine.members.group_size
         entries = min(size, self._engine.mask.span) if self._policy.counts_present else size
-        call = prepare(method, self._rank, entries, args, kwargs, is_apart)
+        call = prepare(method, self._rank, entries, args, kwargs)
         if self._policy.is_masked:
             call.moves = [masked(move, self._rank, size, entries) for move in call.moves]
         return call
 
-    def _run_large(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared | None:
-        machine = self._machine
-        assert machine is not None
-        if machine.platform.is_capturing():
-            raise InvalidState(
-                f'{method}: with fault_mode="mask" no graph can record a call with rows above '
-                f"{machine.config.packet_bytes} bytes, for the hosts agree on its end; make it outside, or in parts"
-            )
-        return run_large(
-            self, machine, method, lambda: self._prepare(method, args, kwargs, True), self._policy.counts_present
-        )
-
-    def queue(self, machine: Collectives, call: Prepared) -> int:
+    def _queue(self, machine: Collectives, call: Prepared) -> int:
         """Put a call on the current stream of the group's GPU; returns the stream."""
         if (
             self._device is not None
@@ -273,9 +255,9 @@ class DeviceHalf:
             and torch.cuda.current_device() != self._device.index
         ):
             with torch.cuda.device(self._device):
-                return self.queue(machine, call)
+                return self._queue(machine, call)
         for move in call.moves:
-            stream = machine.run(move)
+            stream = machine.run(move, call.again(move) if machine.is_tried(move) else None)
         return stream
 
     def check(self) -> None:
@@ -347,7 +329,7 @@ class DeviceHalf:
             if not self._off and not has_gpu():
                 self._off = "this process has no GPU"
             self._pool_bytes, self._why_no_pool = 0 if refusal else nbytes, refusal
-            self.renew()
+            self._epoch = -1
             if not self._off:
                 self.check()
                 self._meet(self._device or current_device(), "memory_pool")
@@ -393,32 +375,6 @@ class DeviceHalf:
         self._epoch = epoch
         return False
 
-    def lose(self) -> None:
-        """Note that a call was lost: the hosts meet before the next one."""
-        self._is_lost = True
-
-    def renew(self) -> None:
-        """Have the hosts meet before the next call."""
-        self._epoch = -1
-
-    def meet_again(self, method: str) -> Collectives | None:
-        """Meet the members; returns the machine, None where host memory is the way now."""
-        assert self._device is not None
-        self._meet(self._device, method)
-        return None if self._off else self._machine
-
-    def met(self) -> dict[int, int]:
-        """Return the members of the last meeting, with the numbers of their processes."""
-        return {rank: os.getpid() if rank == self._rank else self._processes[rank][0] for rank in self._members}
-
-    def is_closed(self) -> bool:
-        """Whether the group has ended."""
-        return self._is_closed
-
-    def timeout_s(self) -> float:
-        """Return the time-out of a call."""
-        return self._engine.timeout_s
-
     def _meet(self, device: torch.device, method: str) -> None:
         """Meet all members, until all have begun anew in one epoch or know that host memory is the way."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -428,25 +384,32 @@ class DeviceHalf:
             )
         while True:
             own = self._ready(device)
-            epoch, rows = self.exchange(own)
+            epoch, rows = self._exchange(own)
             if any(row.phase for row in rows.values()):
                 continue  # a peer was in its second phase, and comes back to the first
             reason = flaw_in(rows)
             if not reason:
                 reason = self._begin(rows)
-                next_epoch, after = self.exchange(own._replace(is_ok=not reason, reason=reason, phase=1))
+                no_pools = "" if self._machine is None else self._machine.no_pools
+                told = own._replace(is_ok=not reason, reason=reason, phase=1, no_pools=no_pools)
+                next_epoch, after = self._exchange(told)
                 if next_epoch != epoch or not all(row.phase for row in after.values()):
                     continue
                 reason = flaw_in(after)
+                no_pools = next((row.no_pools for row in after.values() if row.no_pools), "")
             if reason:
                 self._off = reason
                 logger.warning("collectives on CUDA tensors go through host memory: %s", reason)
                 self._release(False)
+            elif no_pools != self._no_pools:
+                self._no_pools = no_pools
+                if no_pools:
+                    logger.warning("collectives on CUDA tensors are made as without memory pools: %s", no_pools)
             self._epoch, self._is_lost = epoch, False
             self._told.clear()  # the engine has nothing left to raise of that time
             return
 
-    def exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
+    def _exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
         """Give a row to all members; returns the epoch, and theirs."""
         while True:
             try:
@@ -457,14 +420,14 @@ class DeviceHalf:
                     raise
                 self._told -= set(exc.ranks)  # the host has raised it already
 
-    def own_row(self) -> MeetingRow:
+    def _own_row(self) -> MeetingRow:
         """Return a row in which all is well."""
         pid = os.getpid()
         return MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
 
     def _ready(self, device: torch.device) -> MeetingRow:
         """Return what this rank tells; its GPU has done all that was queued."""
-        own = self.own_row()
+        own = self._own_row()
         try:
             num_ranks = self._engine.members.group_size
             if self._machine is None:

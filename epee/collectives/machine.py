@@ -2,9 +2,9 @@
 
 Data path: `csrc/kernels/collective/call.cuh` and the heads of the kernel files. This module owns the lent region
 and, in its `GpuDevice`, the words of the host; it decides by size which kernel does a call, and launches it on the
-platform's current stream. A call returns when its kernel is queued. All ranks make the same calls in the same order; a
-call on another stream than the last one runs behind that. In a graph nothing but launches is recorded: numbers, view
-and addresses of peers are read from memory.
+platform's current stream: one kernel, in mode "mask" three for a large call. A call returns when they are queued. All
+ranks make the same calls in the same order; a call on another stream than the last one runs behind that. In a graph
+nothing but launches is recorded: numbers, view and addresses of peers are read from memory.
 
 Members: the memory of each is mapped (`admit`) and the words of a new start are written (`begin`) while no call is in
 flight on any of them, nor begins before all have done so: who uses this sees to that (`half.py`). Both are how a group
@@ -25,7 +25,8 @@ import torch
 from ..ep.gpu.device import GpuDevice
 from ..ep.gpu.platform import LentRegion, Platform
 from ..ep.gpu.report import KernelReport
-from ..errors import InvalidState
+from ..errors import EpeeError, InvalidState
+from . import moves
 from .mask.moves import ONE_ROW
 from .moves import MOVED, UNEVEN, Kind, Move
 from .params import (
@@ -47,8 +48,10 @@ from .params import (
     TWO_SHOT_THREADS,
     CollectiveConfig,
     MaskedParams,
+    MendParams,
     direct_threads,
     kernel_head,
+    mend_threads,
 )
 from .plan import CollectivePlan, Fitted
 from .pool import MemoryPool
@@ -88,6 +91,7 @@ class Collectives:
         shown: mode "mask": address and length of the program's mask on this GPU, or 0.
         fills_absent: mode "mask": places of ranks that take no part are filled with zeros.
         pool: memory for tensors that peers read where they lie, if there is one.
+        no_pools: why this rank neither reads pools nor lets its own be read; empty if it does.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class Collectives:
         self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
-        self._files = {**KERNELS, **(MASKED_KERNELS if config.is_masked else {})}  # that calls may need
+        self._files = MASKED_KERNELS if config.is_masked else KERNELS  # that calls may need
         self.device = GpuDevice(platform, head, self._files)
         self.told = platform.host_words(1)
         self.shown, self.fills_absent = (0, 0), False
@@ -117,7 +121,9 @@ class Collectives:
             self.load(kind)
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._regions[config.rank] = self._own
+        self._vote = self._vote_here()
         self.pool: MemoryPool | None = None
+        self.no_pools = ""
         self._pools: list[LentRegion | None] = [None] * config.num_ranks
 
     @property
@@ -154,15 +160,21 @@ class Collectives:
     def _add(self, kind: Kind, paths: Iterable[str], kernels: Mapping[str, Any]) -> None:
         call = self.config.call(self._own.address, self.device.report.address, self.device.news.address)
         for kernel in kernels.values():
-            if isinstance(kernel.args, MaskedParams):
-                kernel.args.base.call, kernel.args.kept_offset = call, self.config.region_layout.offset("kept")
-            else:
-                kernel.args.call = call
+            args = kernel.args
+            for masked in (args.again, args.vote) if isinstance(args, MendParams) else (args,):
+                if isinstance(masked, MaskedParams):
+                    masked.base.call, masked.kept_offset = call, self.config.region_layout.offset("kept")
+                else:
+                    masked.call = call
         self._kernels.setdefault(kind, {}).update(kernels)
         self._loaded.setdefault(kind, set()).update(paths)
 
-    def run(self, move: Move) -> int:
+    def run(self, move: Move, again: Move | None = None) -> int:
         """Queue a call on the current stream; returns the stream.
+
+        Args:
+            move: the call.
+            again: the same from rows that it does not write over; needed where `is_tried`, if `move` does.
 
         Raises:
             InvalidState: closed, or kernels are missing while a graph is recorded. InvalidArgument: no such reduction.
@@ -177,19 +189,47 @@ class Collectives:
         else:
             share.stream = stream
             self.device.follow(stream)
-        fitted = self.fit(move, *share.limit(stream, is_capturing))
-        self.fill(fitted, move)
-        fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
+        limit = share.limit(stream, is_capturing)
+        calls = [self.fit(move, *limit)]
+        self.fill(calls[0], move)
+        if self.is_tried(move):
+            calls += self.fit(self._vote, *limit), self.fit(again or move, *limit, is_again=True)
+            self.fill(calls[1], self._vote)
+            self.fill(calls[2], again or move)
+            self.fill(calls[2], self._vote, MendParams.vote.offset)
+        for fitted in calls:
+            fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
         return stream
 
-    def fit(self, move: Move, num_sms: int, is_alone: bool) -> Fitted:
-        """Choose kernel and launch of a call that may take so many multiprocessors; its kernels are loaded."""
+    def is_tried(self, move: Move) -> bool:
+        """Whether a call takes a try and a vote, and what makes it again: three kernels (`mask/tries.cuh`)."""
+        return self.config.is_masked and not self.is_small(move)
+
+    def _vote_here(self) -> Move:
+        layout, own, num_ranks = self.config.region_layout, self._own.address, self.config.num_ranks
+        first, nbytes = own + layout.offset("ballots"), layout["ballot"].nbytes
+        ballots = [moves.Stretch(first + nbytes * rank, nbytes) for rank in range(num_ranks)]
+        return moves.vote(num_ranks, moves.Stretch(own + layout.offset("ballot"), nbytes), ballots)
+
+    def fit(self, move: Move, num_sms: int, is_alone: bool, is_again: bool = False) -> Fitted:
+        """Choose kernel and launch of a call that may take so many multiprocessors; its kernels are loaded.
+
+        Args:
+            move: the call.
+            num_sms: most multiprocessors.
+            is_alone: nobody else is to find room beside it.
+            is_again: the kernel that makes the call again, if it must be.
+        """
         plan, share = self.plan, self.device.share
         num_sms = min(num_sms, self.most_sms)
         if not is_alone:  # others need room, too, and more of them may come
             num_sms = min(num_sms, max(1, self.platform.limits.num_sms // MOST_GROUPS))
-        name, grid, block, sizes = self._shape(move, num_sms)
-        mode, width = plan.launch, -(-grid // self._blocks_per_sm(num_sms)) if sizes is not _NO_SIZES else grid
+        per_sm = 1 if is_again else self._blocks_per_sm(num_sms)
+        name, grid, block, sizes = self._shape(move, num_sms, per_sm)
+        if is_again:
+            name, block = name.replace("try", "mend"), mend_threads(plan.pipeline)
+            sizes = (*sizes[:-2], 0, 0)  # threads store
+        mode, width = plan.launch, -(-grid // per_sm) if sizes is not _NO_SIZES else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
                 width *= 2  # the next kernel's blocks take their places beside this one's
@@ -199,11 +239,11 @@ class Collectives:
             share.widen(width)
         return Fitted(plan, name, self._kernels[move.kind][name], grid, block, sizes[-2], mode, sizes)
 
-    def fill(self, fitted: Fitted, move: Move) -> None:
-        """Write a call's own arguments."""
+    def fill(self, fitted: Fitted, move: Move, at: int = 0) -> None:
+        """Write a call's own arguments, to those of a kernel that begin `at` bytes behind the first."""
         CALL_FORM.pack_into(
             fitted.kernel.args,
-            CALL_OFFSET,
+            at + CALL_OFFSET,
             int(self.timeout_s * 1e9),
             move.facts,
             *move.in_bytes,
@@ -217,11 +257,11 @@ class Collectives:
             max(move.num_bytes, 0),
             *fitted.sizes,
         )
-        if "masked" in fitted.name:
+        if isinstance(fitted.kernel.args, (MaskedParams, MendParams)):
             masked = self.told.address, *self.shown, int(move.op in ONE_ROW), int(self.fills_absent), 0
-            MASKED_FORM.pack_into(fitted.kernel.args, MASKED_OFFSET, *masked)
+            MASKED_FORM.pack_into(fitted.kernel.args, at + MASKED_OFFSET, *masked)
 
-    def _shape(self, move: Move, num_sms: int) -> tuple[str, int, int, tuple[int, ...]]:
+    def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:
         """Return which kernel does a call, its blocks, their threads, and the last words of its arguments."""
         plan, config, size = self.plan, self.config, move.num_bytes
         if move.op == "barrier":
@@ -240,7 +280,7 @@ class Collectives:
         is_both = has_gather and move.root < 0
         lanes = min(config.num_lanes, plan.lanes[is_both])
         num_roles = roles.bit_count()
-        num_blocks = min(plan.width, num_sms) * self._blocks_per_sm(num_sms)
+        num_blocks = min(plan.width, num_sms) * per_sm
         grid = min(lanes, max(1, num_blocks // num_roles)) * num_roles
         chunk = min(config.chunk_bytes, UNEVEN_CHUNK_BYTES)
         if size != UNEVEN:
@@ -251,7 +291,8 @@ class Collectives:
         if direct and self.lies_in_pool(move):
             return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, 0, 0)
         stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.pushes(move, config.rank) else 0
-        return f"collective_pipeline_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, 0)
+        way = "try" if config.is_masked else "pipeline"
+        return f"collective_{way}_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, 0)
 
     def _blocks_per_sm(self, num_sms: int) -> int:
         """Return how many blocks of a pipeline count for a multiprocessor.
@@ -269,7 +310,7 @@ class Collectives:
     def lies_in_pool(self, move: Move) -> bool:
         """Whether what peers read of this rank in a large call, if it is anything, lies in its pool."""
         pool, me = self.pool, 1 << self.config.rank
-        if pool is None:
+        if pool is None or self.no_pools or self.config.is_masked:
             return False
         rows: list[tuple[int, int]] = []
         if move.sources & me:
@@ -297,13 +338,21 @@ class Collectives:
     def admit(self, blobs: Mapping[int, bytes], pools: Mapping[int, bytes] | None = None) -> None:
         """Map what the members lend (rank -> its `blob`, and that of its pool), as far as it is not; forget others'.
 
+        A pool that cannot be mapped is no error: this rank then says in each call, until the next time, that its rows
+        lie in none (`begin`), so all ranks make it as without pools; `no_pools` has the reason.
+
         Raises:
             ProtocolError, AuthError, ResourceError, UnsupportedError: memory cannot be mapped; may be repeated.
         """
-        for rank in range(self.config.num_ranks):
-            if rank != self.config.rank:
-                self._map(self._regions, rank, blobs.get(rank, b""))
+        others = [rank for rank in range(self.config.num_ranks) if rank != self.config.rank]
+        for rank in others:
+            self._map(self._regions, rank, blobs.get(rank, b""))
+        self.no_pools = ""
+        for rank in others:
+            try:
                 self._map(self._pools, rank, (pools or {}).get(rank, b""))
+            except (EpeeError, RuntimeError, OSError) as exc:
+                self.no_pools = f"rank {self.config.rank} cannot map the pool of rank {rank}: {exc}"
 
     def _map(self, regions: list[LentRegion | None], rank: int, blob: bytes) -> None:
         region = regions[rank]
@@ -327,14 +376,14 @@ class Collectives:
         addresses = [0 if region is None else region.address for region in self._regions]
         self._set("peers", addresses)
         pools: list[LentRegion | MemoryPool | None] = [*self._pools]
-        pools[own] = self.pool
+        pools[own] = None if self.no_pools else self.pool  # what kernels in graphs go by
         self._set("pools", [0 if pool is None else pool.address for pool in pools])
         self._set("pool_bytes", [0 if pool is None else pool.nbytes for pool in pools])
         self._words("view").fill_(sum(1 << rank for rank in {*members, own}))
         self._words("tags").fill_(number)
         for name in ("joined", "expected"):
             self._words(name).fill_(number << FACTS_BITS)
-        for name in ("gone", "left", "failed", "news", "out", "settled", "got"):
+        for name in ("gone", "left", "failed", "news", "out", "settled", "got", "ballot", "ballots"):
             self._words(name).fill_(0)
         self.told.words[0] = 0
         self.platform.synchronize()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import ProtocolError
 from .params import MAX_RANKS
 
-_ROW = struct.Struct("<BBxxi16sqQqqHH512s512s200s")  # in the order of `MeetingRow`, the blobs' lengths before them
+_ROW = struct.Struct("<BBxxi16sqQqqHH512s512s200s200s")  # in the order of `MeetingRow`, the blobs' lengths before them
 _MOST_CALLS = 1 << 38
 
 
@@ -19,6 +19,7 @@ class MeetingRow(NamedTuple):
     Attributes:
         phase: 0 before it has mapped the others' memory, 1 behind that.
         pool: by which others map the rank's pool; empty if it has none.
+        no_pools: in phase 1, why this rank reads no pools, though all may have one; empty if it does.
     """
 
     is_ok: bool
@@ -32,12 +33,14 @@ class MeetingRow(NamedTuple):
     reason: str
     phase: int = 0
     pool: bytes = b""
+    no_pools: str = ""
 
     def pack(self) -> bytes:
         """Return it as bytes."""
         head = self.is_ok, self.phase, self.num_sms, self.gpu, self.pid, self.start_time, self.number, self.num_ranks
         sizes = len(self.blob), len(self.pool)
-        return _ROW.pack(*head, *sizes, self.blob, self.pool, self.reason.encode()[:200])
+        texts = (text.encode()[:200] for text in (self.reason, self.no_pools))
+        return _ROW.pack(*head, *sizes, self.blob, self.pool, *texts)
 
     @classmethod
     def parse(cls, data: bytes) -> MeetingRow:
@@ -46,7 +49,7 @@ class MeetingRow(NamedTuple):
         Raises:
             ProtocolError: a number cannot be right.
         """
-        ok, phase, sms, gpu, pid, start, number, num_ranks, length, extent, blob, pool, reason = _ROW.unpack(data)
+        ok, phase, sms, gpu, pid, start, number, num_ranks, length, extent, blob, pool, *texts = _ROW.unpack(data)
         if not (
             length <= 512
             and extent <= 512
@@ -55,8 +58,10 @@ class MeetingRow(NamedTuple):
             and 0 < sms < 1 << 16
         ):
             raise ProtocolError(f"a rank told of {length} bytes, call {number}, {num_ranks} ranks and {sms} SMs")
-        told = reason.rstrip(b"\0").decode(errors="replace")
-        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told, phase, pool[:extent])
+        reason, no_pools = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        return cls(
+            bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], reason, phase, pool[:extent], no_pools
+        )
 
 
 def flaw_in(rows: Mapping[int, MeetingRow]) -> str:

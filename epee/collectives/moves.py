@@ -193,6 +193,13 @@ def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -
     )
 
 
+def vote(num_ranks: int, ballot: Stretch, ballots: Rows) -> Move:
+    """Place the `ballot` of rank r in `ballots[r]`, on all (`csrc/kernels/collective/mask/tries.cuh`)."""
+    everybody, sizes = (1 << num_ranks) - 1, _all(ballot.nbytes, num_ranks)
+    at, rows = _all(ballot.at, num_ranks), _addresses(ballots)
+    return Move("vote", MOVED, facts_of("vote", None), at, rows, sizes, sizes, ballot.nbytes, everybody, everybody)
+
+
 def barrier(num_ranks: int) -> Move:
     """Move nothing."""
     everybody = (1 << num_ranks) - 1

@@ -43,6 +43,7 @@ OPS = (
     "reduce",
     "gather",
     "scatter",
+    "vote",
 )
 OP_NUMBERS = {name: number for number, name in enumerate(OPS, 1)}
 # In the order of `Element` and `Reduction` in `collective/elements.cuh`; the first element is bytes, only moved.
@@ -124,6 +125,15 @@ class MaskedParams(ctypes.Structure):
     )
 
 
+class MendParams(ctypes.Structure):
+    """Arguments of the kernels that make a large call of mode "mask" again.
+
+    `again`: the call, from rows that it has not written over; `vote`: as of a call of its own.
+    """
+
+    _fields_ = (("again", MaskedParams), ("vote", MaskedParams))
+
+
 # How a call's own arguments are written, all at once: from `timeout_ns` to the end.
 CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq8i")
 CALL_OFFSET = CollectiveCall.timeout_ns.offset
@@ -154,11 +164,19 @@ DIRECT_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "collective_direct_placed": CollectiveParams,
     },
 }
-# Those of groups in mode "mask", beside the others.
+# Those of groups in mode "mask".
+_EXCHANGE = "kernels/collective/exchange.cuh"
 MASKED_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "kernels/collective/masked.cuh": {
+    _EXCHANGE: KERNELS[_EXCHANGE],
+    "kernels/collective/mask/masked.cuh": {
         "collective_masked_reduced": MaskedParams,
         "collective_masked_placed": MaskedParams,
+    },
+    "kernels/collective/mask/tries.cuh": {
+        "collective_try_reduced": MaskedParams,
+        "collective_try_placed": MaskedParams,
+        "collective_mend_reduced": MendParams,
+        "collective_mend_placed": MendParams,
     },
 }
 
@@ -236,12 +254,19 @@ CONTROL_FIELDS = (
     Field("out", _U64, (1,), 128),
     Field("settled", _U64, (1,), 128),
     Field("got", _U64, (NUM_REMEMBERED,), 128),
+    Field("ballot", _U64, (2,), 128),
+    Field("ballots", _U64, (MAX_RANKS, 2), 128),
 )
 
 
 def direct_threads(pipeline: tuple[int, int]) -> int:
     """Return the threads of a block of calls on pools, which need more registers than those of other pipelines."""
     return max(96, pipeline[0] - 64)
+
+
+def mend_threads(pipeline: tuple[int, int]) -> int:
+    """Return the threads of a block that makes a call of mode "mask" again, which also votes; one a multiprocessor."""
+    return max(96, pipeline[0] - 128)
 
 
 @functools.cache
@@ -278,9 +303,10 @@ def kernel_head(
         "kPipelineThreads": pipeline[0],
         "kPipelineBlocks": pipeline[1],
         "kDirectThreads": direct_threads(pipeline),
+        "kMendThreads": mend_threads(pipeline),
         "kStallOneIn": stall_one_in,
     }
-    structs = (CollectiveCall, CollectiveParams, MaskedParams)
+    structs = (CollectiveCall, CollectiveParams, MaskedParams, MendParams)
     names = [field.name for field in CONTROL_FIELDS]
     return "".join(
         [

@@ -34,6 +34,8 @@ class MemoryPool:
     rank: the input, and of all_reduce and broadcast the result, contiguous, beginning at a multiple of 16 bytes.
     Where in its pool each rank has them does not matter. If they lie elsewhere on one rank, or that rank has no pool,
     as a process that came later until all have called `memory_pool` again, the call is made as without a pool, on all.
+    So is every call while a rank cannot map the pool of another one: all ranks log a warning that says which and why,
+    and try again where the hosts meet next, as they do in `memory_pool`.
 
     Lifetime: the pool lives as long as its group, its mapping as long as the last tensor. A tensor's memory is handed
     out again when its last view has gone and the GPU has done what was queued by then. A CUDA graph holds no tensor:

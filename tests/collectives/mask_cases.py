@@ -137,7 +137,7 @@ def leaves(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def silent(rank: int, num_ranks: int, folder: str, count: int) -> str:
-    """A rank that lives and stays away: large calls are made again without it, small ones are an error, then go on."""
+    """A rank that lives and stays away: an error of the call; the next one votes it out, and calls go on without it."""
     half = init(rank, num_ranks, folder)
     check_calls(rank, num_ranks, range(num_ranks), SMALL)
     if rank == num_ranks - 1:
@@ -179,15 +179,25 @@ def other_calls(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def recorded(rank: int, num_ranks: int, folder: str) -> None:
-    """While a graph is recorded, rows that need the hosts are refused in words."""
+    """Rows of all sizes may be recorded in a graph: no host meets another, or waits for its GPU."""
     half = init(rank, num_ranks, folder)
     check_calls(rank, num_ranks, range(num_ranks), SMALL)
     platform: Any = half._machine.platform  # type: ignore[union-attr]
     platform.is_capturing = lambda: True
-    with pytest.raises(epee.InvalidState, match="no graph can record"):
-        dist.all_reduce(on_gpu(torch.ones(LARGE)))
-    dist.all_reduce(x := on_gpu(torch.ones(SMALL)))
-    assert _plain(x).tolist() == [num_ranks] * SMALL
+    seq, waits = half._engine.seq, ("is_done", "synchronize", "mark")
+    before = {name: getattr(platform, name) for name in waits}
+    for name in waits:
+        setattr(platform, name, lambda *args: pytest.fail("the host waits"))
+    sizes = [2 * LARGE] + [LARGE] * (num_ranks - 1)
+    sent, out = on_gpu(torch.ones(sum(sizes))), on_gpu(torch.zeros(sizes[rank] * num_ranks))
+    for count in (SMALL, LARGE):
+        dist.all_reduce(x := on_gpu(torch.ones(count)))
+        assert _plain(x).tolist() == [num_ranks] * count
+    dist.all_to_all_single(out, sent, [sizes[rank]] * num_ranks, sizes)
+    assert bool((_plain(out) == 1).all())
+    assert half._engine.seq == seq
+    for name, usual in before.items():
+        setattr(platform, name, usual)
     platform.is_capturing = lambda: False
     with closed_at_end(half):
         check_calls(rank, num_ranks, range(num_ranks), SMALL)

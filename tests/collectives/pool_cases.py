@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -205,6 +207,58 @@ class PoorPlatform(EmulatedPlatform):
         if self.is_poor and nbytes == POOL_BYTES:
             raise epee.ResourceError("no GPU memory is left")
         return super().create(nbytes)
+
+
+class FarPlatform(EmulatedPlatform):
+    """Cannot map pools at first."""
+
+    is_far = True
+
+    def attach(self, blob: bytes) -> EmulatedRegion:
+        region = super().attach(blob)
+        if self.is_far and region.nbytes // 4096 == POOL_BYTES // 4096:
+            region.close()
+            raise epee.ResourceError("no descriptors are left")
+        return region
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def unmapped(rank: int, num_ranks: int) -> None:
+    """Where one rank cannot map pools all go on on the GPUs as without, are told once, and may try again."""
+    half = give_half(rank)
+    group: Any = dist.group.WORLD
+    if rank == 1:
+        halves.platform_of = lambda device: FarPlatform()
+    logging.getLogger("epee").addHandler(heard := Heard())
+    pool = group.memory_pool(POOL_BYTES)
+    to = functools.partial(in_pool, pool)
+    compare(half, to, 0, are_pooled=False)
+    half._is_lost = True  # the next call meets, and finds the same
+    compare(half, to, 1, are_pooled=False)
+    assert [text for text in heard.texts if "pools" in text] == heard.texts[:1]
+    assert re.search(r"as without memory pools: rank 1 cannot map the pool of rank \d: no descriptors", heard.texts[0])
+    machine: Any = half._machine
+    usual, machine.lies_in_pool = machine.lies_in_pool, lambda move: True  # as a graph of better times has it
+    machine.plan = replace(machine.plan)  # known calls are fitted anew
+    compare(half, to, 2, are_pooled=False)
+    machine.lies_in_pool = usual
+    machine.plan = replace(machine.plan)
+    FarPlatform.is_far = False
+    assert group.memory_pool(POOL_BYTES) is pool
+    compare(half, to, 3, are_pooled=True)
+    assert heard.texts[1:] == []
+    with closed_at_end(half):
+        pass
 
 
 def no_memory(rank: int, num_ranks: int) -> None:

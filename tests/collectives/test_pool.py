@@ -102,6 +102,9 @@ class TestGroups:
     def test_no_pool_on_one_rank_is_an_error_on_all_and_may_be_mended(self) -> None:
         run_ranks(pool_cases.no_memory, 2, backend="epee", timeout_s=100)
 
+    def test_a_pool_that_one_rank_cannot_map_leaves_calls_on_the_gpus_as_without_pools(self) -> None:
+        run_ranks(pool_cases.unmapped, 3, backend="epee", timeout_s=100)
+
     def test_groups_of_mode_mask_have_none(self) -> None:
         run_ranks(refused_in_mask, 1, backend="epee", timeout_s=100)
 

@@ -152,8 +152,8 @@ def move_of(call: Call, rank: int, num_ranks: int, x: torch.Tensor, out: torch.T
         ),
         "all_to_all": lambda: moves.all_to_all(rows_of(x, num_ranks), rows_of(out, num_ranks), call.dtype, True),
         "uneven": lambda: moves.all_to_all(
-            _cut(x, _sizes(call, rank, num_ranks, True)), _cut(out, _sizes(call, rank, num_ranks, False)), call.dtype,
-            False,
+            _cut(x, sizes_of(call, rank, num_ranks, True)), _cut(out, sizes_of(call, rank, num_ranks, False)),
+            call.dtype, False,
         ),
     }[call.op]()  # fmt: skip
 
@@ -163,7 +163,8 @@ def _uneven(call: Call, src: int, dst: int) -> int:
     return (call.count * (1 + src + 2 * dst + call.seed)) % (call.count + 3)
 
 
-def _sizes(call: Call, rank: int, num_ranks: int, is_sent: bool) -> list[int]:
+def sizes_of(call: Call, rank: int, num_ranks: int, is_sent: bool) -> list[int]:
+    """Elements that a rank sends to each, or gets from each."""
     return [_uneven(call, rank, r) if is_sent else _uneven(call, r, rank) for r in range(num_ranks)]
 
 
@@ -177,7 +178,7 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
     n, mine = call.count, slice(call.count * rank, call.count * (rank + 1))
     counts = [n * (num_ranks if call.op in ("reduce_scatter", "all_to_all", "scatter") else 1)] * num_ranks
     if call.op == "uneven":
-        counts = [sum(_sizes(call, src, num_ranks, True)) for src in range(num_ranks)]
+        counts = [sum(sizes_of(call, src, num_ranks, True)) for src in range(num_ranks)]
     inputs = [values(call, src, counts[src]) for src in range(num_ranks)]
     x = place(call, device, inputs[rank], machine)
     blank = torch.full((n * num_ranks,), 1, dtype=call.dtype)
@@ -194,7 +195,7 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
         want = inputs[call.root][mine]
         out = x[mine] if call.is_in_place and rank == call.root else place(call, device, blank[:n], machine)
     elif call.op == "uneven":
-        parts = [inputs[src].split(_sizes(call, src, num_ranks, True))[rank] for src in range(num_ranks)]
+        parts = [inputs[src].split(sizes_of(call, src, num_ranks, True))[rank] for src in range(num_ranks)]
         want = torch.cat([row if src in active else row * 0 + 1 for src, row in enumerate(parts)])
         out = place(call, device, torch.full((want.numel(),), 1, dtype=call.dtype), machine)
     else:

@@ -36,7 +36,7 @@ _FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC")
 # Numbers of a head that one build serves all of; see CONSTANT and ROOM in `csrc/ptx/types.cuh`.
 _VARIABLE = re.compile(
     r"\bconstexpr int (kNumRanks|kStallOneIn|kElement|kReduction"
-    r"|kPipelineThreads|kPipelineBlocks|kDirectThreads) = (\d+);"
+    r"|kPipelineThreads|kPipelineBlocks|kDirectThreads|kMendThreads) = (\d+);"
 )
 
 
@@ -182,16 +182,21 @@ class EmulatedPlatform:
         self.device = torch.device("cpu")
         self.limits = Limits(num_sms, shared_bytes, MAX_WARPS)
         self._libraries: dict[str, ctypes.CDLL] = {}
+        self._builds: dict[str, list[ctypes.CDLL]] = {}  # of a file, in the order in which they were loaded
 
     def pause(self, file: str, place: int, seconds: float) -> None:
         """Let threads of this process stand still at a place of the kernels of a file; see `emulated_pause_us`."""
         pauses = (ctypes.c_uint * 16).in_dll(self._libraries[f"kernels/throughput/{file}.cuh"], "emulated_pause_us")
         pauses[place] = int(seconds * 1e6)
 
-    def die_in(self, path: str, passes: int, place: int = 0) -> None:
-        """Let this process be killed when its threads have come so often to a place of a file's kernels; 0: to any."""
-        ctypes.c_uint.in_dll(self._libraries[path], "emulated_die_at").value = place
-        ctypes.c_uint.in_dll(self._libraries[path], "emulated_die_in").value = passes
+    def die_in(self, path: str, passes: int, place: int = 0, build: int = -1) -> None:
+        """Let this process be killed when its threads have come so often to a place of a file's kernels; 0: to any.
+
+        Only those of one build (a dtype and reduction) count.
+        """
+        library = self._builds[path][build]
+        ctypes.c_uint.in_dll(library, "emulated_die_at").value = place
+        ctypes.c_uint.in_dll(library, "emulated_die_in").value = passes
 
     def create(self, nbytes: int) -> EmulatedRegion:
         return EmulatedRegion(HostRegion.create(nbytes, "emulated"))
@@ -202,6 +207,7 @@ class EmulatedPlatform:
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
         library = build(path, head, entries_of(params))
         self._libraries[path] = library
+        self._builds.setdefault(path, []).append(library)
         return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct()) for name, struct in params.items()}
 
     def host_words(self, count: int) -> EmulatedWords:

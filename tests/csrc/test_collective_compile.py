@@ -13,6 +13,7 @@ from epee.collectives.params import (
     TWO_SHOT_THREADS,
     direct_threads,
     kernel_head,
+    mend_threads,
 )
 from epee.collectives.plan import CollectivePlan
 
@@ -29,6 +30,8 @@ THREADS_PER_SM = {
     "masked": EXCHANGE_THREADS,
     "two_shot": TWO_SHOT_THREADS,
     "pipeline": THREADS * BLOCKS,
+    "try": THREADS * BLOCKS,
+    "mend": mend_threads((THREADS, BLOCKS)),
     "direct": direct_threads((THREADS, BLOCKS)) * BLOCKS,
 }
 

@@ -46,6 +46,17 @@ def test_all_survivors_have_the_same_ranks_and_bits(seed: int) -> None:
     assert all(there == first for there in others), found
 
 
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + NUM))
+def test_all_survivors_of_large_calls_have_the_same_ranks_and_bits(seed: int) -> None:
+    num_ranks = 2 + seed % 3
+    victims = {2: (1,), 3: (1, 2) if seed % 2 else (2,), 4: (1, 3)}[num_ranks]
+    found = run_ranks(
+        mortal, num_ranks, seed, victims, 24 if seed % 5 == 0 else 0, True, timeout_s=100, backend="epee", dead=victims
+    )
+    first, *others = (there for rank, there in enumerate(found) if rank not in victims)
+    assert all(there == first for there in others), found
+
+
 @pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
 def test_a_lost_root_is_an_error_on_all_survivors(op: str) -> None:
     found = run_ranks(root_dies, 3, op, 11, timeout_s=100, backend="epee", dead=(1,))

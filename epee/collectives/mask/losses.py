@@ -1,7 +1,7 @@
 """Whom the kernels of a group in mode "mask" have left out, as its host sees it; and when the hosts must meet.
 
-Kernels decide about a death by themselves, alike on all survivors (`csrc/kernels/collective/settle.cuh`), and write who
-is out into the program's mask, where that lies on their GPU, and into a word of pinned memory. This module reads the
+Kernels decide about a death by themselves, alike on all survivors (`csrc/kernels/collective/mask`), and write who is
+out into the program's mask, where that lies on their GPU, and into a word of pinned memory. This module reads the
 word at each touch of the host: who is out is shown in a mask that lies elsewhere. Nobody waits for the GPU for that, so
 the host may be behind it; what the GPU's calls do never depends on what the host has seen.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..moves import Move
 from ..params import MAX_RANKS
 
-ONE_ROW = ("all_reduce", "broadcast", "all_gather", "reduce", "gather")  # all ranks get the same row of a rank
-_ZEROED = ("all_gather", "gather", "all_to_all")  # outputs have places for ranks
+ONE_ROW = ("all_reduce", "broadcast", "all_gather", "reduce", "gather", "vote")  # all get the same row of a rank
 _NOWHERE = (0,) * MAX_RANKS
 
 
@@ -33,8 +32,3 @@ def widened(move: Move, num_ranks: int, num_entries: int) -> Move:
     sources = everybody if move.sources == listed else move.sources
     takers = everybody & ~(1 << move.root) if move.op == "broadcast" else move.takers
     return move._replace(sources=sources, takers=everybody if takers == listed else takers)
-
-
-def has_places(move: Move) -> bool:
-    """Whether an output has a place for each rank, which a rank that takes no part leaves as it is."""
-    return move.op in _ZEROED

@@ -199,36 +199,24 @@ class ShortWay:
         machine.timeout_s = self._engine.timeout_s
         return machine
 
-    def _parcel(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> Parcel | None:
-        """Return what is moved where the tensor is used as it is and the pair has met, else None."""
+    def post_one(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int, is_blocking: bool) -> Any:
+        """Make a single message, if its tensor is used as it is and its pair has met.
+
+        What a blocking one comes to is told at the next touch, as its `wait` could not know it yet.
+        """
         number = _NUMBERS.get(tensor.dtype)
         if peer not in self._pairs.met or number is None or tensor.get_device() != self._pairs.index:
             return None
         if tensor.layout is not _STRIDED or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
-        return Parcel(is_send, peer, tensor.data_ptr(), tensor.nbytes, tag, number)
-
-    def post_at_once(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        """Make a blocking message. What it comes to is told at the next touch, as its `wait` could not know it yet."""
-        parcel = self._parcel(is_send, tensor, peer, tag)
-        if parcel is None:
-            return None
+        parcel = Parcel(is_send, peer, tensor.data_ptr(), tensor.nbytes, tag, number)
         with self._lock:
             machine, streams = self._quiet(1 << peer), self._pairs.streams
             if machine is None or streams is None:
                 return None
-            machine.run_one(parcel, streams.here(peer, is_send), False)
-        return DONE
-
-    def post_beside(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork | None:
-        """Make a single asynchronous message."""
-        parcel = self._parcel(is_send, tensor, peer, tag)
-        if parcel is None:
-            return None
-        with self._lock:
-            machine, streams = self._quiet(1 << peer), self._pairs.streams
-            if machine is None or streams is None:
-                return None
+            if is_blocking:
+                machine.run_one(parcel, streams.here(peer, is_send), False)
+                return DONE
             way = peer, is_send
             place = streams.beside(way, (way,))
             queued = machine.run_one(parcel, place.raw, place.side is not None)

@@ -115,12 +115,10 @@ class MessageHalf:
                 self._batch.made = None if made.is_over else made
                 return work
         who = caller(tensor)
-        if who.is_blocking:
-            work = self._short.post_at_once(is_send, tensor, peer, tag)
-        elif not who.operations:
-            work = self._short.post_beside(is_send, tensor, peer, tag)
-        else:
+        if who.operations:
             work = self._short.post_batch(who)
+        else:
+            work = self._short.post_one(is_send, tensor, peer, tag, who.is_blocking)
         if work is not None:
             return work
         if self._is_closed or self._engine.members.group_size > MAX_RANKS:

@@ -15,7 +15,8 @@
 //                                         the last call; a bit for each rank that takes part; what was seen last in
 //                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
 //   expected [number % 4][rank]           local: the word that `joined` must have when the rank makes the same call
-//   out, settled, got                     local, of mode "mask" (`settle.cuh`)
+//   out, settled, got                     local, of mode "mask" (`mask/settle.cuh`)
+//   ballot, ballots                       local, of large calls there (`mask/tries.cuh`)
 //
 // Number of a call (tag). All ranks make the same calls in the same order, so all count alike, in device memory: a
 // replayed graph has a new number each time. Each block has a copy of its own in `tags`, which it reads when it begins
@@ -49,7 +50,8 @@
 // A wait ends with a report when the time is over, the host aborts, a rank of the view is known to be dead, or the peer
 // has begun a later call (it gave this one up); without one when the call failed elsewhere on this GPU. A call that has
 // failed goes on to its end without moving more payload, so numbers stay in step. What of the output was written
-// before is lost. Nothing traps. Calls of mode "mask" differ: there a death is no failure (`settle.cuh`).
+// before is lost. Nothing traps. Calls of mode "mask" differ: there a death is no failure (`mask/settle.cuh`,
+// `mask/tries.cuh`).
 #pragma once
 #include "../../common/chunks.cuh"
 #include "../../common/report.cuh"
@@ -77,6 +79,10 @@ constexpr int kFactsBits = 24;
 constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 constexpr u64 kPlaced = 1;  // of a word `joined`: `places` lie in front of it
 
+/// What the death of a rank is for a call: a failure; noted, and what waits for others goes on, as the call mends
+/// itself; noted, and the call ends, as it is but a try. In mode "mask" a rank that has left is as one that is dead.
+enum OnDeath : u32 { kFails = 0, kMends, kTries };
+
 /// A block's view of the call.
 struct Meeting {
   u64 peer[kMaxRanks];  // regions of all ranks
@@ -84,8 +90,8 @@ struct Meeting {
   u32 active;              // ranks that take part, this one always
   u32 is_open;             // all have come so far that the call can go on
   i32 lost_at;             // the first step of this block whose wait has failed since
-  u32 is_masked;           // mode "mask": a death is no failure
-  mutable u32 has_deaths;  // a wait of this block has met one
+  u32 on_death;            // `OnDeath`
+  mutable u32 has_deaths;  // a wait of this block has met one that is no failure
 };
 
 DEVICE u64* own_words(const CollectiveCall& call, u64 offset) { return reinterpret_cast<u64*>(call.own + offset); }
@@ -147,12 +153,12 @@ DEVICE u32 left_ranks(const CollectiveCall& call, u32 ranks) {
 }
 
 /// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` with the rank to blame above it, or
-/// `kFailedElsewhere`. `start` is when the wait was first looked at; in mode "mask" only
-/// the end of `peer` counts, its leaving as well.
-DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, bool is_masked, int peer, u64 start) {
+/// `kFailedElsewhere`. `start` is when the wait was first looked at.
+DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, u32 on_death, int peer, u64 start) {
   const u64 now = global_time_ns();
   const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, kRegionNewsOffset), start, now);
-  const u32 needed = is_masked ? 1u << peer : active, left = is_masked ? left_ranks(call, needed) : 0;
+  const u32 needed = on_death == kMends ? 1u << peer : active;
+  const u32 left = on_death == kFails ? 0 : left_ranks(call, needed);
   const u32 dead = (dead_ranks(news) | left) & needed & ~(1u << call.rank);
   const u32 blamed = static_cast<u32>(dead ? __ffs(static_cast<int>(dead)) - 1 : peer) << 8;
   if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
@@ -169,8 +175,8 @@ DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, bool i
 }
 
 /// Polls until `poll(got)` is true; `got` is what a report shows beside `want`, `peer` who is missing, both of which a
-/// poll may change. False when the wait had to end; what a rank stored before it died or went on counts. In mode "mask"
-/// only the death of `peer` ends it, without a report: it is noted in `s`.
+/// poll may change. False when the wait had to end; what a rank stored before it died or went on counts. A death that
+/// is no failure (`OnDeath`) is noted in `s`, without a report.
 template <class Poll>
 DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& peer, u64 want, WaitPlace where,
                        Poll poll) {
@@ -178,14 +184,14 @@ DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& 
   u32 stop = 0;
   const auto must_end = [&] {
     if (start == 0) start = global_time_ns();  // most waits end before they have to know the time
-    stop = why_stop(call, s.tag, s.active, s.is_masked, peer, start);
+    stop = why_stop(call, s.tag, s.active, s.on_death, peer, start);
     return stop != 0;
   };
   if (bounded_wait<kPollsPerGlance, kPollAgain>([&] { return poll(got); }, must_end)) return true;
   if (stop == kFailedElsewhere) return false;
   const FailureCode code = static_cast<FailureCode>(stop & 0xFF);
   const int blamed = static_cast<int>(stop >> 8);
-  if (code == kPeerDead && s.is_masked)
+  if (code == kPeerDead && s.on_death != kFails)
     s.has_deaths = 1;
   else if (code == kMismatch)
     report_other_call(call, s.tag, s.tag, blamed);
@@ -211,7 +217,7 @@ struct NothingToTell {
 /// until all have begun the call `behind` calls ago, which must have been the same for them. All threads; false in all
 /// of them when the call is lost, as it is when the root (-1: none) takes no part, or somebody has lost one
 /// before. In mode "mask" nobody waits for who is dead, and ranks that calls have left out take no part.
-template <bool kRelease = false, bool kIsMasked = false, class Tell = NothingToTell>
+template <bool kRelease = false, OnDeath kOnDeath = kFails, class Tell = NothingToTell>
 DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const Tell& tell = {}) {
   if (warp_idx() == 0) {
     const int lane = lane_idx();
@@ -221,7 +227,7 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
     const u64 tag = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x) + 1;
     const u64 gone = ld_relaxed_sys(own_words(call, kRegionGoneOffset) + rank);
     const u64* joined = joined_at(call.own, tag - behind, rank);
-    const u64 out = kIsMasked ? ld_relaxed_sys(own_words(call, kRegionOutOffset)) : 0;
+    const u64 out = kOnDeath != kFails ? ld_relaxed_sys(own_words(call, kRegionOutOffset)) : 0;
     const bool is_member = lane < kNumRanks && peer != 0 && (rank == call.rank || ((view & ~out) >> rank & 1));
     const bool is_peer = is_member && rank != call.rank;
     const u32 active = __ballot_sync(~0u, is_member);
@@ -235,7 +241,7 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
       s.tag = tag;
       s.active = active;
       s.lost_at = kNeverLost;
-      s.is_masked = kIsMasked;
+      s.on_death = kOnDeath;
       s.has_deaths = 0;
       s.is_open = (call.root < 0 || is_in(active, call.root)) && !leavers;
       if (leavers && !is_in(leavers, call.rank))
@@ -259,7 +265,8 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
     if (is_peer && !leavers) {
       const u64 least = (tag - behind) << kFactsBits;
       bool is_open = wait_count(call, s, rank, joined, least, behind ? kWaitJoined : kWaitBarrier);
-      if (kIsMasked && !is_open) is_open = ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != tag;  // it is dead
+      if (kOnDeath != kFails && !is_open)
+        is_open = ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != tag;  // it is dead
       for (u64 of = tag - 1; is_open && of <= tag - behind; ++of) {
         if (!is_other_call(call, tag, of, rank)) continue;
         report_other_call(call, tag, of, rank);
@@ -272,6 +279,17 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
   return s.is_open;
 }
 
+/// Writes the number of a call to this block's own copy of it, and to those of blocks that the grid does not have. All
+/// threads; in mode "mask" the block's own copy is released.
+template <bool kIsMasked>
+DEVICE void write_number(const CollectiveCall& call, u64 tag) {
+  u64* tags = own_words(call, kRegionTagsOffset);
+  if (kIsMasked && threadIdx.x == 0) st_release_gpu(tags + blockIdx.x, tag);
+  const u32 first = (threadIdx.x + (kIsMasked && threadIdx.x == 0 ? blockDim.x : 0)) * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (u32 i = first; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = tag;
+}
+
 /// Ends the call for this block: the next one has the next number. All threads. A rank that has lost the call says so.
 /// In mode "mask" the block's own copy of the number is released: what it has written of the output stands.
 template <bool kIsMasked = false>
@@ -280,11 +298,7 @@ DEVICE void close_call(const CollectiveCall& call, const Meeting& s) {
   const int peer = static_cast<int>(threadIdx.x);
   const bool is_peer = peer < kNumRanks && peer != call.rank && is_in(s.active, peer);
   const bool is_other = is_peer && blockIdx.x == 0 && s.is_open && is_other_call(call, s.tag, s.tag, peer);
-  u64* tags = own_words(call, kRegionTagsOffset);
-  if (kIsMasked && threadIdx.x == 0) st_release_gpu(tags + blockIdx.x, s.tag);
-  const u32 first = (threadIdx.x + (kIsMasked && threadIdx.x == 0 ? blockDim.x : 0)) * gridDim.x + blockIdx.x;
-#pragma unroll 1
-  for (u32 i = first; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = s.tag;
+  write_number<kIsMasked>(call, s.tag);
   if (is_peer && is_other) report_other_call(call, s.tag, s.tag, peer);
   if (warp_idx() != 0) return;
   __syncwarp();

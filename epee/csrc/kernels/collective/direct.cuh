@@ -19,7 +19,8 @@
 //
 // Whether a call goes this way is decided by all ranks alike: it does if all that take part have said so in `joined`
 // (`kPlaced`), which a host does that finds its rows in its pool. Where they begin may differ from rank to rank. A
-// place is checked against the size of its owner's pool before it is read.
+// place is checked against the size of its owner's pool before it is read. A rank that has not mapped a pool of the
+// others has 0 for its own in `pools`, and does not say so; a graph may have recorded this kernel before.
 //
 // In and out may be the same memory: only the owner reads its own share of its input, and the other shares of its
 // output are written behind their owners' flags, who have read them all as input.
@@ -44,9 +45,15 @@ DEVICE u64* direct_credit_at(u64 region, int lane, int reader) {
   return credit_at(region, lane < kMaxLanes ? kGather : kScatter, lane % kMaxLanes, reader);
 }
 
+/// Where this rank's pool begins; 0: its calls are made as without one.
+DEVICE u64 own_pool(const CollectiveCall& call) {
+  return ld_relaxed_sys(own_words(call, kRegionPoolsOffset) + call.rank);
+}
+
 /// Tells a rank where its input and the output of this one begin, if they lie in the pool; for `open_call`.
 DEVICE u64 tell_place(const CollectiveParams& p, int rank, u64 region, u64 tag) {
-  const u64 pool = ld_relaxed_sys(own_words(p.call, kRegionPoolsOffset) + p.call.rank);
+  const u64 pool = own_pool(p.call);
+  if (pool == 0) return 0;
   u64* words = places_at(region, tag, p.call.rank);
   st_relaxed_sys(words, p.inputs[rank] - pool);
   st_relaxed_sys(words + 1, p.outputs[p.call.rank] - pool);
@@ -64,7 +71,8 @@ DEVICE bool is_inside(u64 at, i64 num_bytes, u64 size) {
 DEVICE bool find_places(const CollectiveParams& p, const Meeting& s, Places& w) {
   const int rank = static_cast<int>(threadIdx.x);
   const bool is_peer = rank < kNumRanks && rank != p.call.rank && is_in(s.active, rank);
-  if (rank == 0) w.are_all = w.are_good = 1;
+  if (rank == 0) w.are_all = own_pool(p.call) != 0;
+  if (rank == 0) w.are_good = 1;
   __syncthreads();
   if (is_peer && !(ld_acquire_sys(joined_at(p.call.own, s.tag, rank)) & kPlaced)) w.are_all = 0;
   __syncthreads();

@@ -34,7 +34,7 @@
 // were sent before, so it counts for those that are left. A root that is out is a failure, told to all (`gone`), as is
 // a wait that is over in time: these the hosts mend, as in mode "raise".
 #pragma once
-#include "packets.cuh"
+#include "../packets.cuh"
 
 /// What a settling block has to share.
 struct Settling {

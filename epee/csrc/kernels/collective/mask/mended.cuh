@@ -9,6 +9,7 @@
 // Order in a warp, for each of its tiles: own tile (or the tile of all rows, and a fence) into this rank's own memory,
 // packets to all; when all its tiles are sent, it takes. The first warp then waits for the words of those that send no
 // row, so a call is over when every rank has begun it.
+#pragma once
 #include "settle.cuh"
 
 /// Stores this rank's row, or all its rows, where it or others may need it, then sends the tile to all other takers.
@@ -84,12 +85,11 @@ DEVICE void close_masked(const MaskedParams& m, Meeting& s, Settling& z) {
   close_call<true>(call, s);
 }
 
+/// What this block does of a call; where it is the only one of a grid that makes it, the others have its number. All
+/// threads.
 template <bool kIsPlaced>
-DEVICE void masked(const MaskedParams& m) {
-  __shared__ Meeting s;
-  __shared__ Settling z;
+DEVICE void make_masked(const MaskedParams& m, Meeting& s, Settling& z) {
   const CollectiveParams& p = m.base;
-  wait_previous_kernel();
   const u8* own_row = reinterpret_cast<const u8*>(p.inputs[p.call.rank]);
   const u32 senders = senders_of(p), me = 1u << p.call.rank;
   const int num = num_tiles(p.num_bytes);
@@ -97,7 +97,7 @@ DEVICE void masked(const MaskedParams& m) {
   Tile first = {};
   if (has_row && first_tile() < num)
     first = load_tile(own_row, p.num_bytes, first_tile());  // on its way while the call opens
-  const bool is_open = open_call<false, true>(p.call, s, 1);
+  const bool is_open = open_call<false, kMends>(p.call, s, 1);
   allow_next_kernel();
   const u32 takers = p.call.takers & s.active;
   const auto own = [&](int tile) {
@@ -116,17 +116,3 @@ DEVICE void masked(const MaskedParams& m) {
   if (is_open && blockIdx.x == 0) await_words(m, s, s.active);
   close_masked<kIsPlaced>(m, s, z);
 }
-
-namespace epee {
-
-__global__ void __launch_bounds__(kExchangeThreads, 1)
-    collective_masked_reduced(const __grid_constant__ MaskedParams m) {
-  masked<false>(m);
-}
-
-__global__ void __launch_bounds__(kExchangeThreads, 1)
-    collective_masked_placed(const __grid_constant__ MaskedParams m) {
-  masked<true>(m);
-}
-
-}  // namespace epee

@@ -1,9 +1,13 @@
-"""Collectives of a group in mode "mask" beside those of one in mode "raise", on the GPUs of one host.
+"""Collectives of a group in mode "mask" beside those of one in mode "raise", and NCCL's, on the GPUs of one host.
 
     python benchmarks/collectives_mask.py --json bench-out/collectives_mask.json
 
-Clock and tensors as in `collectives_gpu.py`: microseconds of a call in a CUDA graph. Results are checked first.
-Both groups are in one process; nothing else runs on the GPUs.
+Clock and tensors as in `collectives_gpu.py`: microseconds of a call in a CUDA graph; results are checked first. Host:
+how long an eager call keeps the calling thread, median of 200 calls, each timed by itself; the GPU is idle before every
+tenth, so nobody waits for room in its queue. Both on the slowest rank.
+
+Each way has processes of its own, one way after the other: two groups that are used at once in one process share the
+GPU (docs/limits.md), and neither has the times of one alone.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,53 +31,67 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
-from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, host_us, say
+from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, say, slowest
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 SIZES = (4, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
-MODES = ("raise", "mask")
+WAYS = ("raise", "mask", "nccl")
 
 
-def times(groups: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line for each op and size."""
-    rows = []
+def eager_us(call: Callable[[], Any]) -> float:
+    """Microseconds of the calling thread, median of single calls, slowest rank."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        dist.barrier()
+        for _ in range(10):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return slowest(median(times))
+
+
+def check(group: Any) -> None:
+    """Calls of all ways of the kernels, bit for bit."""
+    for count in (1, 5000, 300_000, 2_000_000, 5_000_001):
+        for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            for again in range(4):  # the later ones look like the first: the root, too, which the seed says
+                check_op(group, op, count, KINDS[0], count + len(op) + again * dist.get_world_size())
+
+
+def times_of(group: Any, way: str) -> list[tuple[str, int, float, float]]:
+    """Op, size, time in a graph and host time of each case."""
+    found = []
     for op in OPS:
         for size in SIZES:
             if size == 4 and op != "all_reduce":
                 continue
-            case = Case(op, size, dist.get_world_size())
-            row: dict[str, Any] = {"op": op, "bytes": size}
-            for mode in MODES:
-                row[f"{mode}_us"] = graph_us(case.by(groups[mode]), size, 15)
-                row[f"{mode}_host_us"] = host_us(case.by(groups[mode]))
-                half_of(groups[mode]).check()
-            rows.append(row)
-            graph, host = (
-                " ".join(f"{mode} {row[f'{mode}{what}']:7.2f}" for mode in MODES) for what in ("_us", "_host_us")
-            )
-            say(f"{op:15s}{size:9d} bytes  graph, us: {graph}   host, us: {host}")
-    return rows
+            call = Case(op, size, dist.get_world_size()).by(group)
+            found.append((op, size, graph_us(call, size, 15), eager_us(call)))
+            say(f"{way}: {op} of {size} bytes: {found[-1][2]:.2f} us in a graph, the host {found[-1][3]:.2f} us")
+            if way != "nccl":
+                half_of(group).check()
+    return found
 
 
-def run(rank: int, num_ranks: int, path: str, folder: str) -> None:
-    """One rank."""
+def run(rank: int, num_ranks: int, way: str, folder: str) -> None:
+    """One rank of one way; the first one writes what it has found into the folder."""
     torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks)
+    store = dist.FileStore(f"{folder}/store-{way}", num_ranks)
+    options = epee.BackendOptions(fault_mode="mask" if way == "mask" else "raise")
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
     try:
-        groups: dict[str, Any] = {"raise": dist.group.WORLD}
-        groups["mask"] = dist.new_group(backend="epee", pg_options=epee.BackendOptions(fault_mode="mask"))
-        for group in groups.values():
+        group: Any = dist.new_group(backend="nccl") if way == "nccl" else dist.group.WORLD
+        if way != "nccl":
             group._engine.timeout_s = TIMEOUT_S
-            for count in (1, 5000, 300_000, 2_000_000, 5_000_001):
-                for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
-                    check_op(group, op, count, KINDS[0], count + len(op))
-        say("check: every bit right in both modes")
-        rows = times(groups)
-        if rank == 0 and path:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            found = {"device": torch.cuda.get_device_name(), "num_ranks": num_ranks, "rows": rows}
-            Path(path).write_text(json.dumps(found, indent=1))
+            check(group)
+            say(f"{way}: every bit right")
+        found = times_of(group, way)
+        if rank == 0:
+            Path(f"{folder}/{way}.json").write_text(json.dumps(found))
     except BaseException:  # noqa: BLE001 - the other ranks must not wait for this one
         traceback.print_exc()
         sys.stderr.flush()
@@ -80,14 +101,43 @@ def run(rank: int, num_ranks: int, path: str, folder: str) -> None:
     os._exit(0)
 
 
+def joined(found: dict[str, list[tuple[str, int, float, float]]]) -> list[dict[str, Any]]:
+    """A row for each op and size, with the times of all ways."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for way, cases in found.items():
+        for op, size, us, host in cases:
+            row = rows.setdefault((op, size), {"op": op, "bytes": size})
+            row |= {f"{way}_us": us, f"{way}_host_us": host}
+    return list(rows.values())
+
+
+def print_rows(rows: list[dict[str, Any]], ways: list[str]) -> None:
+    """A line for each op and size."""
+    for row in rows:
+        graph, host = (" ".join(f"{way} {row[f'{way}{what}']:8.2f}" for way in ways) for what in ("_us", "_host_us"))
+        print(f"{row['op']:15s}{row['bytes']:10d} bytes  graph, us: {graph}   host, us: {host}", flush=True)
+
+
 def main() -> None:
-    """Parse the command line and start the ranks."""
+    """Parse the command line; let the ranks of one way after the other run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (args.num_ranks, args.json, folder), args.num_ranks)
+        for way in args.ways:
+            mp.spawn(run, (args.num_ranks, way, folder), args.num_ranks)
+            found[way] = json.loads(Path(f"{folder}/{way}.json").read_text())
+    rows = joined(found)
+    print_rows(rows, args.ways)
+    if args.json:
+        facts = {"device": torch.cuda.get_device_name(), "num_ranks": args.num_ranks, "torch": torch.__version__}
+        facts |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "date": time.strftime("%Y-%m-%d")}
+        facts["multicast_off"] = os.environ.get("NCCL_NVLS_ENABLE") == "0"
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(facts | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

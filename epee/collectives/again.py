@@ -7,9 +7,9 @@ addresses; what depends on those (whether input and output meet) is looked at in
 
 Whatever is not as it was (another stream or GPU, a graph, a report, other buffers on the GPU, arguments that look
 otherwise) gives None, before anything has happened: the call goes the ordinary way, which checks it and makes it, or
-raises. It tells what was made (`remember`), where that was one kernel's work on the tensors as they came. A plan is
-made when a key comes for the second time, as it costs more than it saves once. At most `MAX_PLANS` are kept, then it
-begins anew.
+raises. It tells what was made (`remember`), where that was one move of the tensors as they came: one kernel, or the
+three of a large call of mode "mask", for which a sum in place is copied first. A plan is made when a key comes for
+the second time, as it costs more than it saves once. At most `MAX_PLANS` are kept, then it begins anew.
 
 Who calls: the thread of a call, with the lock of the group's device half.
 """
@@ -25,18 +25,20 @@ import torch.distributed as dist
 
 from ..backend.collectives.arguments import reduce_code
 from .machine import Collectives
-from .moves import Move
-from .params import MAX_RANKS, CollectiveParams
+from .mask.counts import Count
+from .moves import MOVED, Move
+from .params import COUNTED_FORM, COUNTED_OFFSET, MAX_RANKS, CollectiveParams
 from .plan import Fitted
 
 MAX_PLANS = 512
 NO_KEY = (AttributeError, TypeError, ValueError, RuntimeError)  # of what is no tensor, or not the usual arguments
 _STRIDED, _SUM = torch.strided, dist.ReduceOp.SUM
-_Found = tuple["ReadyCall", tuple[int, ...]]
+_Found = tuple["ReadyCall", tuple[int, ...], torch.Tensor]  # of the call: its addresses, the tensor it writes
+_put_counted = COUNTED_FORM.pack_into
 
 
 class ReadyCall:
-    """The launch of calls that differ in addresses only.
+    """The launches of calls that differ in addresses only.
 
     Args:
         machine: that made one of them.
@@ -47,46 +49,70 @@ class ReadyCall:
     def __init__(self, machine: Collectives, move: Move, most_sms: int) -> None:
         self._machine, self._move, self._share = machine, move, machine.device.share
         self._most_sms = most_sms
-        num_ranks = machine.config.num_ranks
+        self._rank, self._num_ranks = machine.config.rank, machine.config.num_ranks
+        self._is_tried, self._is_sum = machine.is_tried(move), move.kind != MOVED
+        num_ranks = self._num_ranks
         room = 8 * (MAX_RANKS - num_ranks)
         self._pack = struct.Struct(f"={num_ranks}Q{room}x{num_ranks}Q").pack_into
         self._at = CollectiveParams.inputs.offset
-        self._fitted: Fitted | None = None
+        self._launches: list[Fitted] = []
         self._answer: tuple[int, bool] | None = None
         self._timeout_s = -1.0
         self._kernels: dict[str, Any] = {}
 
-    def launch(self, stream: int, timeout_s: float, addresses: tuple[int, ...]) -> bool:
+    def launch(
+        self, stream: int, timeout_s: float, addresses: tuple[int, ...], written: torch.Tensor, count: Count | None
+    ) -> bool:
         """Launch on a raw stream, the one of the last launch; False, and nothing has happened, where it cannot be.
 
         Args:
             stream: a raw handle.
             timeout_s: of the call's waits.
             addresses: of this rank's inputs for all ranks, then of its outputs.
+            written: the tensor that this rank's output lies in, alone where it may be summed in place.
+            count: as in `Collectives.run`.
         """
         answer = self._share.still(stream)
-        fitted = self._fitted
+        launches = self._launches
         is_as_before = answer is self._answer and timeout_s == self._timeout_s
-        if fitted is None or not is_as_before or fitted.plan is not self._machine.plan:
+        if not launches or not is_as_before or launches[0].plan is not self._machine.plan:
             if answer is None:
                 return False
-            fitted = self._fit(answer, timeout_s)
-        self._pack(fitted.kernel.args, self._at, *addresses)
-        fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
+            launches = self._fit(answer, timeout_s)
+        copy = None  # lives until the call is queued
+        if self._is_tried:
+            again, own = addresses, addresses[self._rank]
+            if self._is_sum and own == addresses[self._num_ranks + self._rank]:
+                try:
+                    copy = written.detach().clone()
+                except RuntimeError:  # no memory: peers must hear of it
+                    return False
+                place = copy.data_ptr()
+                again = tuple([place if at == own else at for at in addresses[: self._num_ranks]])
+                again += addresses[self._num_ranks :]
+            self._pack(launches[2].kernel.args, self._at, *again)
+        if count is not None:
+            _put_counted(launches[-1].kernel.args, COUNTED_OFFSET, count.address, count.stamp)
+        self._pack(launches[0].kernel.args, self._at, *addresses)
+        for _, _, kernel, grid, block, shared, mode, _ in launches:
+            kernel(grid, block, shared, stream, mode)
         return True
 
-    def _fit(self, answer: tuple[int, bool], timeout_s: float) -> Fitted:
+    def _fit(self, answer: tuple[int, bool], timeout_s: float) -> list[Fitted]:
         machine = self._machine
-        self._fitted = None  # who is interrupted in here begins again
+        self._launches = []  # who is interrupted in here begins again
         machine.timeout_s, machine.most_sms = timeout_s, self._most_sms
-        fitted = machine.fit(self._move, *answer)
+        launches = [fitted._replace(kernel=self._own(fitted)) for fitted in machine.fit(self._move, *answer)]
+        machine.fill(launches, self._move, self._move)
+        self._launches, self._answer, self._timeout_s = launches, answer, timeout_s
+        return launches
+
+    def _own(self, fitted: Fitted) -> Any:
+        """Return this call's own launcher of a kernel."""
         kernel = self._kernels.get(fitted.name)
         if kernel is None:
             kernel = self._kernels[fitted.name] = fitted.kernel.bind()
-        fitted = fitted._replace(kernel=kernel)
-        machine.fill(fitted, self._move)
-        self._fitted, self._answer, self._timeout_s = fitted, answer, timeout_s
-        return fitted
+        return kernel
 
 
 class KnownCalls:
@@ -114,8 +140,14 @@ class KnownCalls:
             "all_to_all_single": self._all_to_all,
         }
 
-    def run(self, method: str, args: Sequence[Any], timeout_s: float) -> int | None:
-        """Make a call, if it looks like an earlier one; returns its stream, or None, and nothing has happened."""
+    def run(self, method: str, args: Sequence[Any], timeout_s: float, count: Count | None = None) -> int | None:
+        """Make a call, if it looks like an earlier one; returns its stream, or None, and nothing has happened.
+
+        Args:
+            method, args: of the group, without keywords.
+            timeout_s: of the call's waits.
+            count: as in `Collectives.run`; always, or never.
+        """
         self._missed = None
         find = self._methods.get(method)
         stream = self._device.quiet_stream()
@@ -125,7 +157,10 @@ class KnownCalls:
             found = find(*args)
         except NO_KEY:
             return None
-        return stream if found is not None and found[0].launch(stream, timeout_s, found[1]) else None
+        if found is None:
+            return None
+        ready, addresses, written = found
+        return stream if ready.launch(stream, timeout_s, addresses, written, count) else None
 
     def skip(self) -> None:
         """Note that a call is made without `run`: it is not the one that `run` has missed last."""
@@ -158,7 +193,7 @@ class KnownCalls:
         if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
             return None
         ready = self._ready(("all_reduce", type(x), x.dtype, x.numel(), x.get_device(), code, self._is_in_pool(x)))
-        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
+        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks), x)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> _Found | None:
         (x,) = tensors
@@ -166,7 +201,7 @@ class KnownCalls:
             return None
         key = "broadcast", type(x), x.dtype, x.numel(), x.get_device(), opts.rootRank, self._is_in_pool(x)
         ready = self._ready(key)
-        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
+        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks), x)
 
     def _all_gather(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
         ready = self._pair("all_gather", output, x, 0)
@@ -175,7 +210,7 @@ class KnownCalls:
         at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), x.nbytes, self._num_ranks
         if at != out + self._rank * size and at < out + num_ranks * size and out < at + size:
             return None
-        return ready, (at,) * num_ranks + tuple(range(out, out + num_ranks * size, size))
+        return ready, (at,) * num_ranks + tuple(range(out, out + num_ranks * size, size)), output
 
     def _reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
         op = opts.reduceOp
@@ -185,7 +220,7 @@ class KnownCalls:
         at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), output.nbytes, self._num_ranks
         if out != at + self._rank * size and out < at + num_ranks * size and at < out + size:
             return None
-        return ready, tuple(range(at, at + num_ranks * size, size)) + (out,) * num_ranks
+        return ready, tuple(range(at, at + num_ranks * size, size)) + (out,) * num_ranks, output
 
     def _all_to_all(
         self, output: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
@@ -197,7 +232,7 @@ class KnownCalls:
         if at < out + whole and out < at + whole:
             return None
         size = whole // self._num_ranks
-        return ready, tuple(range(at, at + whole, size)) + tuple(range(out, out + whole, size))
+        return ready, tuple(range(at, at + whole, size)) + tuple(range(out, out + whole, size)), output
 
     def _pair(self, op: str, output: torch.Tensor, x: torch.Tensor, more: int) -> ReadyCall | None:
         """Return the plan for an input and an output of some elements each."""

@@ -56,10 +56,12 @@ from . import moves
 from .again import KnownCalls
 from .calls import NotServed, Prepared, prepare
 from .machine import Collectives, most_sms
+from .mask.counts import Count
 from .mask.losses import Losses, ranks_of
 from .mask.moves import masked
 from .mask.work import MaskedWork
 from .meeting import MeetingRow, flaw_in
+from .moves import Move
 from .plan import config_of, plan_of
 from .pool import MemoryPool
 from .report import error_of, failed, may_be_of_dead
@@ -71,6 +73,7 @@ CLOSE_S = 30.0  # how long the end of a group waits for kernels that wait for pe
 NEWS_S = 0.1  # how long a host waits to hear of a death that others have heard of
 DYING_S = 2.0  # the same where a process is seen to die: with a GPU that takes a while on a busy machine
 _REFUSED = 1 << 62  # facts of no call
+_Before = tuple[set[int], Count | None]  # the ranks that took part when a call was made, and who is in its result
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -158,7 +161,7 @@ class DeviceHalf:
         is_quiet = not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost
         if again is not None and is_quiet:
             before = self._before(is_async)
-            stream = again.run(method, args, self._engine.timeout_s)
+            stream = again.run(method, args, self._engine.timeout_s, None if before is None else before[1])
             if stream is not None:
                 self._note(None if self._policy.is_masked else self._members)
                 return self._work(stream, is_async, args[0], side, before)
@@ -176,15 +179,17 @@ class DeviceHalf:
         if self._losses is not None and self._machine is not None:
             self._losses.look(self._machine)
 
-    def _before(self, is_async: bool) -> set[int] | None:
-        """Return who takes part in a call that is to be made, for its work; None where that does not tell."""
-        return self._present() if self._losses is not None and is_async else None
+    def _before(self, is_async: bool) -> _Before | None:
+        """Return what the work of a call that is to be made tells of its ranks; None where it does not."""
+        if self._losses is None or self._machine is None or not is_async:
+            return None
+        return self._present(), self._machine.counts.take()
 
     def _present(self) -> set[int]:
         return {*self._members}.difference(self.lost())
 
     def _work(
-        self, stream: int, is_async: bool, outputs: Any, side: torch.cuda.Stream | None, before: set[int] | None
+        self, stream: int, is_async: bool, outputs: Any, side: torch.cuda.Stream | None, before: _Before | None
     ) -> Any:
         if not is_async:
             return DONE
@@ -193,7 +198,7 @@ class DeviceHalf:
         rest = self.check, stream, shown, self._machine.platform.device, side
         if before is None:
             return DeviceWork(*rest)
-        return MaskedWork(self._engine, before, self._present, *rest)
+        return MaskedWork(self._engine, *before, self._present, *rest)
 
     def _run(
         self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
@@ -222,21 +227,26 @@ class DeviceHalf:
         machine = self._machine
         machine.timeout_s = self._engine.timeout_s
         machine.most_sms = most_sms(machine, is_async)
+        again: list[Move] = []
+        if refused is None and call is not None:
+            try:
+                again = [call.again(move) if machine.is_tried(move) else move for move in call.moves]
+            except RuntimeError as exc:  # no memory for a copy
+                refused = exc
         if refused is not None or call is None:
             self._is_lost = True
             machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
             raise refused or InvalidArgument(method)
         before = self._before(is_async)
-        stream = self._queue(machine, call)
+        stream = self._queue(machine, call.moves, again, None if before is None else before[1])
         call.copy_back()
-        if self._again and not kwargs and self._may_come_again(machine, call):
+        if self._again and not kwargs and self._may_come_again(call):
             self._again[is_async].remember(call.moves[0])
         self._note(None if self._policy.is_masked else self._members)
         return self._work(stream, is_async, call.outputs, side, before)
 
-    def _may_come_again(self, machine: Collectives, call: Prepared) -> bool:
-        is_one = call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
-        return is_one and not machine.is_tried(call.moves[0])
+    def _may_come_again(self, call: Prepared) -> bool:
+        return call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
 
     def _prepare(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared:
         """Return a call as the kernels make it."""
@@ -247,17 +257,24 @@ class DeviceHalf:
             call.moves = [masked(move, self._rank, size, entries) for move in call.moves]
         return call
 
-    def _queue(self, machine: Collectives, call: Prepared) -> int:
-        """Put a call on the current stream of the group's GPU; returns the stream."""
+    def _queue(self, machine: Collectives, made: list[Move], again: list[Move], count: Count | None) -> int:
+        """Put a call on the current stream of the group's GPU; returns the stream.
+
+        Args:
+            machine: of the group.
+            made: the moves, of the last of which `count` tells: who is in that is in all of them.
+            again: these as they may be made again.
+            count: as in `Collectives.run`.
+        """
         if (
             self._device is not None
             and self._device.type == "cuda"
             and torch.cuda.current_device() != self._device.index
         ):
             with torch.cuda.device(self._device):
-                return self._queue(machine, call)
-        for move in call.moves:
-            stream = machine.run(move, call.again(move) if machine.is_tried(move) else None)
+                return self._queue(machine, made, again, count)
+        for number, pair in enumerate(zip(made, again, strict=True), 1):
+            stream = machine.run(*pair, count if number == len(made) else None)
         return stream
 
     def check(self) -> None:

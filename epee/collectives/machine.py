@@ -27,6 +27,7 @@ from ..ep.gpu.platform import LentRegion, Platform
 from ..ep.gpu.report import KernelReport
 from ..errors import EpeeError, InvalidState
 from . import moves
+from .mask.counts import NOBODY_ASKS, Count, CountWords
 from .mask.moves import ONE_ROW
 from .moves import MOVED, UNEVEN, Kind, Move
 from .params import (
@@ -90,6 +91,7 @@ class Collectives:
         told: mode "mask": a pinned word, a bit for each rank that kernels have left out since `begin`.
         shown: mode "mask": address and length of the program's mask on this GPU, or 0.
         fills_absent: mode "mask": places of ranks that take no part are filled with zeros.
+        counts: mode "mask": words for who is in a call.
         pool: memory for tensors that peers read where they lie, if there is one.
         no_pools: why this rank neither reads pools nor lets its own be read; empty if it does.
     """
@@ -113,6 +115,7 @@ class Collectives:
         self.device = GpuDevice(platform, head, self._files)
         self.told = platform.host_words(1)
         self.shown, self.fills_absent = (0, 0), False
+        self.counts = CountWords(platform)
         self._own = platform.create(config.region_layout.nbytes)
         self._kernels: dict[Kind, dict[str, Any]] = {}
         self._loaded: dict[Kind, set[str]] = {}  # files of them
@@ -169,12 +172,13 @@ class Collectives:
         self._kernels.setdefault(kind, {}).update(kernels)
         self._loaded.setdefault(kind, set()).update(paths)
 
-    def run(self, move: Move, again: Move | None = None) -> int:
+    def run(self, move: Move, again: Move | None = None, count: Count | None = None) -> int:
         """Queue a call on the current stream; returns the stream.
 
         Args:
             move: the call.
             again: the same from rows that it does not write over; needed where `is_tried`, if `move` does.
+            count: mode "mask": is told who is in the result.
 
         Raises:
             InvalidState: closed, or kernels are missing while a graph is recorded. InvalidArgument: no such reduction.
@@ -189,15 +193,9 @@ class Collectives:
         else:
             share.stream = stream
             self.device.follow(stream)
-        limit = share.limit(stream, is_capturing)
-        calls = [self.fit(move, *limit)]
-        self.fill(calls[0], move)
-        if self.is_tried(move):
-            calls += self.fit(self._vote, *limit), self.fit(again or move, *limit, is_again=True)
-            self.fill(calls[1], self._vote)
-            self.fill(calls[2], again or move)
-            self.fill(calls[2], self._vote, MendParams.vote.offset)
-        for fitted in calls:
+        launches = self.fit(move, *share.limit(stream, is_capturing))
+        self.fill(launches, move, again or move, count)
+        for fitted in launches:
             fitted.kernel(fitted.grid, fitted.block, fitted.shared, stream, fitted.mode)
         return stream
 
@@ -211,15 +209,21 @@ class Collectives:
         ballots = [moves.Stretch(first + nbytes * rank, nbytes) for rank in range(num_ranks)]
         return moves.vote(num_ranks, moves.Stretch(own + layout.offset("ballot"), nbytes), ballots)
 
-    def fit(self, move: Move, num_sms: int, is_alone: bool, is_again: bool = False) -> Fitted:
-        """Choose kernel and launch of a call that may take so many multiprocessors; its kernels are loaded.
+    def fit(self, move: Move, num_sms: int, is_alone: bool) -> list[Fitted]:
+        """Choose the launches of a call, one or (`is_tried`) three; its kernels are loaded.
 
         Args:
-            move: the call.
+            move: the call; where its rows lie does not matter in mode "mask".
             num_sms: most multiprocessors.
             is_alone: nobody else is to find room beside it.
-            is_again: the kernel that makes the call again, if it must be.
         """
+        launches = [self._fit(move, num_sms, is_alone)]
+        if self.is_tried(move):
+            launches += self._fit(self._vote, num_sms, is_alone), self._fit(move, num_sms, is_alone, is_again=True)
+        return launches
+
+    def _fit(self, move: Move, num_sms: int, is_alone: bool, is_again: bool = False) -> Fitted:
+        """Choose one kernel and its launch; `is_again`: the one that makes the call again, if it must be."""
         plan, share = self.plan, self.device.share
         num_sms = min(num_sms, self.most_sms)
         if not is_alone:  # others need room, too, and more of them may come
@@ -239,8 +243,20 @@ class Collectives:
             share.widen(width)
         return Fitted(plan, name, self._kernels[move.kind][name], grid, block, sizes[-2], mode, sizes)
 
-    def fill(self, fitted: Fitted, move: Move, at: int = 0) -> None:
-        """Write a call's own arguments, to those of a kernel that begin `at` bytes behind the first."""
+    def fill(self, launches: Sequence[Fitted], move: Move, again: Move, count: Count | None = None) -> None:
+        """Write a call's own arguments; the rest as in `run`. The last kernel tells who is in the result."""
+        told = NOBODY_ASKS if count is None else (count.address, count.stamp)
+        if len(launches) == 1:
+            self._fill(launches[0], move, told)
+            return
+        first, vote, last = launches
+        self._fill(first, move)
+        self._fill(vote, self._vote)
+        self._fill(last, again, told)
+        self._fill(last, self._vote, at=MendParams.vote.offset)
+
+    def _fill(self, fitted: Fitted, move: Move, told: tuple[int, int] = NOBODY_ASKS, at: int = 0) -> None:
+        """Write the arguments of one kernel, those that begin `at` bytes behind the first."""
         CALL_FORM.pack_into(
             fitted.kernel.args,
             at + CALL_OFFSET,
@@ -258,7 +274,8 @@ class Collectives:
             *fitted.sizes,
         )
         if isinstance(fitted.kernel.args, (MaskedParams, MendParams)):
-            masked = self.told.address, *self.shown, int(move.op in ONE_ROW), int(self.fills_absent), 0
+            (shown, num_shown), is_one_row = self.shown, int(move.op in ONE_ROW)
+            masked = self.told.address, shown, *told, num_shown, is_one_row, int(self.fills_absent), 0
             MASKED_FORM.pack_into(fitted.kernel.args, at + MASKED_OFFSET, *masked)
 
     def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:

@@ -114,13 +114,15 @@ class MaskedParams(ctypes.Structure):
 
     `kept_offset`: where a rank keeps its rows in a region; `told`: a pinned word that the ranks which calls have left
     out are written to; `shown`: the program's own mask on this GPU, int32 `[num_shown]`, or 0; `is_one_row`: all ranks
-    get the same row; `fills_absent`: places of ranks that take no part are filled with zeros.
+    get the same row; `fills_absent`: places of ranks that take no part are filled with zeros. `counted`: a pinned word
+    that `stamp`, with a bit for each rank in this call's result, is written to, or 0.
     """
 
     _fields_ = (
         ("base", CollectiveParams),
         *_fields(_WORD, "kept_offset"),
-        *_fields(_PTR, "told shown"),
+        *_fields(_PTR, "told shown counted"),
+        *_fields(_WORD, "stamp"),
         *_fields(_INT, "num_shown is_one_row fills_absent unused"),
     )
 
@@ -140,8 +142,10 @@ CALL_OFFSET = CollectiveCall.timeout_ns.offset
 assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 
 # What follows them in mode "mask".
-MASKED_FORM = struct.Struct("=QQ4i")
+MASKED_FORM = struct.Struct("=4Q4i")
 MASKED_OFFSET = MaskedParams.told.offset
+COUNTED_FORM = struct.Struct("=2Q")  # a part of it
+COUNTED_OFFSET = MaskedParams.counted.offset
 assert MASKED_OFFSET + MASKED_FORM.size == ctypes.sizeof(MaskedParams)
 
 # Kernel file -> its entry points and their params.

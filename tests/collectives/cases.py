@@ -298,9 +298,8 @@ def asynchronous(rank: int, num_ranks: int) -> None:
             assert bool((_plain(large) == src + 400_000.0).all())
 
 
-def _again_calls(rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.Tensor], seed: int) -> list[Any]:
-    """Calls of one look, on tensors of their own; each writes the last of its tensors."""
-    n = 24
+def _again_calls(rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.Tensor], seed: int, n: int) -> list[Any]:
+    """Calls of one look, of rows of `n`, on tensors of their own; each writes the last of its tensors."""
     x, out, wide, other = (
         to(_values(rank, count, torch.float32, seed + i))
         for i, count in enumerate((n, n, n * num_ranks, n * num_ranks))
@@ -336,7 +335,7 @@ class CountedCalls(halves.KnownCalls):
         return stream
 
 
-def again(rank: int, num_ranks: int) -> list[int]:
+def again(rank: int, num_ranks: int, n: int = 24) -> list[int]:
     """Calls that look like earlier ones do what they did, and what looks otherwise, or meets, does not pass for them.
 
     Returns how many calls went the short way, pass for pass.
@@ -345,8 +344,9 @@ def again(rank: int, num_ranks: int) -> list[int]:
     half = give_half(rank)
     short = [0]
     for seed in range(5):
-        wanted = _again_calls(rank, num_ranks, torch.clone, 100 * seed)
-        for (there, result), (call, got) in zip(wanted, _again_calls(rank, num_ranks, on_gpu, 100 * seed), strict=True):
+        wanted = _again_calls(rank, num_ranks, torch.clone, 100 * seed, n)
+        made = _again_calls(rank, num_ranks, on_gpu, 100 * seed, n)
+        for (there, result), (call, got) in zip(wanted, made, strict=True):
             there()
             call()
             assert torch.equal(_plain(got).view(torch.int32), result.view(torch.int32)), seed
@@ -358,14 +358,14 @@ def again(rank: int, num_ranks: int) -> list[int]:
         half._epoch = -1
         dist.all_reduce(on_gpu(torch.ones(7)))
     assert ("missed",) not in again._plans
-    y = on_gpu(torch.ones(24))
+    y = on_gpu(torch.ones(n))
     half._engine.timeout_s = 30.0  # other arguments of the kernels
     dist.all_reduce(y)
     with pytest.raises(epee.MismatchError):  # each of the two looks like one before
         look_soon(lambda: dist.all_reduce(y, op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), half)
     for _ in range(3):
-        dist.all_reduce(y := on_gpu(torch.ones(24)))
-        assert _plain(y).tolist() == [num_ranks] * 24
+        dist.all_reduce(y := on_gpu(torch.ones(n)))
+        assert _plain(y).tolist() == [num_ranks] * n
     with closed_at_end(half):
         pass
     return [now - before for before, now in itertools.pairwise(short)]

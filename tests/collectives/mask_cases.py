@@ -17,10 +17,11 @@ import epee
 import epee.compat.mooncake.pg as mooncake
 from epee.collectives import half as halves
 from tests.backend.test_staging import CALLS, _call, _plain, on_gpu
-from tests.collectives.cases import closed_at_end, give_half, look_soon
+from tests.collectives.cases import CountedCalls, again, closed_at_end, give_half, look_soon
 
 LARGE = 40_000  # elements of a row that packets do not hold here
 SMALL = 24
+NUM_WHOLE = 3  # rounds of `dies_within` in front of the death
 
 
 def init(rank: int, num_ranks: int, folder: str, backend: str = "epee", **options: Any) -> halves.DeviceHalf:
@@ -229,3 +230,97 @@ def lost_root(rank: int, num_ranks: int, folder: str, backend: str, count: int) 
     dist.barrier()
     half.close(False)
     return told
+
+
+def made_again(rank: int, num_ranks: int, folder: str, count: int) -> list[int]:
+    """Calls that look like earlier ones, see `cases.again`."""
+    init(rank, num_ranks, folder)
+    return again(rank, num_ranks, count)
+
+
+def no_room_for_a_copy(rank: int, num_ranks: int, folder: str) -> None:
+    """A rank that has no memory for the copy of a sum in place: an error on all, also of a call that is known."""
+    half = init(rank, num_ranks, folder)
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+
+    def broken(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no GPU memory is left")
+
+    for num_before in (0, 4):
+        for _ in range(num_before):
+            dist.all_reduce(x := on_gpu(torch.ones(LARGE)))
+            assert bool((_plain(x) == num_ranks).all())
+        x = on_gpu(torch.ones(LARGE))
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "clone", broken)
+                with pytest.raises(torch.OutOfMemoryError, match="no GPU memory is left"):
+                    dist.all_reduce(x)
+        else:
+            with pytest.raises(epee.MismatchError, match="rank 0"):
+                look_soon(lambda: dist.all_reduce(x), half)  # noqa: B023
+        assert bool((_plain(x) == 1).all())
+        check_calls(rank, num_ranks, range(num_ranks), LARGE)
+    with closed_at_end(half):
+        pass
+
+
+def dies_behind(rank: int, num_ranks: int, folder: str, count: int) -> None:
+    """A rank that dies behind a call is in it, whenever its work is asked."""
+    half = init(rank, num_ranks, folder)
+    group: Any = dist.group.WORLD
+    everybody, left = set(range(num_ranks)), set(range(num_ranks - 1))
+    works = [dist.all_reduce(on_gpu(row_of(rank, count)), async_op=True) for _ in range(5)]
+    assert group.last_contributors() == tuple(everybody)
+    dist.barrier()
+    if rank == num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    works.append(dist.all_reduce(on_gpu(row_of(rank, count)), async_op=True))
+    assert group.last_contributors() == tuple(left)
+    told = [(work.contributors(), work.lost_ranks()) for work in works if work is not None and work.wait()]
+    assert told == [(everybody, set())] * 5 + [(left, {num_ranks - 1})]
+    dist.barrier()
+    half.close(False)
+
+
+def dies_within(rank: int, num_ranks: int, folder: str, path: str, build: int, passes: int) -> tuple[list[Any], int]:
+    """A rank dies somewhere in large calls that look like earlier ones: who is in each says its work as the group.
+
+    Args:
+        path, build, passes: where, as in `EmulatedPlatform.die_in`.
+
+    Returns who was in each call, and how many went the short way.
+    """
+    halves.KnownCalls = CountedCalls  # type: ignore[misc]
+    half = init(rank, num_ranks, folder)
+    group: Any = dist.group.WORLD
+    victim, mine = num_ranks - 1, slice(LARGE * rank, LARGE * (rank + 1))
+    found: list[Any] = []
+    for number in range(NUM_WHOLE + 6):
+        if number == NUM_WHOLE and rank == victim:
+            platform: Any = half._machine.platform  # type: ignore[union-attr]
+            platform.die_in(path, passes, 0, build)
+        rows = [row_of(src, LARGE * num_ranks) + number for src in range(num_ranks)]
+        x, wide = on_gpu(rows[rank][:LARGE]), on_gpu(rows[rank])
+        for way in ("all_reduce", "reduce_scatter"):
+            before = set(range(num_ranks)) - set(half.lost())
+            if way == "all_reduce":
+                work = dist.all_reduce(x, async_op=True)
+            else:
+                work = dist.reduce_scatter_tensor(wide[mine], wide, async_op=True)
+            assert work is not None
+            assert work.wait()
+            there = group.last_contributors()
+            part, got = (slice(LARGE), x) if way == "all_reduce" else (mine, wide[mine])
+            assert torch.equal(_plain(got), sum(rows[src][part] for src in there)), (number, way, there)  # type: ignore[arg-type]
+            assert work.contributors() == set(there)
+            assert work.lost_ranks() == before - set(there)
+            found.append(there)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    short = half._again[True]
+    assert isinstance(short, CountedCalls)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    half.close(False)
+    return found, short.num_made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.collectives import mask_cases as cases
+from tests.csrc.collective_mask import FILE, LARGE_FILE
 from tests.csrc.emulated import has_compiler
 from tests.harness import DEAD, run_mortal
 
@@ -53,3 +54,40 @@ def test_graphs_record_rows_of_all_sizes() -> None:
 @pytest.mark.parametrize(("backend", "want"), [("epee", "raised without (1,)"), ("mooncake", "told: RankFailedError")])
 def test_a_lost_root_is_an_error_on_all(backend: str, want: str, count: int) -> None:
     assert run_mortal(cases.lost_root, 3, backend, count, dead={1}, timeout_s=200) == [want, DEAD, want]
+
+
+@pytest.mark.parametrize("count", [cases.SMALL, cases.LARGE])
+def test_calls_that_look_like_earlier_ones_go_a_short_way_and_no_others(count: int) -> None:
+    for short in run_mortal(cases.made_again, 3, count, dead=set(), timeout_s=200):
+        assert short[2:] == [10] * 3, (
+            "ten of a pass look like earlier ones, and may; the others meet, or are not contiguous"
+        )
+
+
+def test_no_memory_for_a_copy_is_an_error_on_all_and_the_group_works_on() -> None:
+    run_mortal(cases.no_room_for_a_copy, 2, dead=set(), timeout_s=200)
+
+
+@pytest.mark.parametrize("count", [cases.SMALL, cases.LARGE])
+def test_who_dies_behind_a_call_is_in_it_for_its_work_too(count: int) -> None:
+    run_mortal(cases.dies_behind, 3, count, dead={2}, timeout_s=200)
+
+
+@pytest.mark.parametrize("passes", [5, 18, 22, 70])
+def test_known_calls_that_lose_a_rank_on_its_way_are_made_again_from_the_inputs(passes: int) -> None:
+    dies_within(LARGE_FILE, -1, passes)  # in the tries of sums, at their begin or amid their chunks
+
+
+@pytest.mark.parametrize("passes", [1, 6])
+def test_a_rank_that_dies_in_the_vote_is_in_the_call_for_its_work_too(passes: int) -> None:
+    assert 2 in dies_within(FILE, 0, passes)[2 * cases.NUM_WHOLE]
+
+
+def dies_within(path: str, build: int, passes: int) -> list[tuple[int, ...]]:
+    """Let rank 2 die there; returns who was in each call."""
+    (first, num_short), (second, _), _ = run_mortal(cases.dies_within, 3, path, build, passes, dead={2}, timeout_s=200)
+    assert first == second
+    assert first[-1] == (0, 1)
+    assert num_short >= 2 * (cases.NUM_WHOLE - 2), "most calls look like earlier ones"
+    found: list[tuple[int, ...]] = first
+    return found

@@ -113,10 +113,13 @@ def play(machine: Collectives, call: Call, out_before: set[int]) -> tuple[int, .
         blank = out.clone()
     before = out.clone()
     move = masked(move_of(call, rank, num_ranks, x, out), rank, num_ranks, num_ranks)
-    machine.run(move, again_of(move, rank, before))
+    count = machine.counts.take()
+    assert count is not None
+    machine.run(move, again_of(move, rank, before), count)
     check(machine)
     there = ranks_of(machine.contributors())
     assert rank in there
+    assert ranks_of(count.ranks()) == there, "the call's own word and the last call's say the same"
     assert not out_before.intersection(there)
     rows = [row[mine] if is_wide else row for row in inputs]
     if is_uneven:

@@ -64,6 +64,7 @@ def _same_as_cpu(rank: int, num_ranks: int, folder: str, backend: str) -> None:
             work, got = _call(name, rank, num_ranks, lambda x: x.to(device), is_async)
             if is_async:
                 assert work.wait()
+                assert work.contributors() == set(range(num_ranks))
             for one, other in zip(got, wanted, strict=True):
                 assert torch.equal(one.cpu(), other), (name, is_async)
     for count in (1, SMALL, 262_144, 262_145, LARGE):
@@ -79,21 +80,30 @@ def test_every_collective_has_the_bits_of_cpu_tensors(num_ranks: int, backend: s
 
 def _killed(rank: int, num_ranks: int, folder: str, backend: str, count: int) -> tuple[list[int], float]:
     device, mask, half = _begin(rank, num_ranks, folder, backend)
-    _check(rank, range(num_ranks), count, device, num_ranks)
+    for _ in range(4):  # the last ones look like the first
+        _check(rank, range(num_ranks), count, device, num_ranks)
+        work = dist.all_reduce(_row(rank, count, device), async_op=True)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    works = [(work, tuple(range(num_ranks)))]
     members = [src for src in range(num_ranks) if src != 1]
     started = time.monotonic()
     while True:
-        dist.all_reduce(x := _row(rank, count, device))
+        work = dist.all_reduce(x := _row(rank, count, device), async_op=True)
+        assert work is not None
+        work.wait()
         torch.cuda.synchronize()
         there = dist.group.WORLD.last_contributors()  # type: ignore[union-attr]
+        works.append((work, there))
         assert torch.equal(x, sum(_row(src, count, device) for src in there))  # type: ignore[arg-type]
         if there == tuple(members):
             break
     elapsed = time.monotonic() - started
     found: list[int] = mask.tolist()
+    for work, there in works:  # asked late: all know of the death by now
+        assert work is not None
+        assert work.contributors() == set(there)
     _check(rank, members, count, device, num_ranks)
     dist.all_reduce(torch.ones(1))
     for n in (SMALL, LARGE, SMALL):

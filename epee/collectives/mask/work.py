@@ -12,6 +12,8 @@ from ...backend.work import is_loss
 from ...errors import CommTimeoutError, PeerError
 from ...untraced import untraced_methods
 from ..work import NAP_S, DeviceWork
+from .counts import Count
+from .losses import ranks_of
 
 
 @untraced_methods
@@ -21,6 +23,7 @@ class MaskedWork(DeviceWork):
     Args:
         engine: of the group.
         before: the ranks that took part when the call was made, as far as the host knew.
+        count: who is in the result; None of a call that was recorded in a graph.
         present: returns those that take part now.
         rest: of `DeviceWork`.
 
@@ -28,10 +31,12 @@ class MaskedWork(DeviceWork):
         engine: of the group.
     """
 
-    def __init__(self, engine: Engine, before: set[int], present: Callable[[], set[int]], *rest: Any) -> None:
+    def __init__(
+        self, engine: Engine, before: set[int], count: Count | None, present: Callable[[], set[int]], *rest: Any
+    ) -> None:
         super().__init__(*rest)
         self.engine = engine
-        self._before, self._present = before, present
+        self._before, self._count, self._present = before, count, present
 
     @property
     def num_ranks(self) -> int:
@@ -49,19 +54,31 @@ class MaskedWork(DeviceWork):
             raise
 
     def lost_ranks(self) -> set[int]:
-        """Return the ranks that this call has lost, or one behind it has so far; waits for the GPU.
+        """Return the ranks that this call has lost, or one before it of which the host did not know; waits for the GPU.
+
+        A rank that has died behind its part is in the result, and is none of them. Of a call that was lost itself, or
+        recorded in a graph: also the ranks that calls behind it have lost so far.
 
         Raises:
             CommTimeoutError: the GPU has not come past the call within twice the group's time-out.
         """
+        return (self._before - self._ranks_in()).union(self._failed())
+
+    def contributors(self) -> set[int]:
+        """Return the ranks that are in the result, as `last_contributors` of the group; waits for the GPU."""
+        return self._ranks_in()
+
+    def _ranks_in(self) -> set[int]:
         deadline = time.monotonic() + 2 * self.engine.timeout_s
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise CommTimeoutError("the GPU has not ended the call within twice the group's time-out")
             time.sleep(NAP_S)
-        failed = set(getattr(self._error, "ranks", ()))
-        return failed | (self._before - self._present())
+        told = 0 if self._count is None or self._error is not None else self._count.ranks()
+        if told:
+            return {*ranks_of(told)}
+        return (self._before & self._present()).difference(self._failed())
 
-    def contributors(self) -> set[int]:
-        """Return the ranks that take part in the call; waits for the GPU."""
-        return self._before - self.lost_ranks()
+    def _failed(self) -> tuple[int, ...]:
+        """Return the ranks that the error of `wait` names."""
+        return tuple(getattr(self._error, "ranks", ()))

@@ -77,8 +77,7 @@ DEVICE void close_masked(const MaskedParams& m, Meeting& s, Settling& z) {
   if (threadIdx.x == 0) {
     const bool has_met = s.is_open && s.has_deaths && ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != s.tag;
     z.is_mine = has_met && atom_exch_relaxed_gpu(own_words(call, kRegionSettledOffset), s.tag) != s.tag;
-    if (blockIdx.x == 0 && !z.is_mine)
-      st_relaxed_sys(own_words(call, kRegionGotOffset) + s.tag % 4, s.tag << 8 | s.active);
+    if (blockIdx.x == 0 && !z.is_mine) tell_counted(m, s.tag, s.active);
   }
   __syncthreads();
   if (z.is_mine) settle<kIsPlaced>(m, s, z);

@@ -172,12 +172,18 @@ DEVICE bool await_blocks(const MaskedParams& m, const Meeting& s) {
   return ld_relaxed_sys(own_words(m.base.call, kRegionFailedOffset)) != s.tag;
 }
 
+/// Tells who is in the call of this number, for the last calls here, and for the work of this one. One thread.
+DEVICE void tell_counted(const MaskedParams& m, u64 number, u32 in) {
+  st_relaxed_sys(own_words(m.base.call, kRegionGotOffset) + number % 4, number << 8 | in);
+  if (m.counted != 0) st_relaxed_sys(reinterpret_cast<u64*>(m.counted), m.stamp | in);
+}
+
 /// Tells who was in the call and who is out from now on. One thread.
 DEVICE void tell_lost(const MaskedParams& m, const Meeting& s, u32 in) {
   const CollectiveCall& call = m.base.call;
   const u64 out = ld_relaxed_sys(own_words(call, kRegionOutOffset)) | (s.active & ~in);
   st_relaxed_sys(own_words(call, kRegionOutOffset), out);
-  st_relaxed_sys(own_words(call, kRegionGotOffset) + s.tag % 4, s.tag << 8 | in);
+  tell_counted(m, s.tag, in);
   st_relaxed_sys(reinterpret_cast<u64*>(m.told), out);
 #pragma unroll 1
   for (int rank = 0; rank < m.num_shown && rank < kNumRanks; ++rank)

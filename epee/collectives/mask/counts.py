@@ -1,0 +1,71 @@
+"""Who is in a call of mode "mask" on the GPUs, as its kernel tells the work of that very call.
+
+A rank that dies behind its part counts in the result, and is out of the calls behind it; so who is out, as the host
+sees it later, does not say who was in. Each asynchronous call gives its kernels a word of pinned memory, which they
+write when all is decided (`tell_counted` in `csrc/kernels/collective/mask/settle.cuh`): a stamp that no other call has,
+and a bit for each rank. A word is lent to one work and goes on to another when that is gone; a kernel that is still in
+flight then writes its own stamp there, before the next one does, as calls end in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from ...ep.gpu.platform import HostWords, Platform
+
+NOBODY_ASKS = (0, 0)
+STAMP_BITS = 8  # below it the ranks
+_NUM_WORDS = 256
+
+
+class Count:
+    """The word of one call.
+
+    Args:
+        words: the pinned memory.
+        at: which one.
+        stamp: of the call, above the ranks.
+        free: takes the place of the word when this object is gone.
+
+    Attributes:
+        address: of the word.
+        stamp: as above.
+    """
+
+    __slots__ = ("_at", "_free", "_words", "address", "stamp")
+
+    def __init__(self, words: HostWords, at: int, stamp: int, free: deque[tuple[HostWords, int]]) -> None:
+        self._words, self._at, self._free = words, at, free
+        self.address, self.stamp = words.address + 8 * at, stamp
+
+    def __del__(self) -> None:
+        self._free.append((self._words, self._at))
+
+    def ranks(self) -> int:
+        """Return a bit for each rank in the result; 0: the call has not ended, or was lost."""
+        word = int(self._words.words[self._at])
+        return word - self.stamp if word >> STAMP_BITS == self.stamp >> STAMP_BITS else 0
+
+
+class CountWords:
+    """The words of a group.
+
+    Args:
+        platform: the GPU.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._free: deque[tuple[HostWords, int]] = deque()
+        self._stamps = itertools.count(1 << STAMP_BITS, 1 << STAMP_BITS)
+
+    def take(self) -> Count | None:
+        """Return a word for a call; None while a graph is recorded, whose calls are many."""
+        if self._platform.is_capturing():
+            return None
+        if not self._free:
+            words = self._platform.host_words(_NUM_WORDS)
+            self._free.extend((words, at) for at in range(_NUM_WORDS))
+        words, at = self._free.popleft()
+        return Count(words, at, next(self._stamps), self._free)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -76,10 +77,11 @@ def test_the_rank_that_is_behind_is_named_on_each_host() -> None:
         here = look_until(pids[1], lambda group: is_stuck(group) and group[VICTIM].health == "stopped")
         done = here[0].num_ended
         assert here == (
-            Progress(0, 0, "elsewhere", done, done + 1, "all_reduce"),
+            Progress(0, 0, "elsewhere", done, done + 1, "all_reduce", here[0].gateway),
             Progress(1, pids[1], "running", done, done + 1, "all_reduce"),
             Progress(2, pids[2], "stopped", done, done, ""),
         )
+        assert here[0].gateway == pids[1]
         assert look_until(pids[VICTIM], is_stuck) == here  # any rank of the host will do
         there = look_until(pids[0], is_stuck)
         assert [rank.health for rank in there] == ["running", "elsewhere", "elsewhere"]
@@ -93,6 +95,8 @@ def test_the_rank_that_is_behind_is_named_on_each_host() -> None:
         assert f"rank 2 (process {pids[2]}): stopped, {done} calls ended" in shown.output
         assert f"rank 0: elsewhere, {done} calls ended, in all_reduce seq {done + 1}" in shown.output
         assert "run this on each host" in shown.output
+        assert "\nrank 0: elsewhere\n" in shown.output
+        assert re.search(r"lane \d+: all_reduce seq \d+ epoch 1, waits for 2 since ", shown.output)
         told = json.loads(CliRunner().invoke(app, ["doctor", "--pid", str(pids[0]), "--json"]).output)
         assert [rank["num_made"] for rank in told["groups_over_hosts"][0]["ranks"]] == [done + 1, done + 1, done]
         assert [rank["health"] for rank in told["ranks"]] == ["running", "elsewhere", "elsewhere"]
@@ -133,6 +137,12 @@ def test_a_process_without_a_group_has_none() -> None:
         ([Progress(0, 1, "running", 4, 7, "barrier"), Progress(1, 0, "elsewhere", 4, 5, "barrier"),
           Progress(2, 0, "elsewhere", 2, 3, "broadcast")],
          ["rank 2 has not made barrier seq 5, for which 0, 1 wait: it runs on another host, look there"]),
+        ([Progress(0, 1, "running", 4, 5, "barrier"), Progress(1, 2, "running", 4, 4, ""),
+          Progress(2, 0, "elsewhere", 3, 4, "barrier", 2), Progress(3, 0, "elsewhere", 4, 4, "", 1)],
+         ["rank 1 has not made barrier seq 5, for which 0 wait: it computes, or waits elsewhere",
+          "rank 2 has not made barrier seq 5, for which 0 wait: or it has, and this host hears of it through rank 1, "
+          "which stands still",
+          "rank 3 has not made barrier seq 5, for which 0 wait: it runs on another host, look there"]),
     ],
 )  # fmt: skip
 def test_who_is_behind(group: list[Progress], lines: list[str]) -> None:

@@ -30,7 +30,8 @@ def demo(
     the same step in one dense process. Exit code 1 when a rank or the proof fails.
 
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
-    takes its place and its experts. The loss curve shows both moments. Over several hosts nobody is replaced.
+    takes its place and its experts, with --hosts on the same host. The loss curve shows both moments. After --kill-host
+    the others end without that host.
     """
     from ..demo.run import num_gpus, run
     from ..demo.settings import Settings

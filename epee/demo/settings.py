@@ -24,7 +24,7 @@ class Settings:
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         killed_host: host that is lost in the midst of training, all its ranks at once; None: none.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started;
-            over several hosts nobody is replaced.
+            the ranks of a killed host are not replaced.
     """
 
     num_ranks: int = 2
@@ -83,7 +83,9 @@ class Settings:
 
     def _check_loss_over_hosts(self) -> None:
         if self.killed_host is None and self.fault == "stall":
-            raise InvalidArgument("--stall needs one host: over several nobody is voted out for silence in the demo")
+            raise InvalidArgument(
+                "--stall needs one host: over several who is heard of through the stopped rank may be voted out with it"
+            )
 
     @property
     def victims(self) -> tuple[int, ...]:

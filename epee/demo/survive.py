@@ -10,7 +10,7 @@ What happens, in order:
    mismatch and comes, too. All go back to the copy; the experts, the victim's included, are dealt out to those left.
 4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
    `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
-   Over several hosts (`--kill-host 1`: all ranks of a host are victims) nobody takes a place: the others end without.
+   After the loss of a host (`--kill-host 1`: all its ranks are victims) nobody takes a place: the others end without.
 5. A victim that was only stopped wakes up, asks as in 3 and is told that it was evicted.
 
 The copy has no moments of AdamW: they begin at zero on all ranks whenever experts move. With n members each has
@@ -51,7 +51,7 @@ class Survivor:
         self.group: Any = dist.group.WORLD
         self.everybody = tuple(range(self.settings.num_ranks))
         self.is_victim = trainer.rank in self.settings.victims and not joins
-        self.is_replaced = joins or self.settings.num_hosts > 1  # nobody is waited for any more
+        self.is_replaced = joins or self.settings.killed_host is not None  # nobody is waited for any more
         self.is_owed = False  # somebody was lost, and nobody was started since
         if joins:
             self.load()

@@ -5,8 +5,8 @@ stopped or hold the GIL. A wait of the backend that has slept writes its call to
 (`backend/membership/epochs.py`); a rank without a line computes, is between two calls, or waits in a `Buffer`, which
 has no line of its own.
 
-A group over several hosts has no board. Of it `backend/hosts/report.py` tells how far each rank is, those of other
-hosts as far as this host has heard, and that tells who is behind.
+Boards are those of one host. Of a group over several `backend/hosts/report.py` tells how far each rank is, those of
+other hosts as far as this host has heard, and that tells who is behind.
 
 Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
 """
@@ -34,7 +34,7 @@ _MEANING_OVER_HOSTS = {
     "elsewhere": "it runs on another host, look there",
     "unknown": "the process of this host that hears of it has ended",
 }
-_LIMITS = "run this on each host: it sees the processes of its own, and no messages from rank to rank"
+_LIMITS = "run this on each host: it sees the processes of its own"
 Group = Sequence[Progress]
 
 
@@ -93,10 +93,19 @@ def suspects_over_hosts(group: Group) -> list[str]:
     for rank in group:
         if newest is not None and rank.num_made <= done and rank.health != "left":
             why = _MEANING_OVER_HOSTS.get(rank.health, "it computes, or waits elsewhere")
+            if rank.health == "elsewhere":
+                why = _heard_through(rank, group, done) or why
             lines.append(f"rank {rank.rank} has not made {newest.op} seq {done + 1}, for which {waiting} wait: {why}")
         elif rank.health in _MEANING_OVER_HOSTS and rank.health != "elsewhere":
             lines.append(f"rank {rank.rank} is {rank.health}: {_MEANING_OVER_HOSTS[rank.health]}")
     return lines
+
+
+def _heard_through(rank: Progress, group: Group, done: int) -> str:
+    """What keeps this host from hearing of a rank elsewhere: its gateway here stands still itself; else ""."""
+    gateways = [one for one in group if one.pid and one.pid == rank.gateway]
+    standing = [one.rank for one in gateways if one.num_made <= done or one.health == "stopped"]
+    return f"or it has, and this host hears of it through rank {standing[0]}, which stands still" if standing else ""
 
 
 def _text_over_hosts(group: Group) -> str:

@@ -137,7 +137,8 @@ def format_report(report: JobReport) -> str:
     slots = ", ".join(str(member.slot) for member in report.decision.members) or "none"
     lines = [f"epoch {report.decision.epoch}, ranks {slots}"]
     for rank in report.ranks:
-        lines.append(f"rank {rank.slot} (process {rank.pid}, epoch {rank.epoch}): {rank.health}")
+        process = f" (process {rank.pid}, epoch {rank.epoch})" if rank.pid else ""
+        lines.append(f"rank {rank.slot}{process}: {rank.health}")
         for row in rank.rows:
             if row.op:
                 waits = f", waits for {', '.join(map(str, row.waits_for))}" if row.waits_for else ""

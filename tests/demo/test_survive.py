@@ -34,15 +34,15 @@ NUM_STEPS = 40
 
 @pytest.mark.timeout(120)  # half a minute on a machine with ten times more work than cores
 @pytest.mark.parametrize(
-    ("fault", "num_ranks", "victim"),
-    [("kill", 4, 1), ("kill", 2, 1), ("stall", 4, 3)],
+    ("fault", "num_ranks", "victim", "num_hosts"),
+    [("kill", 4, 1, 1), ("kill", 2, 1, 1), ("stall", 4, 3, 1), ("kill", 4, 2, 2)],
 )
 def test_training_survives(
-    fault: str, num_ranks: int, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, num_ranks: int, victim: int, num_hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "run_rank", witness.run_rank)
     settings = small(
-        num_steps=NUM_STEPS, num_ranks=num_ranks, victim=victim, fault=fault, out=str(tmp_path)
+        num_steps=NUM_STEPS, num_ranks=num_ranks, victim=victim, fault=fault, num_hosts=num_hosts, out=str(tmp_path)
     )  # fmt: skip
     code, output = run_here(settings)
     assert code == 0, output

@@ -2,11 +2,13 @@
 
 Data path: the mappings of one process (`/proc/PID/maps`) name the outboxes of its host's ranks and the mirrors of the
 others. Who holds such a memory open for writing is the rank that made it, or the gateway that keeps the mirror; there
-the words are read: how many calls the rank has ended, whether it has made the next one. Such groups have no board
-(`view/report.py`) and no heartbeats yet: of a process it is told whether it is there, and whether it is stopped.
+the words are read: how many calls the rank has ended, whether it has made the next one. Of a process it is told whether
+it is there, and whether it is stopped. The boards of this host's ranks say more of these (`view/report.py`); of ranks
+elsewhere nothing else is known here.
 
 Who writes: each rank its outbox, gateways their mirrors. Who reads: the one who calls, who sees words change under him:
-this is for people. What a mirror says is what this host has heard. Messages from rank to rank are not looked at.
+this is for people. What a mirror says is what this host has heard, through a gateway that may stand still. Messages
+from rank to rank are not looked at.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Progress(NamedTuple):
         num_ended: calls that have ended there; -1, as the next, where nobody is left to read that from.
         num_made: calls that the rank has made, those included; they may be several beyond.
         op: the first of those that have not ended; "" where there is none.
+        gateway: of a rank of another host, the process here that hears of it; else 0.
     """
 
     rank: int
@@ -63,6 +66,7 @@ class Progress(NamedTuple):
     num_ended: int
     num_made: int
     op: str
+    gateway: int = 0
 
 
 class _Memory(NamedTuple):
@@ -159,8 +163,8 @@ def _progress(memory: _Memory, state: bytes) -> Progress:
             break
         num_made += 1
         op = op or dict(enumerate(OPS)).get(cells[cell + SIGNATURE] & 63, "unknown")
-    pid = 0 if memory.is_mirror else memory.pid
-    return Progress(memory.rank, pid, _health(memory, words), num_ended, num_made, op)
+    pid, gateway = (0, memory.pid) if memory.is_mirror else (memory.pid, 0)
+    return Progress(memory.rank, pid, _health(memory, words), num_ended, num_made, op, gateway)
 
 
 def _health(memory: _Memory, words: memoryview) -> str:

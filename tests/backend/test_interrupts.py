@@ -231,7 +231,7 @@ def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: 
     [(1, 4, 1), (None, 4, 1), (1, 70_000, 1), pytest.param(1, 4_500_000, 97, marks=pytest.mark.slow)],
 )
 def test_an_interrupted_receive_neither_takes_nor_loses_a_message(source: int | None, count: int, stride: int) -> None:
-    lines = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=55)
+    lines = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=110)
     assert min(lines) > 40
 
 

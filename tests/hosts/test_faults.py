@@ -104,15 +104,19 @@ def after_a_fault(
         return collect(workers, dead, BOUND_S)
 
 
-def check(told: list[Any], lost: set[int]) -> None:
-    """See that those who are left were told of the loss alike, and have gone on without."""
+def check(told: list[Any], lost: set[int], num_differing: int = 0) -> None:
+    """See that those who are left were told of the loss alike, and have gone on without.
+
+    With three hosts one call, that under way, may have ended well on one and failed on another (docs/hosts.md).
+    """
     left = set(range(len(told))) - lost
     ends = [told[rank] for rank in sorted(left)]
     for end in ends:
         assert end.kinds == ["RankFailedError"], ends
         assert end.lost == lost, ends
         assert end.value == sum(left), ends
-    assert len({end.num_calls for end in ends}) == 1, ends
+    num_calls = [end.num_calls for end in ends]
+    assert max(num_calls) - min(num_calls) <= num_differing, ends
 
 
 def check_cut(told: list[Any]) -> None:
@@ -141,7 +145,7 @@ def test_a_killed_host_is_an_error_on_the_other_once(count: int) -> None:
 @pytest.mark.hosts
 def test_the_host_of_rank_0_and_of_the_store_is_killed() -> None:
     told = after_a_fault(lambda hosts, _: hosts.kill(0), 1, (0,), placement=(0, 1, 1, 2))
-    check(told, {0})
+    check(told, {0}, 1)
 
 
 @pytest.mark.hosts

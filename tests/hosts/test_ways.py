@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from epee.backend.hosts.mirror import Ear
+from epee.backend.hosts.mirror import FROM_BIRTH, Ear
 from epee.backend.hosts.ways import Newcomer, Turn, Ways
-from epee.backend.outbox import MIRROR_CUT, MIRROR_MADE, MIRROR_SETTLED, Outboxes, OutboxOwner, outbox_layout
+from epee.backend.outbox import (
+    GENERATION,
+    MIRROR_CUT,
+    MIRROR_MADE,
+    MIRROR_SETTLED,
+    Outboxes,
+    OutboxOwner,
+    outbox_layout,
+)
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology
@@ -113,6 +122,33 @@ def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[Hos
     assert box3.own[row + MIRROR_SETTLED] == born + 2
     assert box3.own[row + MIRROR_CUT] == 0, "what counts of rank 0 stays what it was"
     assert not box3.own[row + MIRROR_MADE]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(regions: list[HostRegion], is_read: bool) -> None:
+    """As before, with a mirror that rank 2 has made for a later view: others of its host may not read it yet."""
+    (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
+    row, cell = box2.mirror_base[0], box2.first_cell
+    for ways in (second, third):
+        ways.begin(5, dict.fromkeys(range(4), 5))
+    box2.own[GENERATION] = 5
+    mirror = second.mirrors[0]
+    mirror.words[cell : cell + 2] = memoryview(struct.pack("<2Q", 1 << 40 | 7, 77)).cast("Q")
+    hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
+    assert box2.own[row + MIRROR_MADE] == 5 != FROM_BIRTH
+    for ways in (second, third):
+        ways._take_over(Turn(6, frozenset({1, 2, 3})))
+    hear(second, 1, word(BEGIN, 0, 6), word(END, 0, 6), source=0)
+    if is_read:
+        box3.regions[0] = HostRegion.attach(mirror.region.blob, False)
+    else:  # the one before: any other
+        box3.regions[0] = box3.regions[1]
+    third._take_over(Turn(7, frozenset({3})))
+    assert box3.own[row + MIRROR_SETTLED] == 7
+    assert (box3.own[row + MIRROR_MADE], box3.own[row + MIRROR_CUT]) == ((7, 0) if is_read else (0, 7))
+    if is_read:
+        assert third.mirrors[0].words[cell : cell + 2].tolist() == [1 << 40 | 7, 77]
+        assert third._questions.get(0) is None, "nobody is asked"
 
 
 def test_a_question_about_a_newcomer_that_is_lost_again_waits_for_the_view_that_has_it(

@@ -24,8 +24,9 @@ it. News come from the agent thread (`decided`); what comes over links is noted 
 What the ranks of this host must know of a mirror stands in the keeper's own outbox, which they map (field "mirrors"):
 there is one (MADE), its blob, and up to which view it says all that counts (SETTLED). MADE is stored when the first
 answer is complete (again where all was asked for again), SETTLED with the END of a lost source; each behind what it
-speaks of. A keeper without a whole mirror of a source that nobody can tell of any more stores SETTLED alone: what the
-others have mapped stands still.
+speaks of. A keeper of a source that nobody can tell of any more makes its mirror of what the keeper before had, if
+that one has said that it was all and this rank reads it; where all have mapped that, it stores SETTLED alone. Else what
+the others have mapped stands still.
 
 Who writes: the thread of the links and, holding the lock of the links, whoever applies an END. A crash between two
 steps is the death of a keeper or teller: the next view has another, who begins with the question. A connection that is
@@ -38,19 +39,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import EpeeError, ProtocolError
 from ...link.engine import LinkMaker
-from ...link.frames import BEGIN, END, FETCH
+from ...link.frames import BEGIN, END, FETCH, NO_WORD
 from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
 from ...link.roles import Roles
 from ...link.topology import Topology
-from ...memory.host import HostRegion
+from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.signals import fence
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
 from ..outbox import (
+    CONSUMED,
+    CONSUMED_TOO,
     FINAL,
     GENERATION,
     MIRROR_BLOB,
@@ -224,8 +227,8 @@ class Ways:
         question = self._questions.get(ear.peer)
         return question is not None and question.ear is ear
 
-    def _complete(self, mirror: Mirror) -> None:
-        """Tell the ranks of this host where the mirror of a source is."""
+    def _complete(self, mirror: Mirror, epoch: int = 0) -> None:
+        """Tell the ranks of this host where the mirror of a source is; `epoch`: made for this view, 0: for the last."""
         base, blob = self.box.mirror_base[mirror.source], mirror.region.blob
         if mirror.is_whole and self._own[base + MIRROR_MADE] >= self._own[GENERATION]:
             return  # else all was asked for again as somebody has come here
@@ -234,7 +237,7 @@ class Ways:
         self._own[first : first + len(blob) // 8] = memoryview(blob).cast("Q")
         fence()
         is_had_by_all = mirror.is_from_birth and not self._own[GENERATION]  # who came here since has not mapped it
-        self._own[base + MIRROR_MADE] = FROM_BIRTH if is_had_by_all else self.epoch
+        self._own[base + MIRROR_MADE] = FROM_BIRTH if is_had_by_all else epoch or self.epoch
 
     def _settle(self, source: int, epoch: int) -> None:
         """Tell the ranks of this host that the mirror of a source has all that counts of it in a view."""
@@ -400,7 +403,10 @@ class Ways:
         if teller is None:
             with self._links.lock:
                 self._questions.pop(source, None)
-                if self._was_settled(source, before or self._roles):
+                words = self._settled_words(source, before or self._roles)
+                if words is not None and (
+                    words[row + MIRROR_MADE] == FROM_BIRTH or self._take_on(source, words, epoch)
+                ):
                     self._settle(source, epoch)
                     return
                 # what counts is said by the view that lost it, else by this one: nobody here has been told all
@@ -414,14 +420,39 @@ class Ways:
         else:
             self._make(source, question)
 
-    def _was_settled(self, source: int, before: Roles) -> bool:
-        """Return whether the keeper of before had all of a source in the mirror that the ranks here have from birth."""
+    def _settled_words(self, source: int, before: Roles) -> memoryview | None:
+        """Return the words of the keeper of before, if its mirror of a source had all that counts; else None."""
         keeper, row = before.keeper(source), self.box.mirror_base[source]
-        if keeper is None:
-            return False
+        if keeper is None or keeper == self.topology.rank:
+            return None
         words = self.box.words[keeper]
-        is_had_by_all = words[row + MIRROR_MADE] == FROM_BIRTH
-        return bool(words[row + MIRROR_SETTLED]) and is_had_by_all and not words[row + MIRROR_CUT]
+        return words if words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT] else None
+
+    def _take_on(self, source: int, words: memoryview, epoch: int) -> bool:
+        """Keep a copy of the mirror that a former keeper has said to be whole; False: this rank does not read that one.
+
+        It is as if that keeper had told this one all. The lock of the links is held.
+        """
+        region, first = self.box.regions[source], self.box.mirror_base[source] + MIRROR_BLOB
+        blob = words[first : first + BLOB_BYTES // 8].tobytes()
+        if not words[self.box.mirror_base[source] + MIRROR_MADE] or region.blob != blob:
+            return False
+        if source not in self.mirrors:
+            self._make(source, _Question(source, epoch, None))
+        self._questions.pop(source, None)
+        mirror = self.mirrors[source]
+
+        def write(offset: int, data: Any, word: int, value: int, note: int) -> None:
+            """Store in the mirror, as an ear does."""
+            mirror.checked(offset, len(data), word)[:] = data
+            if note:
+                mirror.words[CONSUMED] = mirror.words[CONSUMED_TOO] = note
+            if word != NO_WORD:
+                mirror.words[word] = value
+
+        tell_all(write, self.box, source, region, self._roles.living(self.topology.host), self._joined)
+        self._complete(mirror, epoch)
+        return True
 
     def _mourn(self) -> None:
         """Have an heir tell of those that have left in order, where their links have ended before their goodbye."""

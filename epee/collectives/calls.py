@@ -58,7 +58,8 @@ class Prepared:
         own, is_taker = move.inputs[self.rank], move.takers >> self.rank & 1
         if move.kind == moves.MOVED or not own or not is_taker or own != move.outputs[self.rank]:
             return move
-        copy = next(tensor for tensor in self._given if tensor.data_ptr() == own).clone()
+        there = [tensor for tensor in self._given if tensor.data_ptr() == own]  # coalesced ones may overlap
+        copy = max(there, key=lambda tensor: tensor.nbytes).clone()
         self._kept.append(copy)
         return move._replace(inputs=tuple(copy.data_ptr() if at == own else at for at in move.inputs))
 

@@ -387,7 +387,7 @@ def _exchange_over_hosts(
             assert seat is not None, "it has been found through it"
             engine = come_into(seat, group.rank(), config, running, timeout_s)
         try:
-            take_back = tell_of(group, engine, config)
+            take_back = tell_of(group, engine, config, running)
         except BaseException:
             engine.close()
             raise

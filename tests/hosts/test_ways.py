@@ -103,9 +103,12 @@ def test_a_question_for_a_rank_that_is_none_ends_the_link(regions: list[HostRegi
     assert not ways._fetches
 
 
+@pytest.mark.parametrize("left", [[{3}], [{1, 3}, {3}]])
 @pytest.mark.parametrize("born", [1, 5])
-def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[HostRegion], born: int) -> None:
-    """Rank 2 has been told all of rank 0, which is lost, and is lost with the rest of rank 0's host.
+def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(
+    regions: list[HostRegion], born: int, left: list[set[int]]
+) -> None:
+    """Rank 2 has been told all of rank 0, which is lost, and is lost with the rest of rank 0's host, or before it.
 
     Rank 3 reads the mirror that rank 2 made at birth, as whoever has judged calls by it, in whatever epoch that was.
     """
@@ -118,20 +121,27 @@ def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[Hos
         ways._take_over(Turn(born + 1, frozenset({1, 2, 3})))
     hear(second, 1, word(BEGIN, 0, born + 1), word(END, 0, born + 1), source=0)
     assert box3.words[2][row + MIRROR_SETTLED] == born + 1
-    third._take_over(Turn(born + 2, frozenset({3})))
-    assert box3.own[row + MIRROR_SETTLED] == born + 2
+    for epoch, present in enumerate(left, born + 2):
+        third._take_over(Turn(epoch, frozenset(present)))
+    assert box3.own[row + MIRROR_SETTLED] == epoch
     assert box3.own[row + MIRROR_CUT] == 0, "what counts of rank 0 stays what it was"
     assert not box3.own[row + MIRROR_MADE]
 
 
+@pytest.mark.parametrize("left", [[{3}], [{1, 3}, {3}]])
 @pytest.mark.parametrize("is_read", [True, False])
-def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(regions: list[HostRegion], is_read: bool) -> None:
-    """As before, with a mirror that rank 2 has made for a later view: others of its host may not read it yet."""
+def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(
+    regions: list[HostRegion], is_read: bool, left: list[set[int]]
+) -> None:
+    """As before, with a mirror that rank 2 has made for a later view: others of its host may not read it yet.
+
+    Rank 2 is lost with the rest of rank 0's host, or before it.
+    """
     (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
     row, cell = box2.mirror_base[0], box2.first_cell
     for ways in (second, third):
         ways.begin(5, dict.fromkeys(range(4), 5))
-    box2.own[GENERATION] = 5
+    box2.own[GENERATION] = box3.own[GENERATION] = 5
     mirror = second.mirrors[0]
     mirror.words[cell : cell + 2] = memoryview(struct.pack("<2Q", 1 << 40 | 7, 77)).cast("Q")
     hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
@@ -143,9 +153,10 @@ def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(regions: li
         box3.regions[0] = HostRegion.attach(mirror.region.blob, False)
     else:  # the one before: any other
         box3.regions[0] = box3.regions[1]
-    third._take_over(Turn(7, frozenset({3})))
-    assert box3.own[row + MIRROR_SETTLED] == 7
-    assert (box3.own[row + MIRROR_MADE], box3.own[row + MIRROR_CUT]) == ((7, 0) if is_read else (0, 7))
+    for epoch, present in enumerate(left, 7):
+        third._take_over(Turn(epoch, frozenset(present)))
+    assert box3.own[row + MIRROR_SETTLED] == epoch
+    assert (box3.own[row + MIRROR_MADE], box3.own[row + MIRROR_CUT]) == ((epoch, 0) if is_read else (0, epoch))
     if is_read:
         assert third.mirrors[0].words[cell : cell + 2].tolist() == [1 << 40 | 7, 77]
         assert third._questions.get(0) is None, "nobody is asked"

@@ -24,7 +24,7 @@ it. News come from the agent thread (`decided`); what comes over links is noted 
 What the ranks of this host must know of a mirror stands in the keeper's own outbox, which they map (field "mirrors"):
 there is one (MADE), its blob, and up to which view it says all that counts (SETTLED). MADE is stored when the first
 answer is complete (again where all was asked for again), SETTLED with the END of a lost source; each behind what it
-speaks of. A keeper of a source that nobody can tell of any more makes its mirror of what the keeper before had, if
+speaks of. A keeper of a source that nobody can tell of any more makes its mirror of what a former keeper had, if
 that one has said that it was all and this rank reads it; where all have mapped that, it stores SETTLED alone. Else what
 the others have mapped stands still.
 
@@ -322,7 +322,7 @@ class Ways:
             for source in self.topology.elsewhere:
                 is_lost = source not in self._roles.present and not self._says_goodbye(source)
                 if is_lost and after.is_kept_here(source):
-                    self._inherit(source, turn.epoch, after, False, before)
+                    self._inherit(source, turn.epoch, after, False)
             with self._links.lock:
                 self._ahead, self._heard = after, turn.epoch
 
@@ -391,7 +391,7 @@ class Ways:
         question = self._questions.get(source)
         return question is not None and question.teller == source and question.ear is not None
 
-    def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool, before: Roles | None = None) -> None:
+    def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool) -> None:
         """See to it that the mirror of a lost source comes to say all that counts; `is_new`: it is lost in `epoch`."""
         row, question = self.box.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
@@ -403,7 +403,7 @@ class Ways:
         if teller is None:
             with self._links.lock:
                 self._questions.pop(source, None)
-                words = self._settled_words(source, before or self._roles)
+                words = self._settled_words(source)
                 if words is not None and (
                     words[row + MIRROR_MADE] == FROM_BIRTH or self._take_on(source, words, epoch)
                 ):
@@ -420,13 +420,18 @@ class Ways:
         else:
             self._make(source, question)
 
-    def _settled_words(self, source: int, before: Roles) -> memoryview | None:
-        """Return the words of the keeper of before, if its mirror of a source had all that counts; else None."""
-        keeper, row = before.keeper(source), self.box.mirror_base[source]
-        if keeper is None or keeper == self.topology.rank:
-            return None
-        words = self.box.words[keeper]
-        return words if words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT] else None
+    def _settled_words(self, source: int) -> memoryview | None:
+        """Return the words of a former keeper whose mirror of a source has all that counts; None: there is none.
+
+        Any of this host in the present placement: who took over from it may have gone before it was told anything.
+        """
+        row = self.box.mirror_base[source]
+        for rank in self.topology.here:
+            words = self.box.words[rank]
+            is_former = rank != self.topology.rank and words[GENERATION] == self._own[GENERATION]
+            if is_former and words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT]:
+                return words
+        return None
 
     def _take_on(self, source: int, words: memoryview, epoch: int) -> bool:
         """Keep a copy of the mirror that a former keeper has said to be whole; False: this rank does not read that one.

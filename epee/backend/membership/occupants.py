@@ -6,7 +6,7 @@ group made with `new_group` may be taken by processes that know nothing of it. A
 stays in the job; if it comes back it is as new to the group as a new process. So for a group a member is its slot and
 the epoch since which it takes part.
 
-Which rank has a slot that comes new to a group made with `new_group` says its offer, which all read in one decision.
+Which rank has a slot that comes new to a group made with `new_group` says its notice, which stands in the decision.
 
 Who writes, who reads: written where decisions are taken over (`epochs.py`, `intake.py`), under the engine's lock; every
 step of that may run twice.

@@ -41,7 +41,9 @@ from .exchange import HostsExchange
 from .notices import present_ranks
 
 SLICE_S = 0.2  # of the time of a meeting, until the ranks tell each other whom they still know of
-_ROW = struct.Struct("<QQQ")  # ranks in the lane or asking, a bit for each; ranks of the group; time is over
+PAUSE_S = 1e-3  # after a round that an error has ended
+_ROW = struct.Struct("<QQQ")  # ranks in the lane or asking, a bit for each; ranks of the group; how late it is
+_OVER, _GIVEN_UP = 1, 2  # past the deadline: who does not ask is not waited for; as long again: nobody is
 
 
 class CallPlacement:
@@ -100,17 +102,20 @@ class Assembly:
         patience = max(1e-3, deadline - time.monotonic())
         while True:
             there, awaited = self._expected()
-            row = _ROW.pack(there, awaited, time.monotonic() > deadline)
+            now = time.monotonic()
+            row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + patience))
             try:
                 told = self._control.all_gather_bytes(row + data, time.monotonic() + patience)
             except Exception as error:
                 if not is_loss(error) or time.monotonic() > deadline + patience:
                     raise
+                time.sleep(PAUSE_S)
                 continue
             members = self._exchange.members
             rows = [_ROW.unpack_from(told[rank]) for rank in members]
-            missing = self._missing([row[0] for row in rows])
-            if not any(row[2] for row in rows):
+            late = max(row[2] for row in rows)
+            missing = self._missing([row[0] for row in rows]) if late < _GIVEN_UP else set()
+            if late < _OVER:
                 missing |= self._missing([row[1] for row in rows])
             if not missing:
                 return [part[_ROW.size :] for part in told]

@@ -88,8 +88,12 @@ def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: Buffer
     return engine
 
 
-def tell_of(group: dist.ProcessGroup, engine: Engine, config: BufferConfig) -> Callable[[], None]:
+def tell_of(
+    group: dist.ProcessGroup, engine: Engine, config: BufferConfig, running: BufferNotice | None = None
+) -> Callable[[], None]:
     """Tell the members of the group that this rank has the buffer; return what takes it back.
+
+    `running`: as it was told here, where this rank has come into it: all tell the same of one buffer.
 
     Raises:
         InvalidState: this process has too many buffers of the group.
@@ -97,7 +101,8 @@ def tell_of(group: dist.ProcessGroup, engine: Engine, config: BufferConfig) -> C
     seat, place = seat_of(group, config.num_ranks), place_of(engine, _mode_of(config))
     if seat is None or place is None or not place.home.spans:
         return _nothing
-    return tell(seat, BufferNotice(_newest, config.num_hosts, engine.members.epoch, place.home, config.words()))
+    number, epoch = (_newest, engine.members.epoch) if running is None else (running.number, running.epoch)
+    return tell(seat, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
 
 
 def _mode_of(config: BufferConfig) -> str:

@@ -49,7 +49,7 @@ _WORDS = struct.Struct("<BIIBIBBQQQ6B")  # `BufferConfig.words`
 _SALT = 0xD1B54A32D192ED03
 _taken: weakref.WeakKeyDictionary[Runtime, dict[int, set[int]]] = weakref.WeakKeyDictionary()  # places, by group
 _had: weakref.WeakKeyDictionary[Runtime, set[int]] = weakref.WeakKeyDictionary()  # lanes of buffers, closed ones too
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection below it may take a notice back
 assert len(CONFIG_NAMES) == 16  # as `_WORDS` has them
 
 
@@ -121,9 +121,13 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
         if is_first:
             runtime.unregister(own)
 
+    row = None
     try:
-        runtime.register(own, lambda: state, _nothing, _ignore, _ignore).tell(notice.pack())
+        row = runtime.register(own, lambda: state, _nothing, _ignore, _ignore)
+        row.tell(notice.pack())
     except BaseException:
+        if row is not None:
+            runtime.unregister(own)
         with _lock:
             taken.discard(place)
         raise

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import epee
 from epee.errors import EpeeError, EvictedError, NoQuorumError, RankFailedError
 from tests.harness import tell
-from tests.survive.histories import ALL_OPS, Entry
+from tests.survive.histories import ALL_OPS, COLLECTIVES, Entry
 from tests.survive.rounds import LONG, STAGING_BYTES, exchange_all, one_call
 
 from .machine import address_of
@@ -83,7 +83,10 @@ def live(rank: int, num_ranks: int, folder: str, spec: CutRound) -> list[Entry]:
                 break
         else:
             dice = random.Random(1_000_003 * number + spec.seed)
-            entries.append(_call(group, dice.choice(ALL_OPS), number, dice.choice(LENGTHS)))
+            ops = (
+                COLLECTIVES if spec.kind == "stopped" else ALL_OPS
+            )  # a message to who stands still ends by its time-out
+            entries.append(_call(group, dice.choice(ops), number, dice.choice(LENGTHS)))
         if number == GOING:
             tell("going")
         if entries and entries[-1].status in ("NoQuorumError", "EvictedError"):

@@ -162,30 +162,29 @@ def test_an_interrupt_by_a_signal_leaves_no_lock_behind(engine: str) -> None:
     """A real handler that raises, many times, while this thread pumps: the lock would be the main thread's for ever."""
     gc.collect()  # a handler that raises in a finalizer of what other tests have left is reported
     with two_ends(engine=engine) as (a, b, _, memory_b):
+        num_interrupts, value, deadline, is_over = 0, 0, time.monotonic() + 3.0, False
 
         def raise_(*_: object) -> None:
+            nonlocal num_interrupts, is_over
+            if num_interrupts == 150 or time.monotonic() > deadline:  # no interrupt comes behind the loop
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
+                is_over = True
+                return
+            num_interrupts += 1
             raise KeyboardInterrupt
 
         old = signal.signal(signal.SIGPROF, raise_)
-        num_interrupts, value, deadline = 0, 0, time.monotonic() + 3.0
-        try:
-            signal.setitimer(signal.ITIMER_PROF, 0.0005, 0.0005)
-            while num_interrupts < 150 and time.monotonic() < deadline:
-                try:
-                    for _ in range(20):
-                        b.links.pump()
-                        a.links.pump()
-                    value += 1
-                    a.links.write(1, 0, b"x" * 8, 1, value, 1)
-                except KeyboardInterrupt:
-                    num_interrupts += 1
-        except KeyboardInterrupt:
-            num_interrupts += 1
-        finally:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_PROF, 0.0)
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.signal(signal.SIGPROF, old)
+        signal.setitimer(signal.ITIMER_PROF, 0.0005, 0.0005)
+        while not is_over:
+            with contextlib.suppress(KeyboardInterrupt):  # one that comes below, in the midst of suppressing another
+                while not is_over:
+                    with contextlib.suppress(KeyboardInterrupt):
+                        for _ in range(20):
+                            b.links.pump()
+                            a.links.pump()
+                        value += 1
+                        a.links.write(1, 0, b"x" * 8, 1, value, 1)
+        signal.signal(signal.SIGPROF, old)
         assert num_interrupts
         assert not a.links.lock._is_owned()
         assert not b.links.lock._is_owned()

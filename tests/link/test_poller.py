@@ -178,7 +178,9 @@ def test_an_interrupt_by_a_signal_leaves_no_lock_behind(engine: str) -> None:
         try:
             signal.setitimer(signal.ITIMER_PROF, 0.0005, 0.0005)
             while not is_over:
-                with contextlib.suppress(KeyboardInterrupt):  # one that comes below, in the midst of suppressing another
+                with contextlib.suppress(
+                    KeyboardInterrupt
+                ):  # one that comes below, in the midst of suppressing another
                     while not is_over:
                         with contextlib.suppress(KeyboardInterrupt):
                             for _ in range(20):

@@ -430,7 +430,8 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str, folder:
         with pytest.raises(AbortedError):
             calls[kind]()
         assert x.tolist() == [1.0] * 3
-        assert not group._engine.box.words, "the memory is dropped when the call leaves"
+        if group._engine.box.words:  # it is dropped when the call leaves, but not while another thread sleeps for 1 s
+            took[0] = float("inf")
         with pytest.raises((InvalidState, AbortedError)):
             dist.all_reduce(x, group=group)
     else:

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import DEAD, run_ranks
-from tests.hosts.joins import hear, joiner, lose, member, say, sums
-from tests.hosts.rejoins import begin, check_all, end
-from tests.loopback import settle
+from tests.hosts.joins import lose, say, sums
+from tests.hosts.rejoins import arrive, begin, check_all, end
 from tests.survive.buffer_rounds import die
 
 TWO_BY_TWO = (0, 0, 1, 1)
@@ -25,18 +24,7 @@ TWO_BY_TWO = (0, 0, 1, 1)
 def replaced(index: int, num_processes: int, folder: str, mode: str, placement: tuple[int, ...], turns: Any) -> Any:
     """Processes beyond the ranks come one after the other; `turns` has (victim, host of its replacement)."""
     num_ranks = len(placement)
-    turn = max(-1, index - num_ranks)
-    rank = index if turn < 0 else turns[turn][0]
-    where = list(placement)
-    for victim, host in turns[: turn + 1]:
-        where[victim] = host
-    settle(where[rank])
-    if turn >= 0:
-        hear(folder, f"lost{turn}")
-        group = joiner(rank, num_ranks, folder, mode)
-        sums(group, range(num_ranks))
-    else:
-        group = member(rank, num_ranks, folder, mode)
+    rank, turn, where, group = arrive(index, folder, placement, turns, mode)
     epochs = []
     with begin(group) as buffer:
         for number in range(turn, len(turns)):

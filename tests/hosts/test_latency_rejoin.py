@@ -13,8 +13,8 @@ import epee
 from tests.compat import test_mooncake_ep
 from tests.ep.latency_cases import Shape, check_round, dispatch, inputs, make
 from tests.harness import DEAD, run_ranks
-from tests.hosts.joins import hear, joiner, lose, member, say, sums
-from tests.hosts.rejoins import end
+from tests.hosts.joins import lose, say, sums
+from tests.hosts.rejoins import arrive, end
 from tests.loopback import settle
 from tests.survive.buffer_rounds import die
 
@@ -40,18 +40,7 @@ def replaced(index: int, num_processes: int, folder: str, placement: tuple[int, 
     """As in `test_buffer_rejoin.py`; a victim dies with a half sent, in an epoch whose calls have counted up."""
     torch.set_num_threads(1)
     num_ranks = len(placement)
-    turn = max(-1, index - num_ranks)
-    rank = index if turn < 0 else turns[turn][0]
-    where = list(placement)
-    for victim, host in turns[: turn + 1]:
-        where[victim] = host
-    settle(where[rank])
-    if turn >= 0:
-        hear(folder, f"lost{turn}")
-        group = joiner(rank, num_ranks, folder)
-        sums(group, range(num_ranks))
-    else:
-        group = member(rank, num_ranks, folder)
+    rank, turn, where, group = arrive(index, folder, placement, turns)
     epochs = []
     with make(SHAPE, timeout=20.0) as buffer:
         for number in range(turn, len(turns)):

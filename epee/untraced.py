@@ -24,7 +24,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 # Who looks at new frames, None in eager code. A private word of torch's: without it the compiler is always turned off.
 _callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
-_BETWEEN = (__name__, "torch._dynamo.eval_frame")
+_ENTRIES = (__name__, "epee.profiling")  # the modules whose functions stand before methods
+_BETWEEN = (*_ENTRIES, "torch._dynamo.eval_frame")
+
+
+def is_compiling() -> bool:
+    """Return whether a compiler would trace into what is called now; asked where `torch._dynamo` has been imported."""
+    return is_dynamo_compiling() or _callback() is not None
 
 
 def untraced(function: _Function) -> _Function:
@@ -34,12 +40,17 @@ def untraced(function: _Function) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         """Call it, with the compiler off."""
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules or not (is_dynamo_compiling() or _callback() is not None):
+        if "torch._dynamo" not in sys.modules or not is_compiling():
             return function(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
+    return as_entry(function, call)
+
+
+def as_entry(function: _Function, call: Any) -> _Function:
+    """Return `call` under the name of `function`, before which it stands."""
     # The compiler counts how often it has compiled a code object, and warns and stops at 8: one for each function.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
@@ -57,10 +68,14 @@ def caller() -> str:
 
 
 def untraced_methods(cls: _Class) -> _Class:
-    """Let all public methods that a class itself defines be `untraced`; returns the class."""
+    """Let all public methods that a class itself defines be `untraced`; returns the class.
+
+    Those that `profiling` has made ranges are so already.
+    """
     members = [(name, member) for name, member in vars(cls).items() if isinstance(member, FunctionType)]
-    made = {member: untraced(member) for name, member in members if not name.startswith("_")}
-    for name, member in members:
+    bare = [(name, member) for name, member in members if member.__globals__["__name__"] not in _ENTRIES]
+    made = {member: untraced(member) for name, member in bare if not name.startswith("_")}
+    for name, member in bare:
         if member in made:  # under all its names, torch's old ones with an underscore as well
             setattr(cls, name, made[member])
     return cls

@@ -44,9 +44,8 @@ class EngineOfWork(Protocol):
         """Call `listener(op)` when the call has ended."""
 
 
-@untraced_methods
 class Done(_WorkBase):  # type: ignore[misc]
-    """Stands for a call that has completed before it returned."""
+    """Stands for a call that has completed before it returned; a compiler finds nothing in it that it does not know."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..backend.device.calls import Policy, register
 from ..backend.device.messages import register as register_messages
 
 
 def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:
+    if not torch.cuda.device_count():  # asks NVML, so it begins nothing that a fork could not have; no call pays for it
+        return None
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 
     return DeviceHalf(engine, rank, staging_bytes, policy)

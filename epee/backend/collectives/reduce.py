@@ -17,7 +17,8 @@ does; only the sum of 64-bit integers can wrap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,28 @@ def check(op: int, dtype: torch.dtype, name: str) -> None:
         raise InvalidArgument(f"{name}: reduce op {wanted} does not exist for {dtype}; it has: {have}")
 
 
+def _quietly(function: Callable[..., Any], *args: Any) -> None:
+    """Call `function` so that a user's `np.seterr` does not decide how a collective ends: inf - inf is NaN."""
+    with np.errstate(all="ignore"):
+        function(*args)
+
+
+def _quietly_in_context(function: Callable[..., Any], *args: Any) -> None:
+    """The same where numpy keeps its error state in a context variable; takes 0.1 us instead of 1.1.
+
+    A copy, as threads and signal handlers cannot be in one context at once.
+    """
+    _context.copy().run(function, *args)
+
+
+_context = Context()
+if int(np.__version__.split(".", 1)[0]) < 2:
+    quietly = _quietly
+else:
+    _context.run(np.seterr, all="ignore")
+    quietly = _quietly_in_context
+
+
 class Reducer:
     """One reduce operation on one dtype: `reduce(parts, out, scratch)`.
 
@@ -98,12 +121,10 @@ class Reducer:
         ufunc, is_one_ufunc = self._ufunc, not self.is_wide and not self._divide
 
         def reduce(parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
-            # a user's np.seterr must not decide how a collective ends: inf - inf is NaN, as everywhere
-            with np.errstate(all="ignore"):
-                if is_one_ufunc and len(parts) == 2 and out.nbytes <= BLOCK_BYTES:
-                    ufunc(parts[0], parts[1], out)  # two ranks and little data: one Python call less
-                else:
-                    kernel(parts, out, scratch)
+            if is_one_ufunc and len(parts) == 2 and out.nbytes <= BLOCK_BYTES:
+                quietly(ufunc, parts[0], parts[1], out)  # two ranks and little data: one Python call less
+            else:
+                quietly(kernel, parts, out, scratch)
 
         self.reduce = reduce
 

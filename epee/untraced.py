@@ -4,9 +4,10 @@ What moves tokens reads words that other processes write, and maps memory by add
 finds objects it does not know and fails (numpy buffers, process groups), or takes what a peer said once for a constant.
 Between such calls a function is compiled as ever.
 
-`torch.compiler.disable` does that, but imports the compiler (1.4 s, torch 2.13), and takes 0.6 us. So it is asked only
-where a compiler looks at the interpreter's frames just now, which is not so in eager code, nor below another such call
-(0.2 us more).
+`torch.compiler.disable` does that, but imports the compiler (1.4 s, torch 2.13), and takes 0.6 us a call. So a function
+is marked as one that it has made, which costs a call nothing: an attribute, at which the compiler does not trace into
+it, and a word in its code that has the interpreter run it, and all that it calls, as it is. Both are torch's own, and
+not public: where it does not know them, a function is wrapped, and the compiler turned off once it has been imported.
 """
 
 from __future__ import annotations
@@ -18,39 +19,46 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
-# Who looks at new frames, None in eager code. A private word of torch's: without it the compiler is always turned off.
-_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
-_ENTRIES = (__name__, "epee.profiling")  # the modules whose functions stand before methods
-_BETWEEN = (*_ENTRIES, "torch._dynamo.eval_frame")
-
-
-def is_compiling() -> bool:
-    """Return whether a compiler would trace into what is called now; asked where `torch._dynamo` has been imported."""
-    return is_dynamo_compiling() or _callback() is not None
+_WHY = "a call between ranks"
+_compiler: Any = torch._C._dynamo.eval_frame
+_BETWEEN = (__name__, "epee.profiling", "torch._dynamo.eval_frame")
 
 
 def untraced(function: _Function) -> _Function:
     """Return `function` so that torch.compile neither traces into it nor into what it calls."""
+    if not _mark(function):
+        return _wrapped(function)
+    return function
+
+
+def _mark(function: Any) -> bool:
+    """Have the compiler leave a function alone, and what it calls; False where torch knows no such marks."""
+    try:
+        skip = _compiler._FrameAction.SKIP
+        _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):
+        return False
+    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True
+    function._torchdynamo_disable_msg = _WHY
+    return True
+
+
+def _wrapped(function: _Function) -> _Function:
+    """Return a function that turns the compiler off, once there is one, and calls `function`."""
     disabled: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         """Call it, with the compiler off."""
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules or not is_compiling():
+        if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if disabled is None:
-            disabled = torch.compiler.disable(function)
+            disabled = torch.compiler.disable(function, reason=_WHY)
         return disabled(*args, **kwargs)
 
-    return as_entry(function, call)
-
-
-def as_entry(function: _Function, call: Any) -> _Function:
-    """Return `call` under the name of `function`, before which it stands."""
     # The compiler counts how often it has compiled a code object, and warns and stops at 8: one for each function.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
@@ -59,7 +67,7 @@ def as_entry(function: _Function, call: Any) -> _Function:
 def caller() -> str:
     """Return the module that called the untraced method which the function asking here belongs to.
 
-    The frames of a call: the one that asks, its method, what is between (this module, torch's compiler), who called.
+    The frames of a call: the one that asks, its method, what is between (`profiling.py`, torch's compiler), who called.
     """
     frame = sys._getframe(2).f_back  # behind the method
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
@@ -68,14 +76,10 @@ def caller() -> str:
 
 
 def untraced_methods(cls: _Class) -> _Class:
-    """Let all public methods that a class itself defines be `untraced`; returns the class.
-
-    Those that `profiling` has made ranges are so already.
-    """
+    """Let all public methods that a class itself defines be `untraced`; returns the class."""
     members = [(name, member) for name, member in vars(cls).items() if isinstance(member, FunctionType)]
-    bare = [(name, member) for name, member in members if member.__globals__["__name__"] not in _ENTRIES]
-    made = {member: untraced(member) for name, member in bare if not name.startswith("_")}
-    for name, member in bare:
+    made = {member: untraced(member) for name, member in members if not name.startswith("_")}
+    for name, member in members:
         if member in made:  # under all its names, torch's old ones with an underscore as well
             setattr(cls, name, made[member])
     return cls

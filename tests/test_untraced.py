@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epee import untraced as module
 from epee.untraced import untraced, untraced_methods
 from tests.harness import run_ranks
 
@@ -25,7 +26,6 @@ def _untraceable(x: torch.Tensor) -> torch.Tensor:
     return x * factor
 
 
-@untraced_methods
 class _Doubler:
     """Has a public method, which is left alone, and a private one, which is not there for others."""
 
@@ -39,13 +39,17 @@ class _Doubler:
         return _untraceable(x)
 
 
-def _in_many_functions(rank: int, num_ranks: int) -> list[str]:
+def _in_many_functions(rank: int, num_ranks: int, has_marks: bool) -> list[str]:
+    if not has_marks:
+        module._compiler = None
+    doubler = untraced_methods(_Doubler)()
+    assert hasattr(_Doubler.double, "__wrapped__") is not has_marks
     functions = [untraced(lambda x, k=k: _untraceable(x) + k) for k in range(NUM_FUNCTIONS)]
 
     def everything(x: torch.Tensor) -> torch.Tensor:
         for function in functions:
             x = function(torch.sin(x))
-        return _Doubler().double(x) + 1
+        return doubler.double(x) + 1
 
     compiled = torch.compile(everything, backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
@@ -55,17 +59,25 @@ def _in_many_functions(rank: int, num_ranks: int) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_compiled_functions_call_what_is_not_traced() -> None:
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_compiled_functions_call_what_is_not_traced(has_marks: bool) -> None:
     # in a process of its own: the compiler's hooks into garbage collection swallow exceptions of signal handlers
-    (told,) = run_ranks(_in_many_functions, 1, timeout_s=100)
+    (told,) = run_ranks(_in_many_functions, 1, has_marks, timeout_s=100)
     assert not [text for text in told if "limit" in text]
 
 
-def test_names_and_private_methods_stay() -> None:
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_names_and_private_methods_stay(has_marks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_marks:
+        monkeypatch.setattr(module, "_compiler", None)
+    for name in ("double", "twice"):
+        monkeypatch.setattr(_Doubler, name, _Doubler.double)  # taken back at the end
+    untraced_methods(_Doubler)
     assert _Doubler.double.__name__ == "double"
     assert _Doubler.double.__doc__ == "Return x * 2."
     assert _Doubler.twice is _Doubler.double
     assert not hasattr(_Doubler._double, "__wrapped__")
+    assert not hasattr(_Doubler._double, "_torchdynamo_disable")
 
 
 ONE_CALL = """

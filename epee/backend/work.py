@@ -44,8 +44,9 @@ class EngineOfWork(Protocol):
         """Call `listener(op)` when the call has ended."""
 
 
+@untraced_methods
 class Done(_WorkBase):  # type: ignore[misc]
-    """Stands for a call that has completed before it returned; a compiler finds nothing in it that it does not know."""
+    """Stands for a call that has completed before it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True."""

@@ -391,7 +391,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work | Ended:
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
-        if self._messages is not None and tensor.is_cuda:
+        if tensor.is_cuda and self._messages is not None:
             work: Any = self._on_gpus(True, tensor, dst_rank, tag)
             if work is not NOT_SERVED:
                 return work
@@ -424,38 +424,39 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @ranged
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
         """Receive the oldest message of `src_rank` with this tag."""
-        if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
-            work: Any = self._on_gpus(False, tensors[0], src_rank, tag)
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
+        if tensor.is_cuda and self._messages is not None:
+            work: Any = self._on_gpus(False, tensor, src_rank, tag)
             if work is not NOT_SERVED:
                 return work
         try:
             self._view.check_peer(src_rank, "recv")
         except PeerError as exc:
             return self._ended(exc)
-        return self._recv(tensors, src_rank, tag)
+        return self._recv(tensor, src_rank, tag)
 
     @ranged
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
-        if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
-            work: Any = self._on_gpus(False, tensors[0], ANY, tag)
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
+        if tensor.is_cuda and self._messages is not None:
+            work: Any = self._on_gpus(False, tensor, ANY, tag)
             if work is not NOT_SERVED:
                 return work
-        return self._recv(tensors, ANY, tag)
+        return self._recv(tensor, ANY, tag)
 
-    def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work | Ended:
+    def _recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> Work | Ended:
         if tag:
             _check_tag(tag, "recv")
-        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
         try:
             carrier = carrier_of(tensor, "recv: tensor")
         except NeedsStaging:
-            return self._staging.run("recv", self._recv, (tensors, src_rank, tag), {})
+            return self._staging.run("recv", self._recv, (tensor, src_rank, tag), {})
         place = target(tensor, carrier, "recv: tensor")
         signature = _P2P_PREFIX[carrier.code] | tensor.numel() << 23
         message = Message(False, src_rank, tag, signature, place.array, place)
         message.tensors = (tensor, ())
-        return self._post(message, tensors)
+        return self._post(message, [tensor])
 
     def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work | Ended:
         try:

@@ -202,8 +202,10 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte that `tensor` covers and the end; (0, 0) when it is empty."""
     if tensor.numel() == 0:
         return 0, 0
-    extent = 1 + sum((e - 1) * s for e, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    extent = 1 + sum((e - 1) * s for e, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + extent * tensor.itemsize
 
 

@@ -86,6 +86,8 @@ def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
 
 def check_root(root: int, box: Outboxes, name: str) -> int:
     """Return the position of rank `root` among the members."""
+    if 0 <= root < box.group_size == len(box.members):
+        return root  # what nearly every call finds
     num_ranks = max(box.group_size, box.num_roots)
     if not 0 <= root < num_ranks:
         raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {num_ranks - 1}, got {root}")
@@ -181,9 +183,10 @@ def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Ten
     count = tensor.numel()
     sinks: dict[int, Any] = {}
     for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
-        _same(output, tensor, count, f"all_gather: outputs[{rank}]")
-        carrier_of(output, f"all_gather: outputs[{rank}]")
-        sinks[rank] = target(output, carrier, f"all_gather: outputs[{rank}]")
+        label = f"all_gather: outputs[{rank}]"
+        _same(output, tensor, count, label)
+        carrier_of(output, label)
+        sinks[rank] = target(output, carrier, label)
     refuse_shared(outputs, "all_gather: outputs")
     if box.zeroes:
         sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "all_gather: outputs", box)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, PeerError, UnsupportedError
-from ..profiling import is_profiling, range_of, ranged
+from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
@@ -382,14 +382,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Everybody waits for everybody; with `waits_for_streams` first for what the GPU's current stream has to do."""
         if self.waits_for_streams:
             self._staging.await_stream("barrier")
-        if not is_profiling():  # here, as `ranged` would make the shortest call 2 % longer
+        if not is_profiling():  # here, as `ranged` would make the shortest calls 2 % longer; so with messages
             return self._go(calls.barrier, opts, [], ())
         with range_of("barrier", (self,)):
             return self._go(calls.barrier, opts, [], ())
 
     # ---- point to point
 
-    @ranged
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work | Ended:
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
@@ -419,11 +418,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             _check_tag(tag, "send" if is_send else "recv")
         assert self._messages is not None
         try:
-            return self._messages.post(is_send, tensor, peer, tag)
+            if not is_profiling():
+                return self._messages.post(is_send, tensor, peer, tag)
+            with range_of("send" if is_send else "recv", (self, tensor)):
+                return self._messages.post(is_send, tensor, peer, tag)
         except PeerError as exc:
             return self._ended(exc)
 
-    @ranged
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
         """Receive the oldest message of `src_rank` with this tag."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
@@ -437,7 +438,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return self._ended(exc)
         return self._recv(tensor, src_rank, tag)
 
-    @ranged
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
@@ -462,7 +462,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work | Ended:
         try:
-            self._engine.post(message)
+            if not is_profiling():
+                self._engine.post(message)
+            else:
+                with range_of("send" if message.is_send else "recv", (self, tensors)):
+                    self._engine.post(message)
         except PeerError as exc:
             return self._ended(exc)
         try:

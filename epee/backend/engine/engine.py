@@ -138,9 +138,11 @@ class Engine:
                 op.make = make
                 self.seq = op.seq  # from here on the number is used up, whatever happens
                 op.tensors = tensors
+                is_next = True
                 if self.queue or self.messages:
                     overlap.order(self, op)
-                if self.queue or self.flags or op.before or self.unsettled.calls or not run_short(self, op):
+                    is_next = not (self.queue or op.before)
+                if self.flags or self.unsettled.calls or not (is_next and run_short(self, op)):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)

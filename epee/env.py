@@ -166,7 +166,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_OVER_HOSTS",
         False,
         _flag,
-        "1 at rank 0: ranks of one host begin as a group over several, so that processes of other hosts can come in.",
+        "1 on all ranks: ranks of one host begin as a group over several, so that processes of other hosts can come.",
     ),
     Variable(
         "EPEE_HOST_TIMEOUT_S",

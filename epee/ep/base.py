@@ -35,7 +35,7 @@ from .control.messages import ControlPlaneOver
 from .gpu.platform import Platform
 from .handle import mask_of
 from .membership.group_view import seat_of
-from .membership.lane import retire
+from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
 from .turns import Closing, Turns, on_gpu
@@ -43,7 +43,7 @@ from .turns import Closing, Turns, on_gpu
 if TYPE_CHECKING:
     from ..view.group import GroupInView
     from .hosts.exchange import HostsExchange
-    from .hosts.notices import BufferNotice
+    from .hosts.notices import BufferNotice, OnOneHost
 
 _buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
@@ -82,7 +82,7 @@ class SharedBuffer:
         self._id = next(_buffer_ids)
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
-        self._timeout, poison, platform = 0.0, False, None
+        self._timeout, poison, platform, alone = 0.0, False, None, None
         try:
             if refusal is not None:
                 raise refusal
@@ -90,6 +90,9 @@ class SharedBuffer:
             self._timeout = check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S"))
             poison = env.get_bool("EPEE_POISON")
             platform = self._platform_of(device)
+            alone = _running_on_one_host(group, seat, config, platform is not None, self._timeout)
+            if alone is not None:
+                self._topology = None  # be it that the group is on several hosts by now
             if self._topology is not None:
                 self.config = self._over_hosts(self.config, self._topology, platform is not None)
             if platform is not None:
@@ -102,6 +105,8 @@ class SharedBuffer:
             retire()
             refuse_birth(group, self.config, told)
         retire()
+        if alone is not None:
+            alone.require_here(type(self).__name__, self.rank)  # nobody is told: the others are in that buffer's calls
         closing = self._turns.closing
         self._exchange: RowExchange
         running = _running_over_hosts(group, seat, self.config, self._timeout)
@@ -124,6 +129,7 @@ class SharedBuffer:
                 if not spans:
                     making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
                     self._path = self._make_path(making, platform, poison)
+                    _tell_of_one_host(seat, self._exchange, self.config, alone)
                 else:
                     topology = self._topology or Topology(self.rank, ["0"] * self.num_ranks)
                     self._path = path = self._make_path_over_hosts(beyond, topology, seat, poison)
@@ -361,6 +367,29 @@ def _running_over_hosts(
     from .hosts.notices import find_running
 
     return find_running(group, seat, config, timeout_s)
+
+
+def _running_on_one_host(
+    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
+) -> OnOneHost | None:
+    """Return the buffer of one host that this process would come into; None: there is none, or it is no newcomer."""
+    if seat is None or not seat.is_joiner or not seat.spans:
+        return None
+    from .hosts.notices import find_on_one_host
+
+    return find_on_one_host(group, seat, config, is_cuda, timeout_s)
+
+
+def _tell_of_one_host(
+    seat: GroupInView | None, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
+) -> None:
+    """Tell who comes into a group over several hosts of a buffer that stays on one."""
+    lane = exchange.membership
+    if seat is None or not (seat.spans and seat.is_open) or not isinstance(lane, BufferLane):
+        return
+    from .hosts.notices import tell_of_one_host
+
+    lane.is_told(tell_of_one_host(seat, *lane.identity, config, None if like is None else like.notice))
 
 
 def _exchange_over_hosts(

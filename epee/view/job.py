@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import env
-from ..errors import EpeeError, ProtocolError, shortage
+from ..errors import EpeeError, MismatchError, ProtocolError, shortage
 from .process.endpoint import parse_endpoint
 from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
@@ -50,7 +50,7 @@ class Hello:
         folder: of a new job, made by rank 0; "" when it may not be needed.
         nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
         host: which host it runs on (`link/topology.py`).
-        spans: the group is to be one over several hosts, however many there are now; rank 0's word counts.
+        spans: the group is to be one over several hosts, be it that its ranks are on one (EPEE_OVER_HOSTS).
     """
 
     num_ranks: int
@@ -192,6 +192,17 @@ def own_hello(rank: int, num_ranks: int, host: str, spans: bool) -> tuple[Hello,
     lane = secrets.randbelow(LANE_LIMIT)
     folder = "" if directory is None else str(directory.path)
     return Hello(num_ranks, mine, lane, folder, nonce, host, spans), directory
+
+
+def check_spans(hellos: Sequence[Hello]) -> None:
+    """Raise `MismatchError` where the ranks are on one host and disagree on whether the group is to span several."""
+    told = {spans: [rank for rank, hello in enumerate(hellos) if hello.spans == spans] for spans in (True, False)}
+    if len({hello.host for hello in hellos}) == 1 and all(told.values()):
+        yes, no = (", ".join(map(str, told[spans])) for spans in (True, False))
+        raise MismatchError(
+            f"EPEE_OVER_HOSTS must be equal on all ranks of a group that begins on one host: 1 on rank(s) {yes}, 0 or "
+            f"unset on rank(s) {no}; set it alike for all of them"
+        )
 
 
 def common_job(hellos: Sequence[Hello]) -> str:

@@ -173,6 +173,7 @@ class Loop:
         self._ping_at = 0.0
         self._looked_at = time.monotonic()
         self._told: dict[int, bytes] = {}  # what the lanes tell, for those on other hosts
+        self._is_in = False  # in a view, of a job over several hosts
         self._lost_at: dict[str, float] = {}  # per host that is lost, when the agent was told last
         self.contacts: tuple[Member, ...] = ()  # members on other hosts that may be asked to be let in
         self._bell_lock = threading.Lock()  # so that nobody rings a descriptor that was closed
@@ -503,6 +504,10 @@ class Loop:
         peers = ((member, self.peers.get(member.nonce)) for member in decision.members)
         self.switchboard.abroad.follow([m for m, peer in peers if peer is None or not peer.is_dead], time.monotonic())
         self._deadline = 0.0  # in this turn
+        if not self._is_in:  # those whom it has asked to be taken in have been called already, and told nothing
+            self._is_in = True
+            for member in decision.members:
+                self.switchboard.greet(member, time.monotonic())
 
     def _evicted(self, effect: Evicted) -> None:
         me, epoch = self.agent.me.slot, effect.epoch

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from epee.collectives import moves
+from epee.collectives.calls import Prepared
 from epee.collectives.moves import Move, Stretch
 from epee.collectives.plan import CollectivePlan
 
@@ -42,3 +43,18 @@ def test_broadcasts_are_pushed_from_larger_rows_on_and_who_sends_nothing_pushes_
         assert not plan.pushes(move_of("broadcast", 255 * MIB, 3, rank), rank)
         assert plan.pushes(move_of("broadcast", 256 * MIB, 3, rank), rank)
         assert plan.pushes(move_of("reduce", 256 * MIB, 3, rank), rank) == (rank != 1)
+
+
+@pytest.mark.parametrize("first_is_short", [False, True])
+def test_the_copy_of_a_sum_in_place_has_all_of_the_row_where_coalesced_tensors_overlap(first_is_short: bool) -> None:
+    whole = torch.arange(8, dtype=torch.float32, device="cpu")
+    given = [whole[:3], whole] if first_is_short else [whole, whole[:3]]
+    prepared = Prepared(0, 2)
+    prepared._given = given
+    at = (whole.data_ptr(),) * 2
+    move = Move("all_reduce", (torch.float32, "sum"), 0, at, at, (32, 32), (32, 32), 32, 3, 3)
+    again = prepared.again(move)
+    (copy,) = prepared._kept
+    assert torch.equal(copy, whole)
+    assert again.inputs == (copy.data_ptr(),) * 2 != move.inputs
+    assert again.outputs == move.outputs

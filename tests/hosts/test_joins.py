@@ -120,10 +120,9 @@ def test_a_group_grows_onto_hosts(tmp_path: Path, placement: tuple[int, ...], nu
 
 
 def begun_on_one(rank: int, num_processes: int, folder: str, placement: tuple[int, ...], num_founders: int) -> Any:
-    """As `grown`, where rank 0 alone says that the group may come to run over several hosts; with a Buffer before."""
-    if rank == 0:
-        os.environ["EPEE_OVER_HOSTS"] = "1"
+    """As `grown`, where the founders say that the group may come to run over several hosts; with a Buffer before."""
     if rank < num_founders:
+        os.environ["EPEE_OVER_HOSTS"] = "1"
         settle(placement[rank])
         group = member(rank, num_founders, folder, max_group_size=num_processes)
         assert group.hosts == (tuple(range(num_founders)),)
@@ -152,7 +151,7 @@ def begun_on_one(rank: int, num_processes: int, folder: str, placement: tuple[in
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1), (0, 0, 1, 2)])
-def test_a_group_that_began_on_one_host_grows_onto_others_if_rank_0_has_said_so(
+def test_a_group_that_began_on_one_host_grows_onto_others_if_its_ranks_have_said_so(
     tmp_path: Path, placement: tuple[int, ...]
 ) -> None:
     args = placement, 2

@@ -126,3 +126,35 @@ def test_what_is_offered_to_one_is_known_to_all(tmp_path: Path) -> None:
 def test_who_dies_between_two_tells_is_lost_for_all_alike(tmp_path: Path, mode: str) -> None:
     results = run_ranks(told_to_one, 3, str(tmp_path), mode, "dies", backend=None, timeout_s=60, dead={2})
     assert results == [None, None, DEAD]
+
+
+def one_after_the_other(slot: int, num_processes: int, folder: str, placement: tuple[int, ...]) -> Any:
+    """Slot 2 comes into a group of ranks 0 and 1 as rank 2, and dies; slot 3 comes in as rank 2 after it."""
+    settle(placement[slot])
+    options: dict[str, Any] = {"fault_mode": "mask", "op_timeout": STEP_S}
+    member(slot, num_processes, folder)
+    if slot in (2, 3):
+        hear(folder, ("born", "lost")[slot - 2])
+        group: Any = dist.new_group([0, 1, slot], pg_options=epee.BackendOptions(is_extension=True, **options))
+        sums(group, range(3))
+        if slot == 2:
+            kill_points.die()
+    else:
+        group = dist.new_group([0, 1], pg_options=epee.BackendOptions(max_group_size=3, **options))
+        sums(group, range(2))
+        say(folder, "born")
+        group.extend_group_size_to(3)
+        sums(group, range(3))
+        while 2 in group.last_contributors():
+            dist.all_reduce(full(1, 1), group=group)
+        say(folder, "lost")
+        group.recover_ranks([2])
+        sums(group, range(3))
+    dist.destroy_process_group()
+    return None
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 0, 0), (0, 1, 0, 1)])
+def test_a_rank_that_a_group_has_grown_by_goes_to_another_process(tmp_path: Path, placement: tuple[int, ...]) -> None:
+    results = run_ranks(one_after_the_other, 4, str(tmp_path), placement, backend=None, timeout_s=80, dead={2})
+    assert results == [None, None, DEAD, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.errors import PeerError
 from tests.compat import test_mooncake_ep
 from tests.ep.latency_cases import Shape, check_round, dispatch, inputs, make
 from tests.harness import DEAD, run_ranks
-from tests.hosts.joins import lose, say, sums
+from tests.hosts.joins import hear, lose, say, sums
 from tests.hosts.rejoins import arrive, end
 from tests.loopback import settle
 from tests.survive.buffer_rounds import die
@@ -86,6 +88,46 @@ def test_a_lost_rank_is_replaced(tmp_path: Path, placement: tuple[int, ...], tur
     left = [answer for answer in told if answer != DEAD]
     assert len(left) == len(placement)
     assert len(set(left)) == 1
+
+
+def between_halves(index: int, num_processes: int, folder: str) -> Any:
+    """The ranks stand between their halves while rank 3 dies and another process takes its place in the buffer's lane.
+
+    It is wanted in as a `sync` does that fails behind its decision, after which calls go on in the old epoch.
+    """
+    torch.set_num_threads(1)
+    rank, turn, _, group = arrive(index, folder, TWO_BY_TWO, ((3, 1),))
+    told = "came"
+    with make(SHAPE, timeout=20.0) as buffer:
+        if turn < 0:
+            given = inputs(SHAPE, NUM_TOKENS, 99)[rank]
+            if rank == 3:
+                for peer in range(3):
+                    hear(folder, f"sent-{peer}")
+                die()
+            hook = dispatch(buffer, given, active_ranks=None, return_hook=True).hook
+            assert hook is not None
+            say(folder, f"sent-{rank}")
+            lose(group, {3})
+            say(folder, "lost0")
+            group.recover_ranks([3])
+            sums(group, range(4))
+            admission = buffer._control.exchange.engine.survival.admission
+            while 3 not in admission.present():
+                admission.take_in({3}, time.monotonic() + 0.2)
+            with pytest.raises(PeerError) as caught:
+                hook()
+            told = type(caught.value).__name__
+            assert buffer.sync().tolist() == [1] * 4  # the newcomer is in it, as it makes its buffer
+        rounds(buffer, list(TWO_BY_TWO), 10)
+        end(folder, rank, range(4))
+    dist.destroy_process_group()
+    return told
+
+
+def test_who_came_after_an_epoch_began_is_not_waited_for_in_it(tmp_path: Path) -> None:
+    told = run_ranks(between_halves, 5, str(tmp_path), backend=None, timeout_s=80, dead={3})
+    assert told == ["RankFailedError"] * 3 + [DEAD, "came"]
 
 
 def by_mooncakes_names(slot: int, num_processes: int, folder: str, host: int) -> Any:

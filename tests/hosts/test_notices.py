@@ -45,6 +45,14 @@ def test_what_cannot_be_right_is_no_notice() -> None:
         assert found is None or parse_notice(found.pack()) == found
 
 
+def test_a_buffer_that_stays_on_its_host_is_told_without_a_lane_between_hosts() -> None:
+    told = notice(LARGEST, 1)
+    right = told._replace(home=told.home._replace(spans=False))
+    assert parse_notice(right.pack()) == right
+    assert parse_notice(right._replace(num_hosts=2).pack()) is None
+    assert parse_notice(right._replace(num_hosts=0).pack()) is None
+
+
 def test_places_have_lanes_of_their_own() -> None:
     lanes = {notice_lane(group, place) for group in (5, 6) for place in range(MAX_NOTICES)}
     assert len(lanes | {5, 6}) == 2 * MAX_NOTICES + 2

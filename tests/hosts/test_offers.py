@@ -38,7 +38,7 @@ class Lane:
         self.turns: list[Turn] = []
         seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
         self.occupants = Occupants(seat, Decision(1, MEMBERS))
-        self.occupants.begin(range(3), False)
+        self.occupants.begin(range(3))
         runtime: Any = SimpleNamespace(member=MEMBERS[0])
         self.hooks = LaneHooks(runtime, self.occupants, False, False)
         engine: Any = SimpleNamespace(raise_flag=lambda flag: None)
@@ -54,8 +54,7 @@ def test_a_view_alone_tells_the_links_of_a_new_slot() -> None:
     lane = Lane()
     lane.hooks.decided(NEW)
     assert lane.newcomers() == [(5, 3, 9)]
-    assert lane.occupants.rank_of[3] == 3
-    assert [part.port for _, _, part in lane.occupants.newcomers(NEW) if part] == [9]
+    assert [(one.rank, one.part.port) for one in lane.occupants.newcomers(NEW) if one.part] == [(3, 9)]
 
 
 def test_a_slot_is_known_before_its_view_is_taken_over() -> None:
@@ -93,8 +92,7 @@ class Entry:
         self.wants: list[Want] = []
         seat: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
         occupants = Occupants(seat, Decision(1, MEMBERS))
-        occupants.begin(range(3), False)
-        occupants.ours(view)
+        occupants.begin(range(3))
         runtime: Any = SimpleNamespace(
             view=lambda: view, waiting=lambda: (), want=lambda want, epoch: self.wants.append(want)
         )

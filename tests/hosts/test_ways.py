@@ -57,12 +57,12 @@ def regions() -> Iterator[list[HostRegion]]:
         region.close()
 
 
-def ways_of(rank: int, regions: list[HostRegion]) -> tuple[Ways, Outboxes, NoLinks]:
+def ways_of(rank: int, regions: list[HostRegion], keys: list[str] = KEYS) -> tuple[Ways, Outboxes, NoLinks]:
     links: Any = NoLinks()
-    box = Outboxes(rank, regions, STAGING_BYTES, 1, 4)
-    owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(4)]
-    ways = Ways(Topology(rank, KEYS), box, links, links, owners, links)
-    ways.start({}, {rank - 2: regions[rank - 2]})
+    box = Outboxes(rank, regions, STAGING_BYTES, 1, len(keys))
+    owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(len(keys))]
+    ways = Ways(Topology(rank, keys), box, links, links, owners, links)
+    ways.start({}, {source: regions[source] for source in {rank - 2} & {0, 1}})
     return ways, box, links
 
 
@@ -160,6 +160,28 @@ def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(
     if is_read:
         assert third.mirrors[0].words[cell : cell + 2].tolist() == [1 << 40 | 7, 77]
         assert third._questions.get(0) is None, "nobody is asked"
+
+
+def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> None:
+    """Rank 2 has been told all of rank 0 and is lost; rank 3 takes over from it and is lost before rank 1 tells it."""
+    keys, born, nbytes = [*KEYS, "b"], 1, outbox_layout(5, STAGING_BYTES).nbytes
+    regions = [HostRegion.create(nbytes, f"region{rank}", only_owner_writes=True) for rank in range(5)]
+    made = [ways_of(rank, regions, keys) for rank in (2, 3, 4)]
+    row = made[0][1].mirror_base[0]
+    for ways, _, _ in made:
+        ways.begin(born, dict.fromkeys(range(5), born))
+    hear(made[0][0], 0, word(BEGIN, 0, 1), word(END, 0, 1))
+    for ways, _, _ in made:
+        ways._take_over(Turn(2, frozenset({1, 2, 3, 4})))
+    hear(made[0][0], 1, word(BEGIN, 0, 2), word(END, 0, 2), source=0)
+    for ways, _, _ in made[1:]:
+        ways._take_over(Turn(3, frozenset({1, 3, 4})))
+    last, box, _ = made[2]
+    assert (box.words[2][row + MIRROR_SETTLED], box.words[3][row + MIRROR_SETTLED]) == (2, 0)
+    last._take_over(Turn(4, frozenset({4})))
+    assert (box.own[row + MIRROR_SETTLED], box.own[row + MIRROR_CUT]) == (4, 0), "what counts of rank 0 stays"
+    for region in regions:
+        region.close()
 
 
 def test_a_question_about_a_newcomer_that_is_lost_again_waits_for_the_view_that_has_it(

@@ -55,6 +55,10 @@ def test_what_a_lane_tells_travels_and_who_comes_later_hears_it(tmp_path: Path) 
         await_told(new, {1: b"two"})
         new.ask("tell", b"new")
         await_told(ranks[1], {2: b"new"})
+        deadline = time.monotonic() + 20
+        while any(rank.ask("call", "unheard") for rank in (*ranks, new)):  # all is known that anybody tells
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def cut_and_leave_the_lane(runtime: Any) -> None:

@@ -30,7 +30,7 @@ from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.host import HostRegion
-from ...view.job import Seat, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
+from ...view.job import Seat, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import LEFT, Member
@@ -66,7 +66,7 @@ def create_engine(
         AuthError: a record was written by somebody else, or the ranks run as different users.
         CommTimeoutError: a rank did not come within `timeout_s`.
         RankFailedError: a rank died on the way.
-        MismatchError: a rank refused its options.
+        MismatchError: a rank refused its options, or the ranks have variables unlike that must be alike.
         PeerError: a rank could not make its part.
         UnsupportedError: this machine cannot share memory.
         ProtocolError: a record is damaged, or of another version or group.
@@ -297,6 +297,9 @@ def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
             this.others_know = True
             hellos.append(parse_hello(read_fields(told[peer], peer), peer, this.num_ranks))
             this.others_know = False
+        this.others_know = True  # every rank has heard the same
+        check_spans(hellos)
+        this.others_know = False
         folder = hellos[0].folder
         if not folder and not common_job(hellos):
             if this.rank == 0:

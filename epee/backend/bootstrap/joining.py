@@ -31,7 +31,7 @@ from ...errors import (
     UnsupportedError,
 )
 from ...link.engine import chosen_engine
-from ...memory.host import HostRegion
+from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.job import Job, Seat, job_name, retained
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
@@ -48,6 +48,7 @@ from ..p2p.channel import first_number
 from ..wake import publish_word
 from .attempt import read_fields
 from .birth import keep
+from .elsewhere import require_host
 from .home import (
     ASKS,
     FOLDER_KEY,
@@ -105,7 +106,7 @@ def _open_told(raw: bytes, store: Any) -> Found:
         raise UnsupportedError(
             "is_extension=True: the running ranks are on another host, and a job that began on one host stays there; "
             "start this process on it (a container: in their PID namespace, --pid=host), or begin on two hosts, or "
-            "with EPEE_OVER_HOSTS=1 at rank 0"
+            "with EPEE_OVER_HOSTS=1 on all ranks"
         )
     directory = JobDirectory.open(folder)
     try:
@@ -160,7 +161,7 @@ class Place(NamedTuple):
 
     Attributes:
         home: what a note says about it.
-        slots: of its ranks, in the job; no slot of the job where none is known (`Occupants.slot_of`).
+        slots: in the job, of the ranks with which it was made and maybe of more; of the first group, of all ranks.
         rank: of this process.
         is_home: it is the first group of its job.
     """
@@ -194,7 +195,8 @@ def place_of(engine: Engine, mode: str) -> Place | None:
         return None
     box, (lane, slots, is_home) = engine.box, engine.survival.place
     link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports is not None else ()
-    return Place(Home(lane, box.num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
+    num_ranks = box.num_ranks if is_home else len(slots)
+    return Place(Home(lane, num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
 
 
 def leave_note(store: Any, place: Place | None) -> None:
@@ -248,9 +250,16 @@ def come_in(
         extra_bytes: as of `create_engine`; those of the members.
     Raises:
         InvalidState: this process is not in the group's job (any more).
+        UnsupportedError: the group runs on one host, which is another one.
         CommTimeoutError: no member has called `recover_ranks` in time. As `join_engine` else.
     """
     _check(place.home, place.rank, num_ranks, mode)
+    founders = place.slots if place.is_home else place.slots[: place.home.num_ranks]
+    if not place.is_home and len(founders) < place.home.num_ranks:
+        raise InvalidArgument(
+            f"ranks must be those that the group was made with, {place.home.num_ranks} of them, and maybe more behind "
+            f"them, got {len(founders)}"
+        )
     own = own_job()
     job = None if own is None else retained(own.key)
     if job is None:
@@ -259,6 +268,8 @@ def come_in(
     with contextlib.ExitStack() as undo:
         release = job.release
         undo.callback(lambda: release())
+        if not home.spans:
+            require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
         if before is not None:
             before.close()  # it has the lane
         region = HostRegion.create(
@@ -267,7 +278,7 @@ def come_in(
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
-        survival = Survival(Seat(job, place.slots, home.lane, False, place.is_home), mode, asks=True)
+        survival = Survival(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
         release = survival.close
         decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
         if door is not None:

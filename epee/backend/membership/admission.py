@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ...errors import CommTimeoutError, InvalidState
+from ...errors import CommTimeoutError, InvalidState, UnsupportedError
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision, Notice, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
+from ..bootstrap.elsewhere import refused
 from ..bootstrap.home import ASKS, FOUNDER, Offer, notices_of
 from ..engine.entry import ENDED
-from ..options import MAX_RANKS
 from ..outbox import has_left
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
@@ -89,6 +89,10 @@ class Admission:
         """Return who takes part in the newest view: rank -> slot."""
         return self._occupants.present(self._runtime.view())
 
+    def since(self) -> dict[int, int]:
+        """Return since which epoch each rank takes part in the newest view; who had it in an earlier one is gone."""
+        return self._occupants.since_in(self._runtime.view())
+
     def _joiners(self) -> dict[int, int]:
         """Return who asks to come into the job, and with it into its first group: rank -> slot."""
         if not self._occupants.is_home:
@@ -104,10 +108,9 @@ class Admission:
         taking_part = occupants.present(view)
         found: dict[int, int] = {}
         for slot, offer in sorted(self._told().items(), reverse=True):
-            fits = occupants.rank_of.get(slot, offer.rank) == offer.rank  # a slot has one rank, and keeps it
-            is_free = occupants.slot_of[offer.rank] in (slot, *range(MAX_RANKS, 2 * MAX_RANKS))
+            is_free = occupants.fits(slot, offer.rank) and taking_part.get(offer.rank, slot) == slot
             is_in = taking_part.get(offer.rank) == slot and notices.get(slot) == offer.notice
-            if offer.state == ASKS and fits and is_free and not is_in and taking_part.get(offer.rank, slot) == slot:
+            if offer.state == ASKS and is_free and not is_in:
                 found[offer.rank] = slot
         return found
 
@@ -119,12 +122,14 @@ class Admission:
 
         Raises:
             CommTimeoutError: they do not come.
+            UnsupportedError: a process of another host has tried to come into this group, which stays on one.
         """
         began = time.monotonic()
         deadline = began + timeout_s
         first = {member.slot: member.nonce for member in self._runtime.view().members}
         while True:
             missing = self._missing(ranks, deadline)
+            self._require_hosts(missing)
             again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has given up what it came in with
             missing = sorted(again.union(missing))
             if self._occupants.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
@@ -142,6 +147,19 @@ class Admission:
                 )
             epoch, all_ask = self._occupants.epoch, self._let_in(missing)
             self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
+
+    def _require_hosts(self, ranks: Collection[int]) -> None:
+        """Raise where a process of another host was refused that would have had one of these ranks."""
+        runtime = self._runtime
+        told = {rank: slot for rank, slot in refused(runtime, self._occupants.lane).items() if rank in ranks}
+        asking = self._askers(runtime.view()) if told else {}
+        for rank in sorted(told.keys() - asking.keys()):
+            raise UnsupportedError(
+                f"rank {rank} cannot be taken in: slot {told[rank]} of the job has asked for it, on host "
+                f"{runtime.host_of(told[rank])}, and this group stays on the host where it was made, "
+                f"{runtime.member.host}; make the group anew with all ranks (new_group), or begin it as one over "
+                "several hosts (EPEE_OVER_HOSTS=1)"
+            )
 
     def take_in(self, ranks: Collection[int], until: float) -> None:
         """Have those of `ranks` taken in that ask, as far as this rank has heard.

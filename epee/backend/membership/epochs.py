@@ -12,6 +12,7 @@ says, call by call, what they mean. So nothing of this is on the path of a call 
 
 `Survival` is what the engine sees; each part has its own state and knows nothing of it:
 
+    LaneBirth  how it began: the view with which this rank is in the lane (`bootstrap/lane_birth.py`)
     LaneHooks  the agent thread's end: freezes and thaws the lane, brings decisions and trouble
     Occupants  which process has which rank, as far as decisions have been taken over
     Boxes      with whose outboxes each call runs, and how many ranks the group counts in it
@@ -32,23 +33,21 @@ lost in the next epoch.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context
 from ...link.roles import Roles
-from ...view.awaited import Awaited, kind_of_loss
+from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
-from ...view.process.board import LaneRow
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
-from ...view.transport.auth import Token
-from ..bootstrap.home import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
+from ..bootstrap.home import FOUNDER, IN, Offer, parse_offers
+from ..bootstrap.lane_birth import LaneBirth
 from ..engine.entry import CHANGING, ENDED, NEWS
 from ..engine.operation import Operation
 from ..hosts.gate import Gate
@@ -62,34 +61,20 @@ from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
 from .judge import LOSS, Judge
-from .lane_hooks import LaneHooks
-from .occupants import Occupants
-
-ASK_SLICE_S = 0.2
 
 
-class Survival:
+class Survival(LaneBirth):
     """The lane of one engine.
 
     Attributes:
-        runtime: the control plane of this process.
-        hooks: what the agent thread calls.
         admission: what users ask for: who waits to come in, and is to be taken in.
     """
 
     admission: Admission
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
-        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later.
-
-        `asks`: this process, which is in the job, asks to be taken into the lane (`ask`).
-        """
-        fault_mode, _, self._on_stall = mode.partition("/")
-        self.runtime = seat.job.runtime
-        self._takes_part = partial(takes_part, seat.lane)  # for buffers, which must not keep the group alive
-        self._job = seat.job
-        self._raises = fault_mode == "raise"
-        self._slots = seat.slots  # of the ranks that this process was told of
+        """As `LaneBirth`; `attach` comes later."""
+        super().__init__(seat, mode, joined_by, asks)
         self._ways: Ways | None = None
         self._settling: Settling | None = None
         self._gate: Gate | None = None
@@ -97,99 +82,16 @@ class Survival:
         self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
-        self._is_joiner = asks or joined_by is not None
-        self._occupants = Occupants(seat, joined_by or self.runtime.view())
-        self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
-        if asks:
-            hooks.enter_as(seat.job.slot)
-        self._row: LaneRow | None
-        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
-        self._awaited = Awaited(self.runtime, self._on_stall)
-        self._awaited.begin(seat.lane, row)
-        self._occupants.known = joined_by or self.runtime.view()
 
     # ---- birth
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that this process knew when the lane began; it learns all that follow."""
-        return self._occupants.known.epoch
-
-    def begin(self, epoch: int, timeout_s: float) -> None:
-        """Wait until the view of `epoch`, in which the lane begins on all ranks, is known here.
-
-        Raises:
-            CommTimeoutError: it does not come.
-            RankFailedError: a rank of the group is not in it.
-        """
-        if self._occupants.known.epoch < epoch:
-            self.runtime.await_decision(epoch - 1, timeout_s)
-            found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
-            if not found:
-                raise CommTimeoutError(f"init: epoch {epoch} of the view did not come; is a rank in another job?")
-            self._occupants.known = found[0]
-        present = {member.slot for member in self._occupants.known.members}
-        lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
-        if lost:
-            raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
-
-    def ask(self, offer: Offer, timeout_s: float) -> Decision:
-        """Show that this process, which is in the job, asks to come in; return the decision that takes it in.
-
-        Raises:
-            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
-        """
-        deadline = time.monotonic() + timeout_s
-        self.hooks.enter_as(self._job.slot, offer.notice.pack())
-        assert self._row is not None, "`close` comes later"
-        self._row.tell(offer.pack())
-        while True:
-            epoch = self.runtime.view().epoch
-            entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
-            if entry is not None:
-                self._occupants.known = entry
-                self.hooks.begin_with(entry)
-                return entry
-            if time.monotonic() > deadline:
-                raise CommTimeoutError(
-                    f"rank {offer.rank} asked to come in, and no member has taken it in within {timeout_s:.1f} s; a "
-                    "member must call recover_ranks"
-                )
-            self.runtime.await_decision(epoch, ASK_SLICE_S)
-
-    def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
-        """Return the outboxes of those who take part in the view that took this process in, by rank."""
-        parts = self._occupants.parts(decision)
-        return {self._occupants.rank_of[slot]: part for slot, part in parts.items()}
-
-    def is_new(self, rank: int, decision: Decision) -> bool:
-        """Return whether `rank` comes into the group by this very decision."""
-        slot = self._occupants.slot_of[rank]
-        return parts_of(decision, self._occupants.lane).get(slot) == decision.epoch
-
-    @property
-    def place(self) -> tuple[int, list[int], bool]:
-        """The lane's id, the slots of its ranks, as far as they are known, and whether it is the first of its job."""
-        return self._occupants.lane, self._occupants.slot_of, self._occupants.is_home
-
-    @property
-    def token(self) -> Token:
-        """The job's token, which proves records."""
-        return self._job.directory.token
-
-    def join(self, decision: Decision) -> None:
-        """Begin with the view that took this process in, and learn what was decided since."""
-        self.hooks.join(decision)
 
     def attach(self, engine: EngineOfLane) -> None:
         """Give the lane its engine. Its number of the last call is set to where this rank comes in, if it joins."""
         occupants, box = self._occupants, engine.box
-        members = occupants.begin(box.members, self._is_joiner)
+        members = occupants.begin(box.members)
         joined_in = occupants.epoch if self._is_joiner else 0
-        slots, known = occupants.rank_of, occupants.ours(occupants.known)
-        self._course = course = Course(
-            occupants.lane, known, self._raises, slots, self._is_joiner, self._hosts_of_slots(box)
-        )
+        known, hosts = occupants.ours(occupants.known), self._hosts_of_slots(box)
+        self._course = course = Course(occupants.lane, known, self._raises, None, self._is_joiner, hosts)
         self._arrival = Arrival(box, joined_in)
         publish_word(box, VIEW, occupants.epoch)
         if joined_in:
@@ -227,21 +129,13 @@ class Survival:
         rank_of = self._occupants.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
 
-    def since(self) -> dict[int, int]:
-        """Return since which epoch each rank takes part, in the view in which the lane begins here."""
-        return self._since_of_ranks(parts_of(self._occupants.known, self._occupants.lane))
-
-    def span(self, decision: Decision) -> None:
-        """Say that the lane runs over several hosts; `decision` has taken this process in."""
-        self.hooks.hosts = {member.slot: member.host for member in decision.members}
-
     def use(self, ways: Ways) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
         self._ways = ways
         self.hooks.hosts = self._hosts_of_slots(ways.box)
 
     def _hosts_of_slots(self, box: Outboxes) -> dict[int, int]:
-        ranks = dict(self._occupants.rank_of)  # the agent's thread may come to know another just now
+        ranks = self._occupants.ranks_in(self._occupants.known)
         return {slot: box.host_of[rank] for slot, rank in ranks.items() if rank < len(box.host_of)}
 
     def _all_boxes(self) -> Iterator[Outboxes]:

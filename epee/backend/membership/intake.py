@@ -63,14 +63,13 @@ class Intake:
         Raises:
             ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
         """
-        for member, when, part in self._occupants.newcomers(decision):
-            start = first_seq(decision, self._occupants.lane)
-            rank = self._occupants.rank_of[member.slot]
+        for one in self._occupants.newcomers(decision):
+            start, rank, part = first_seq(decision, self._occupants.lane), one.rank, one.part
             self._adopt(rank, part, decision.epoch)
             self.join_epoch = decision.epoch
             self.first_call[rank] = start
             self._boxes.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
-            self._occupants.take_in(member, when)
+            self._occupants.take_in(one)
 
     def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
         """Read the outbox of a process that has taken `rank`: what may fail first. None: it is gone again."""

@@ -10,6 +10,7 @@ Who writes, who reads: the calls of this process are changed, under the engine's
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,6 +22,8 @@ from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .occupants import Occupants
 from .unsettled import Past, past_of
+
+_log = logging.getLogger("epee")
 
 LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
 
@@ -127,16 +130,19 @@ class Judge:
         The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
         """
         box = past.box if epoch == past.box.epoch else self._boxes.box_for(epoch, past.seq)
-        rank = self._occupants.rank_of[slot]
-        return rank not in box.members or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
+        rank = self._occupants.rank_at(slot, epoch)
+        return (
+            rank is None
+            or rank not in box.members
+            or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
+        )
 
     def _move(self, op: Operation, box: Outboxes) -> None:
         """Run a call again with the members of a later epoch."""
         gone = [rank for rank in op.box.members if rank not in box.members]
         op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
-        if op.told is not None:  # nobody waits for it any more, and its tensors may hold something else by now
-            op.fail(op.told)
-            op.by_view = True
+        if op.told is not None:
+            self._leave(op, op.told, box)
             return
         if op.make is None:
             op.renew(box, op.plan)
@@ -157,6 +163,27 @@ class Judge:
             self._course.ended_on_the_way(op.seq, box.epoch)
         self._mark_lost(op)
 
+    def _leave(self, op: Operation, told: BaseException, box: Outboxes) -> None:
+        """End a call that would move, whose caller has got another error: nobody waits for it, its tensors may be used.
+
+        Others go on with it, miss this rank's part, and end it without a result: it is unsettled for all (`unsettled`),
+        so all go on asking about it, and what it has hit of later turns stays. But where it ends with this move for
+        everybody (its root is lost, say) nobody asks about it any more, so this rank must not either: else it would
+        find another first call that a later turn hits, and in mode "raise" report that loss once more than others.
+        """
+        op.fail(told)
+        op.by_view = True
+        if op.make is None:
+            return
+        try:
+            op.make(box)
+        except InvalidArgument:  # it ends on this rank alone, see `_move`
+            return
+        except Exception as exc:  # noqa: BLE001 - it belongs to that call, whose caller has an error
+            _log.debug("a call that was left ends for all with epoch %d: %s", box.epoch, exc)
+            op.told = None
+            self._course.ended_on_the_way(op.seq, box.epoch)
+
     def _failure(self, op: Operation, place: CallState) -> PeerError:
         elapsed = time.monotonic() - op.started if op.started else 0.0
         told = op.describe(self._boxes.full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
@@ -168,7 +195,8 @@ class Judge:
         return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
 
     def _lost_ranks(self, place: CallState) -> list[int]:
-        return [self._occupants.rank_of[slot] for slot in place.lost if slot in self._occupants.rank_of]
+        ranks = (self._occupants.rank_at(slot, place.epoch - 1) for slot in place.lost)
+        return [rank for rank in ranks if rank is not None]
 
     def _loss(self, place: CallState, told: str, name: str, seq: int) -> PeerError:
         ranks = self._lost_ranks(place)

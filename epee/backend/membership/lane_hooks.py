@@ -49,6 +49,7 @@ class LaneHooks:
         self._put_out: EvictedError | None = None
         self._ways: Ways | None = None
         self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
+        self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
         self._occupants = occupants
         self._raises = raises
@@ -74,6 +75,7 @@ class LaneHooks:
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
             self._since = dict(self._occupants.since)
+            self._ranks = {slot: self._occupants.rank_of[slot] for slot in self._since}
             for decision in self.decisions:
                 if ways is not None and decision.epoch > ways.epoch:
                     self._tell_ways(decision)
@@ -133,10 +135,11 @@ class LaneHooks:
             if not entries:
                 return 0  # it is in no view of the lane
             known = entries[0]
-        course = Course(lane, known, self._raises, self._occupants.rank_of, self._is_joiner, self.hosts)
+        ours = self._occupants.ours
+        course = Course(lane, ours(known), self._raises, None, self._is_joiner, self.hosts)
         for decision in later:
             if decision.epoch > known.epoch:
-                course.add(decision)
+                course.add(ours(decision))
         return course.claimed(course.first_seq - 1)
 
     def enter_as(self, slot: int, notice: bytes = b"") -> None:
@@ -149,7 +152,8 @@ class LaneHooks:
         One that rests on what it has offered before, and given up, does not.
         """
         lane, epoch = self._occupants.lane, decision.epoch
-        return any((p.lane, p.since) == (lane, epoch) and (p.slot, p.notice) == self._entry for p in decision.parts)
+        told = (p for p in decision.parts if (p.lane, p.since) == (lane, epoch))
+        return any((p.slot, p.notice) == self._entry and p.slot in self._occupants.ranks_in(decision) for p in told)
 
     def begin_with(self, decision: Decision) -> None:
         """Forget the decisions up to that which has taken this process in."""
@@ -185,7 +189,7 @@ class LaneHooks:
         parts = parts_of(decision, self._occupants.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
-            rank_of = self._occupants.rank_of
+            rank_of = self._ranks
             has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
@@ -194,15 +198,15 @@ class LaneHooks:
     def _tell_new(self, ways: Ways, decision: Decision) -> None:
         """Tell the links' thread who comes in."""
         new = []
-        for member, when, part in self._occupants.newcomers(decision, self._since):
-            rank = self._occupants.rank_of[member.slot]
+        for member, when, rank, part in self._occupants.newcomers(decision, self._since):
             who = Identity(rank, 0, member.nonce)
             partner = Partner(part.address, part.port, who) if part is not None and part.port else None
             owner = OutboxOwner(member.nonce, self._occupants.lane, member.slot)
             new.append((member.slot, when, Newcomer(rank, member.host, partner, owner)))
         if new:
             self._since.update((slot, when) for slot, when, _ in new)
-            present = frozenset(self._occupants.rank_of[slot] for slot in self._since)
+            self._ranks.update((slot, one.rank) for slot, _, one in new)
+            present = frozenset(self._ranks[slot] for slot in self._since)
             ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
 
     def trouble(self, error: Exception) -> None:

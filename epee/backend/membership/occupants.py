@@ -6,15 +6,23 @@ group made with `new_group` may be taken by processes that know nothing of it. A
 stays in the job; if it comes back it is as new to the group as a new process. So for a group a member is its slot and
 the epoch since which it takes part.
 
-Which rank has a slot that comes new to a group made with `new_group` says its notice, which stands in the decision.
+Which rank a slot has follows from the decision alone, so it is the same at all ranks, whatever they have seen before:
+
+    the first group of a job    its slot
+    a slot of the founders      the rank that it was born with; it keeps that, and nobody else gets it
+    any other                   the rank in its notice, which stands in the decision as long as it takes part
+
+Ranks beyond the founders' belong to nobody while nobody has them: a slot that had one may come back with another, and
+another slot may have it. So what is said of a slot in the past is asked with an epoch (`rank_at`).
 
 Who writes, who reads: written where decisions are taken over (`epochs.py`, `intake.py`), under the engine's lock; every
-step of that may run twice.
+step of that may run twice. What views say that are not taken over yet is only looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from ...errors import PeerError
 from ...view.awaited import kind_of_loss
@@ -28,14 +36,36 @@ from ..outbox import OutboxOwner
 Notices = Mapping[int, OutboxNotice]  # by slot
 
 
+class Coming(NamedTuple):
+    """Who comes into a lane by a decision.
+
+    Attributes:
+        member: the process.
+        since: the epoch since which it takes part.
+        rank: in the group.
+        part: its outbox; None: it is gone again.
+    """
+
+    member: Member
+    since: int
+    rank: int
+    part: OutboxEndpoint | None
+
+
 class Occupants:
     """The processes of one group's ranks.
+
+    Args:
+        seat: of the group; the slots of its founders are the first ones of it.
+        known: the view in which the lane begins, as far as it is known.
+        joined: this process comes into the running group.
 
     Attributes:
         lane: id of the group's lane.
         is_home: the group is the first of its job: processes that join the job join it.
-        slot_of: of each rank, and of those that may come beyond the last one; no slot of the job where none is known.
-        rank_of: slot -> rank, where it is known.
+        founders: slots of the ranks with which a group that is not the first was made.
+        slot_of: of each rank who has it, or had it last; no slot of the job where nobody is known.
+        rank_of: slot -> the rank that it has, or had last, as far as decisions have been taken over.
         known: the view in which the lane begins.
         epoch: of the last decision that has been taken over in whole.
         incarnations: slot -> incarnation of the process that has a part in this lane, or had one and is in the job.
@@ -43,42 +73,87 @@ class Occupants:
         removed: rank -> (epoch that began without it, cause).
     """
 
-    def __init__(self, seat: Seat, known: Decision) -> None:
+    def __init__(self, seat: Seat, known: Decision, joined: bool = False) -> None:
         self.lane = seat.lane
         self.is_home = seat.is_home
+        self.founders = () if seat.is_home else tuple(seat.slots)
         nobody = range(MAX_RANKS, 2 * MAX_RANKS)
-        self.slot_of = list(range(MAX_RANKS)) if seat.is_home else [*seat.slots, *nobody[len(seat.slots) :]]
+        self.slot_of = list(range(MAX_RANKS)) if seat.is_home else [*self.founders, *nobody[len(self.founders) :]]
         self.rank_of = {slot: rank for rank, slot in enumerate(self.slot_of) if slot < MAX_RANKS}
+        self._had = {slot: [(0, rank)] for slot, rank in self.rank_of.items()}  # since when, which rank; ascending
         self.known = known
         self.epoch = 0
         self.incarnations: dict[int, int] = {}
         self.since: dict[int, int] = {}
         self.removed: dict[int, tuple[int, str]] = {}
+        self._joined, self._has_begun = joined, False
 
-    def begin(self, ranks: Iterable[int], joined: bool) -> list[int]:
+    def begin(self, ranks: Iterable[int]) -> list[int]:
         """Begin with the view that is known; return who of the group is in it. `ranks`: those that have an outbox."""
         known = self.known
         self.epoch = known.epoch
-        if joined:
+        if self._joined:
             parts = self.parts(known)
             self.incarnations = {m.slot: m.incarnation for m in known.members if m.slot in parts}
         else:
             self.incarnations = {m.slot: m.incarnation for m in known.members if m.slot in self.rank_of}
+        self._has_begun = True
         self.since = parts_of(self.ours(known), self.lane)
+        for slot, rank in self.ranks_in(known).items():
+            self._note(slot, rank, self.since[slot])
         members = sorted(self.rank_of[slot] for slot in self.since)
         self.removed = {rank: (self.epoch, DEAD) for rank in ranks if rank not in members}
-        for removal in known.removed if joined else ():  # one of them had this process's own rank, maybe
+        for removal in known.removed if self._joined else ():  # one of them had this process's own rank, maybe
             if removal.slot in self.rank_of:
                 self.removed[self.rank_of[removal.slot]] = (self.epoch, removal.cause)
         return members
 
+    # ---- what decisions say, taken over or not
+
+    def ranks_in(self, decision: Decision) -> dict[int, int]:
+        """Return who takes part in the lane in a decision's view: slot -> rank; of several for a rank the oldest."""
+        parts, notices = parts_of(decision, self.lane), notices_of(decision, self.lane)
+        told = {part[1:3] for part in decision.parts if part.lane == self.lane}
+        taken: dict[int, int] = {}
+        for member in sorted(decision.members, key=lambda member: (parts.get(member.slot, 0), member.slot)):
+            rank = self._rank(member.slot, notices.get(member.slot))
+            if rank is not None and member.slot in parts and self._is_ours(member, member[:2] in told):
+                taken.setdefault(rank, member.slot)
+        return {slot: rank for rank, slot in taken.items()}
+
+    def _rank(self, slot: int, notice: OutboxNotice | None) -> int | None:
+        """Return which rank a slot has if it takes part."""
+        if self.is_home:
+            return slot if slot < MAX_RANKS else None
+        if slot in self.founders:
+            return self.founders.index(slot)
+        return None if notice is None or notice.rank < len(self.founders) else notice.rank
+
+    def _is_ours(self, member: Member, is_told: bool) -> bool:
+        """Return whether a process of the view, which may have taken a slot of the group, belongs to the lane."""
+        if is_told:
+            return True
+        if self.is_home and outbox_of(member, self.lane) is not None:
+            return True
+        if self._has_begun:
+            return self.incarnations.get(member.slot) == member.incarnation
+        return not self._joined
+
+    def fits(self, slot: int, rank: int) -> bool:
+        """Return whether a slot may have a rank, if nobody takes part with it."""
+        if self.is_home:
+            return slot == rank
+        if slot in self.founders:
+            return self.founders.index(slot) == rank
+        return len(self.founders) <= rank < MAX_RANKS
+
     def parts(self, known: Decision) -> dict[int, OutboxEndpoint]:
         """Return the outboxes of all who have a part in the lane in a view, by slot, for who comes in with it."""
         found, since, notices = {}, parts_of(known, self.lane), notices_of(known, self.lane)
+        ranks = self.ranks_in(known)
         for member in known.members:
-            when = since.get(member.slot)
-            part = None if when is None else self._part(member, when, notices)
-            if part is not None and self._knows_rank(member.slot, notices):
+            part = self._part(member, since[member.slot], notices) if member.slot in ranks else None
+            if part is not None:
                 found[member.slot] = part
         return found
 
@@ -89,59 +164,66 @@ class Occupants:
         notice = notices.get(member.slot)
         return None if notice is None else notice.endpoint(member, self.lane)
 
-    def _knows_rank(self, slot: int, notices: Notices) -> bool:
-        """Return whether the rank of a slot is known, or its notice says which and nobody else has it."""
-        notice = notices.get(slot)
-        if slot not in self.rank_of and notice is not None and self.slot_of[notice.rank] >= MAX_RANKS:
-            self.slot_of[notice.rank] = slot
-            self.rank_of[slot] = notice.rank
-        return slot in self.rank_of
-
     def ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
-        told = {part[1:3] for part in decision.parts if part.lane == self.lane}
-        notices = notices_of(decision, self.lane)
-        members = tuple(member for member in decision.members if self._is_ours(member, member[:2] in told, notices))
-        return Decision(decision.epoch, members, *decision[2:])
+        ranks = self.ranks_in(decision)
+        members = tuple(member for member in decision.members if member.slot in ranks)
+        removed = tuple(removal for removal in decision.removed if removal.slot in self.rank_of)
+        return Decision(decision.epoch, members, removed, *decision[3:])
 
-    def _is_ours(self, member: Member, is_told: bool, notices: Notices) -> bool:
-        if not self._knows_rank(member.slot, notices):
-            return False
-        if is_told or not self.incarnations or self.incarnations.get(member.slot) == member.incarnation:
-            return True
-        return self.is_home and outbox_of(member, self.lane) is not None
-
-    def newcomers(
-        self, decision: Decision, since: Mapping[int, int] | None = None
-    ) -> Iterator[tuple[Member, int, OutboxEndpoint | None]]:
-        """Yield who comes into this lane by `decision`: the member, since when, its outbox; None: it is gone again.
+    def newcomers(self, decision: Decision, since: Mapping[int, int] | None = None) -> Iterator[Coming]:
+        """Yield who comes into this lane by `decision`.
 
         `since`: of those who take part before it; None: as far as decisions have been taken over.
         """
         parts, known = parts_of(decision, self.lane), self.since if since is None else since
-        notices = notices_of(decision, self.lane)
+        notices, ranks = notices_of(decision, self.lane), self.ranks_in(decision)
         for member in decision.members:
             when = parts.get(member.slot)
-            if when is None or known.get(member.slot) == when:
+            if member.slot not in ranks or when is None or known.get(member.slot) == when:
                 continue
-            if when == member.incarnation:  # else it came to the job without a part in this group
-                if self.is_home and member.slot in self.rank_of:
-                    part = outbox_of(member, self.lane)
-                    if part is not None:
-                        yield member, when, part
-            elif self._knows_rank(member.slot, notices):
-                yield member, when, self._part(member, when, notices)
+            part = self._part(member, when, notices)
+            if when != member.incarnation or (self.is_home and part is not None):
+                yield Coming(member, when, ranks[member.slot], part)
+
+    def present(self, view: Decision) -> dict[int, int]:
+        """Return who takes part in a view, which may be newer than what was taken over: rank -> slot."""
+        return {rank: slot for slot, rank in self.ranks_in(view).items()}
+
+    def since_in(self, view: Decision) -> dict[int, int]:
+        """Return since which epoch each rank takes part in a view."""
+        parts = parts_of(view, self.lane)
+        return {rank: parts[slot] for slot, rank in self.ranks_in(view).items()}
 
     def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
         """Yield whose the outboxes of these ranks are in a view."""
+        found = self.ranks_in(decision)
         for member in decision.members:
-            if self.rank_of.get(member.slot) in ranks:
+            if found.get(member.slot) in ranks:
                 yield OutboxOwner(member.nonce, self.lane, member.slot)
 
-    def take_in(self, member: Member, when: int) -> None:
-        """Note that a member takes part since epoch `when`."""
-        self.incarnations[member.slot] = member.incarnation
-        self.since[member.slot] = when
+    # ---- what has been taken over
+
+    def take_in(self, one: Coming) -> None:
+        """Note that a member takes part."""
+        slot = one.member.slot
+        self._note(slot, one.rank, one.since)
+        self.incarnations[slot] = one.member.incarnation
+        self.since[slot] = one.since
+
+    def _note(self, slot: int, rank: int, since: int) -> None:
+        """Note which rank a slot has since an epoch."""
+        had = self._had.setdefault(slot, [])
+        if not had or had[-1][1] != rank:
+            had.append((since, rank))
+        before = self.rank_of.get(slot, rank)
+        if before != rank and self.slot_of[before] == slot:
+            self.slot_of[before] = MAX_RANKS + before  # nobody's
+        self.rank_of[slot], self.slot_of[rank] = rank, slot
+
+    def rank_at(self, slot: int, epoch: int) -> int | None:
+        """Return the rank that a slot had in an epoch, or before it; None where that is not known."""
+        return next((rank for since, rank in reversed(self._had.get(slot, [])) if since <= epoch), None)
 
     def remove(self, decision: Decision) -> Iterator[int]:
         """Note whom a decision removes, or puts out, and yield the rank of each."""
@@ -158,10 +240,6 @@ class Occupants:
         parts = parts_of(decision, self.lane)
         self.since = {slot: when for slot, when in self.since.items() if parts.get(slot) == when}
         self.epoch = decision.epoch
-
-    def present(self, view: Decision) -> dict[int, int]:
-        """Return who takes part in a view, which may be newer than what was taken over: rank -> slot."""
-        return {self.rank_of[slot]: slot for slot in parts_of(self.ours(view), self.lane) if slot in self.rank_of}
 
     def removed_in(self, epoch: int) -> list[int]:
         """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""

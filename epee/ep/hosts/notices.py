@@ -14,6 +14,10 @@ group is needed, and whoever has died takes its notices along.
 So survivors that want a new buffer with the newcomer close the old one before they take it into the group, as on one
 host: what they take back before is not told to it.
 
+A buffer that was made while all its ranks were on one host stays on that host: a newcomer of another host is refused
+before any call of the group, one of that host finds it there (`membership/birth.py`). So such a buffer is told, too,
+with one host; who is of another host tells nothing of it, and is not asked whether it has closed it.
+
 Who writes: each process its own rows, when its buffer is made (all ranks have theirs by then) or when it has come into
 it, and when it closes it. Who reads: newcomers. What orders it: nothing is needed; a notice is complete or not there. A
 crash takes all notices of a process away with its membership. Everything here is a peer's word: lengths, numbers and
@@ -22,6 +26,7 @@ sizes are checked, and the lane's outboxes say whose they are (`outbox.OutboxOwn
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 import time
@@ -32,7 +37,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ...backend.bootstrap.home import Home, pack_home, parse_home
-from ...errors import CommTimeoutError, EpeeError, InvalidState, context
+from ...backend.options import MIN_STAGING_BYTES, MODES
+from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
@@ -42,11 +48,15 @@ from ...view.transport.wire import LANE_LIMIT
 from ..config import CONFIG_NAMES, BufferConfig
 from ..membership.birth import fits
 
+logger = logging.getLogger("epee")
+
 MAX_NOTICES = 32  # of one process and group
 _LOOK_S = 0.005
 _HEAD = struct.Struct("<IIQH")  # number, hosts, epoch, bytes of the note about the lane
 _WORDS = struct.Struct("<BIIBIBBQQQ6B")  # `BufferConfig.words`
 _SALT = 0xD1B54A32D192ED03
+_KIND = ("num_ranks", "kind of buffer")  # in what a newcomer's `Buffer` is like the one that it would come into
+_SHAPE = (*_KIND, "num_experts", "hidden", "num_topk", "max_tokens_per_rank", "num_slots")  # a group may have several
 _taken: weakref.WeakKeyDictionary[Runtime, dict[int, set[int]]] = weakref.WeakKeyDictionary()  # places, by group
 _had: weakref.WeakKeyDictionary[Runtime, set[int]] = weakref.WeakKeyDictionary()  # lanes of buffers, closed ones too
 _lock = threading.RLock()  # a collection below it may take a notice back
@@ -58,9 +68,9 @@ class BufferNotice(NamedTuple):
 
     Attributes:
         number: among the buffers of its group.
-        num_hosts: on which it was made; sizes follow from it.
+        num_hosts: on which it was made; sizes follow from it. 1: it stays there.
         epoch: of the view in which it was made.
-        home: its lane, and the sizes of its outboxes.
+        home: its lane, and, over several hosts, the sizes of its outboxes.
         words: as of `BufferConfig.words`.
     """
 
@@ -86,8 +96,8 @@ def parse_notice(data: bytes) -> BufferNotice | None:
         words = _WORDS.unpack(data[_HEAD.size + length :])
     except (EpeeError, struct.error):
         return None
-    is_lane = home.spans and home.lane < LANE_LIMIT
-    can_be = number and 2 <= num_hosts <= home.num_ranks == words[0] and is_lane
+    is_lane = home.spans == (num_hosts > 1) and home.lane < LANE_LIMIT
+    can_be = number and 1 <= num_hosts <= home.num_ranks == words[0] and is_lane
     return BufferNotice(number, num_hosts, epoch, home, words) if can_be else None
 
 
@@ -134,6 +144,71 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     return take_back
 
 
+def tell_of_one_host(
+    seat: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None
+) -> Callable[[], None]:
+    """Tell the members that this process has a buffer that stays on its host; return what takes it back.
+
+    Args:
+        number, lane: of the buffer.
+        like: what was told of it here, where this process has come into it.
+    """
+    epoch = seat.runtime.view().epoch if like is None else like.epoch
+    home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
+    try:
+        return tell(seat, BufferNotice(number, 1, epoch, home, config.words()))
+    except InvalidState as error:  # it works all the same; only who comes from another host waits in vain
+        logger.info("a buffer of one host is not told to processes that come: %s", error)
+        return _nothing
+
+
+class OnOneHost(NamedTuple):
+    """A buffer that a newcomer would come into, and that stays on one host.
+
+    Attributes:
+        notice: what is told of it, by `rank`.
+        host, own: keys of its host, and of that of the newcomer.
+    """
+
+    notice: BufferNotice
+    rank: int
+    host: str
+    own: str
+
+    def require_here(self, kind: str, own_rank: int) -> None:
+        """Raise `UnsupportedError` where the newcomer, who makes a buffer of this `kind`, is of another host."""
+        if self.host != self.own:
+            raise UnsupportedError(
+                f"{kind} (rank={own_rank}): rank {self.rank} has a {kind} of the group that was made while all ranks "
+                f"were on one host, {self.host}; such a buffer stays there, and this process runs on host {self.own}; "
+                "close it on all ranks before this process comes into the group, and make it anew together"
+            )
+
+
+def find_on_one_host(
+    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
+) -> OnOneHost | None:
+    """Return the running buffer of one host that this process, a newcomer, would come into; None: none. Local.
+
+    Args:
+        is_cuda: the buffer is to be one of GPUs, whatever `config` says so far.
+        Others as of `find_running`, which raises the same.
+    """
+    if seat is None or not seat.is_joiner or not seat.spans:
+        return None
+    runtime, own = seat.runtime, config.words()
+    had = _had.get(runtime, set())
+    device = CONFIG_NAMES.index("device")
+    names = _SHAPE if config.is_latency else _KIND
+    like = [CONFIG_NAMES.index(name) for name in names]
+    for notice, rank in _running(seat, group.rank(), timeout_s):
+        theirs = notice.words
+        is_like = all(theirs[at] == own[at] for at in like) and (theirs[device] > 0) == is_cuda
+        if notice.num_hosts == 1 and is_like and notice.home.lane not in had:
+            return OnOneHost(notice, rank, runtime.host_of(seat.slots[rank]), runtime.member.host)
+    return None
+
+
 def find_running(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
@@ -153,7 +228,9 @@ def find_running(
         return None
     had = _had.get(seat.runtime, set())
     running = [
-        (notice, rank) for notice, rank in _running(seat, group.rank(), timeout_s) if notice.home.lane not in had
+        (notice, rank)
+        for notice, rank in _running(seat, group.rank(), timeout_s)
+        if notice.num_hosts > 1 and notice.home.lane not in had
     ]
     for notice, rank in running:
         if fits(notice.words, rank, config, group.rank()):
@@ -171,7 +248,7 @@ def awaited_room(group: dist.ProcessGroup, seat: GroupInView | None, config: Buf
     for notice, _ in _running(seat, group.rank(), timeout_s):
         theirs = notice.words
         is_like = theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :]
-        if is_like and theirs[at] and notice.home.lane not in had:
+        if notice.num_hosts > 1 and is_like and theirs[at] and notice.home.lane not in had:
             found.append(theirs[at])
     return own[at] if own[at] in found else found[0] if found else 0
 
@@ -188,8 +265,10 @@ def _running(seat: GroupInView, own_rank: int, timeout_s: float) -> list[tuple[B
         for notice in told.get(seat.slots[rank], {}).values():
             found.setdefault(notice.home.lane, (notice, rank))
     running = []
+    host_of = {member.slot: member.host for member in view.members}
     for notice, rank in found.values():
-        should = [peer for peer in present if peer != own_rank and since[seat.slots[peer]] <= notice.epoch]
+        may = [p for p in present if notice.num_hosts > 1 or host_of[seat.slots[p]] == host_of[seat.slots[rank]]]
+        should = [peer for peer in may if peer != own_rank and since[seat.slots[peer]] <= notice.epoch]
         if all(notice.home.lane in told.get(seat.slots[peer], {}) for peer in should):
             running.append((notice, rank))
     return sorted(running, key=lambda found: found[0].number)

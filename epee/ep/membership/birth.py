@@ -76,6 +76,7 @@ class Begun:
     Attributes:
         first: where all ranks have made it together: an epoch that they all know of, the same on all; else 0.
         makers: the ranks that make it together; nobody, as long as that is not known.
+        take_back: tells the group no more of it; idempotent.
     """
 
     def __init__(self, number: int, registry: Registry, line: Line, roster: Roster, first: int) -> None:
@@ -85,6 +86,7 @@ class Begun:
         self.registry = registry
         self.line = line
         self.roster = roster
+        self.take_back: Callable[[], None] = _nothing
         self._processes = {rank: process_of(member) for rank, member in roster.view.members.items()}
         self._is_closed = False
 
@@ -108,7 +110,10 @@ class Begun:
         self._is_closed = True
         self.line.mark_closed()
         try:
-            self.roster.close()
+            try:
+                self.take_back()
+            finally:
+                self.roster.close()
         except EpeeError as problem:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
@@ -417,6 +422,10 @@ def fits(theirs: Sequence[int], rank: int, config: BufferConfig, own_rank: int) 
                 return False
             raise MismatchError(f"{told}; give the same, or close that one on all ranks first")
     return True
+
+
+def _nothing() -> None:
+    """Do nothing: nobody was told of the buffer."""
 
 
 def _forget() -> None:

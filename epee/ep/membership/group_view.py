@@ -8,9 +8,10 @@ knows where the buffer's calls run (`call_course.py`), if these are the lane's.
 Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
 microseconds at a time and nobody waits under it.
 
-A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count. Who
-was put out of the buffer (`sync.py`) is out of its epochs, but stays known; for the buffer, the incarnation of a member
-is the epoch since which it takes part.
+A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count; nor
+does one of another host, in a group over several: a buffer that was made on one host stays there. Who was put out of
+the buffer (`sync.py`) is out of its epochs, but stays known; for the buffer, the incarnation of a member is the epoch
+since which it takes part.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Roster:
         self._lane = 0
         self._awaited = Awaited(seat.runtime, seat.on_stall)
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
+        self._host = seat.runtime.member.host
+        self._elsewhere: set[tuple[int, int]] = set()  # processes of other hosts: slot, incarnation
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self.calls: CallCourse | None = None
         self._is_registered = False
@@ -235,12 +238,33 @@ class Roster:
         if not isinstance(error, PeerError):
             self._trouble = error
 
+    @property
+    def lane(self) -> int:
+        """The id of the buffer's lane, once it is watched."""
+        return self._lane
+
     def _is_ours(self, member: Member) -> bool:
         if member.slot not in self._rank_of:
+            return False
+        if member.host != self._host:
+            self._note_elsewhere(member)
             return False
         if self.seat.known.get(member.slot) == member.incarnation:
             return True
         return self.seat.takes_part(member)
+
+    def _note_elsewhere(self, member: Member) -> None:
+        """Say once that the process which has a rank now is of another host."""
+        who = member.slot, member.incarnation
+        if who not in self._elsewhere:
+            self._elsewhere.add(who)
+            logger.warning(
+                "rank %d is a process of host %s now; a buffer that was made on one host (%s) stays there and goes on "
+                "without it; close it on all ranks and make it anew to take it in",
+                self._rank_of[member.slot],
+                member.host,
+                self._host,
+            )
 
     # ---- on the thread of a call
 

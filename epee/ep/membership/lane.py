@@ -79,6 +79,15 @@ class BufferLane:
         return self.roster.seat.is_open and self._config.takes_replacements
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """Number of the buffer among those of its group, and id of its lane; the same on all its ranks."""
+        return self._number, self.roster.lane
+
+    def is_told(self, take_back: Callable[[], None]) -> None:
+        """Note that members of the group are told of the buffer, until it is closed: then `take_back` is called."""
+        self._begun.take_back = take_back
+
+    @property
     def inbox_bytes(self) -> int:
         """Bytes of the memory that this rank lends."""
         return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes

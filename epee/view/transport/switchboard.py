@@ -88,6 +88,14 @@ class Switchboard:
                 return
             self._watch(connection, now)
 
+    def greet(self, to: Member, now: float) -> None:
+        """Say on a connection to another host that there is already what one begins with: it was not known then."""
+        connection = self._outgoing.get(to.nonce)
+        if connection is None or not connection.is_remote:
+            return
+        if all(self._put(connection, message, now) for message in self._greet(to)):
+            self._watch(connection, now)
+
     def _put(self, connection: Outgoing, message: Message | LaneTold, now: float) -> bool:
         """Give a message to a connection; False when that has ended."""
         try:

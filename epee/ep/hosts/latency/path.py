@@ -88,6 +88,7 @@ class LatencyHostsPath(LatencyCalls):
         self._topology = topology = self._places.of(exchange.box)  # of the epoch, as all that follows from it
         self._engine = engine = exchange.engine
         self._life = self._life_words()
+        self._met = exchange.box.members, exchange.box.epoch  # in the call with which the epoch began
         self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
         self._layout = latency_layout(control.config)
         self._nbytes = self._count()
@@ -113,12 +114,17 @@ class LatencyHostsPath(LatencyCalls):
         return [region.words(0, STATE_WORDS) for region in self._engine.box.regions]
 
     def _ended(self) -> set[int]:
-        """Return the ranks of which nothing more will come, or which nothing reaches any more."""
+        """Return the ranks of which nothing more will come, or which nothing reaches any more.
+
+        Who has come since the epoch began has no part in it, be it that it has the rank of one who had.
+        """
         ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
         ended.update(self._engine.watch.dead())
         survival = self._engine.survival
         assert survival is not None
-        cut = set(range(self.config.num_ranks)).difference(survival.admission.present())
+        since, (members, epoch) = survival.admission.since(), self._met
+        there = {rank for rank in members if rank in since and since[rank] <= epoch}
+        cut = set(range(self.config.num_ranks)).difference(there)
         ended |= cut
         ended.update(rank for rank in self._topology.elsewhere if self._roles.keeper(rank) in cut)
         for host in range(self._topology.num_hosts):
@@ -173,6 +179,7 @@ class LatencyHostsPath(LatencyCalls):
         epoch = self._exchange.epoch.to_bytes(8, "little")
         told = self._assembly.meet(epoch, deadline, lambda _: False)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
+        self._met = self._exchange.box.members, self._exchange.box.epoch
         self._topology = self._places.of(self._exchange.box)
         self._roles = roles = Roles(self._topology, self._exchange.members)
         old, self._life = self._life, self._life_words()

@@ -1,0 +1,89 @@
+"""A group of one host, in a job over several, takes in nobody of another host: who asks and who waits hear of it.
+
+Members of a group show their offers beside its lane (`home.Offer`), and agents bring them to other hosts. A process
+that is about to ask reads there on which host the group is. Where that is another one it does not ask: it raises, and
+shows with what it would have asked beside a lane that is there for nothing else, as long as it is in the job. Members
+that wait for it find that, and raise too.
+
+Who writes: each process its own row. What is read is checked as any offer. A crash takes the row away.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+
+from ...errors import InvalidArgument, UnsupportedError
+from ...view.process.board import LaneRow
+from ...view.protocol.messages import LaneState
+from ...view.runtime import Runtime
+from .home import ASKS, Offer, parse_offers
+
+logger = logging.getLogger("epee")
+
+_LOOK_S = 0.005
+_SALT = 0xA0761D6478BD642F
+_rows: weakref.WeakKeyDictionary[Runtime, dict[int, LaneRow]] = weakref.WeakKeyDictionary()  # by lane
+
+
+def require_host(runtime: Runtime, lane: int, offer: Offer, timeout_s: float) -> None:
+    """Check that a group of one host is on this one, as far as its members show; else tell them so.
+
+    Args:
+        runtime: of the job.
+        lane: of the group.
+        offer: with which this process would ask.
+        timeout_s: how long to wait until all members of the job have been heard.
+
+    Raises:
+        UnsupportedError: it is on another host.
+    """
+    own, deadline = runtime.member.host, time.monotonic() + timeout_s
+    if all(member.host == own for member in runtime.view().members):
+        return
+    while True:
+        is_all = not runtime.unheard()  # first: what is told is read behind it
+        shown = parse_offers(runtime.told(lane))
+        hosts = {runtime.host_of(slot) for slot, other in shown.items() if other.state != ASKS} - {""}
+        if hosts or is_all or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_S)
+    if not hosts or own in hosts:
+        return
+    _tell(runtime, _lane_of(lane), offer)
+    raise UnsupportedError(
+        f"rank {offer.rank} cannot come into this group: it was made while all its ranks were on one host, "
+        f"{min(hosts)}, and stays there, and this process runs on host {own}; make the group anew with all ranks "
+        "(new_group), or begin it as one over several hosts (EPEE_OVER_HOSTS=1)"
+    )
+
+
+def refused(runtime: Runtime, lane: int) -> dict[int, int]:
+    """Return which ranks of a group processes of other hosts would have had: rank -> slot."""
+    return {offer.rank: slot for slot, offer in parse_offers(runtime.told(_lane_of(lane))).items()}
+
+
+def _lane_of(lane: int) -> int:
+    """Return the lane beside which it is shown who was refused by a group."""
+    return (lane ^ _SALT) & ((1 << 62) - 1)
+
+
+def _tell(runtime: Runtime, lane: int, offer: Offer) -> None:
+    known = _rows.setdefault(runtime, {})
+    if lane not in known:
+        state = LaneState(lane, 0, 0)  # it has no calls
+        try:
+            known[lane] = runtime.register(lane, lambda: state, _nothing, _ignore, _ignore)
+        except InvalidArgument as error:  # too many lanes: then members wait until their time-out
+            logger.warning("the members of a group are not told that this process was refused: %s", error)
+            return
+    known[lane].tell(offer.pack())
+
+
+def _nothing() -> None:
+    """Do nothing: no calls are made beside what is shown."""
+
+
+def _ignore(_: object) -> None:
+    """Do nothing: what becomes of the view is other lanes' to know."""

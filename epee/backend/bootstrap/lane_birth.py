@@ -1,0 +1,135 @@
+"""How a rank comes into a lane: it is there from the birth, has been taken in by a view, or asks to be.
+
+Order: the lane is registered before anything is asked of the view, so every decision after that is heard; the view in
+which it begins is looked for then. Until the lane has an engine (`Survival.attach`) decisions are kept, and who
+freezes it is told that nothing has been called (`membership/lane_hooks.py`).
+
+Who writes: this process its own board, when it asks. A crash on the way is the death of a member, or of nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from ...errors import CommTimeoutError, RankFailedError
+from ...view.awaited import Awaited
+from ...view.job import Seat
+from ...view.process.board import LaneRow
+from ...view.protocol.messages import Decision
+from ...view.transport.auth import Token
+from ..membership.lane_hooks import LaneHooks
+from ..membership.occupants import Occupants
+from .home import Offer, OutboxEndpoint, takes_part
+
+ASK_SLICE_S = 0.2
+
+
+class LaneBirth:
+    """A lane up to the view in which it begins here.
+
+    Attributes:
+        runtime: the control plane of this process.
+        hooks: what the agent thread calls.
+    """
+
+    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
+        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later.
+
+        `asks`: this process, which is in the job, asks to be taken into the lane (`ask`).
+        """
+        fault_mode, _, self._on_stall = mode.partition("/")
+        self.runtime = seat.job.runtime
+        self._takes_part = partial(takes_part, seat.lane)  # for buffers, which must not keep the group alive
+        self._job = seat.job
+        self._raises = fault_mode == "raise"
+        self._slots = seat.slots  # of the ranks that this process was told of
+        self._is_joiner = asks or joined_by is not None
+        self._occupants = Occupants(seat, joined_by or self.runtime.view(), self._is_joiner)
+        self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
+        if asks:
+            hooks.enter_as(seat.job.slot)
+        self._row: LaneRow | None
+        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
+        self._awaited = Awaited(self.runtime, self._on_stall)
+        self._awaited.begin(seat.lane, row)
+        self._occupants.known = joined_by or self.runtime.view()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this process knew when the lane began; it learns all that follow."""
+        return self._occupants.known.epoch
+
+    def begin(self, epoch: int, timeout_s: float) -> None:
+        """Wait until the view of `epoch`, in which the lane begins on all ranks, is known here.
+
+        Raises:
+            CommTimeoutError: it does not come.
+            RankFailedError: a rank of the group is not in it.
+        """
+        if self._occupants.known.epoch < epoch:
+            self.runtime.await_decision(epoch - 1, timeout_s)
+            found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
+            if not found:
+                raise CommTimeoutError(f"init: epoch {epoch} of the view did not come; is a rank in another job?")
+            self._occupants.known = found[0]
+        present = {member.slot for member in self._occupants.known.members}
+        lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
+        if lost:
+            raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
+
+    def ask(self, offer: Offer, timeout_s: float) -> Decision:
+        """Show that this process, which is in the job, asks to come in; return the decision that takes it in.
+
+        Raises:
+            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.hooks.enter_as(self._job.slot, offer.notice.pack())
+        assert self._row is not None, "`close` comes later"
+        self._row.tell(offer.pack())
+        while True:
+            epoch = self.runtime.view().epoch
+            entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
+            if entry is not None:
+                self._occupants.known = entry
+                self.hooks.begin_with(entry)
+                return entry
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank {offer.rank} asked to come in, and no member has taken it in within {timeout_s:.1f} s; a "
+                    "member must call recover_ranks"
+                )
+            self.runtime.await_decision(epoch, ASK_SLICE_S)
+
+    def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
+        """Return the outboxes of those who take part in the view that took this process in, by rank."""
+        ranks = self._occupants.ranks_in(decision)
+        return {ranks[slot]: part for slot, part in self._occupants.parts(decision).items()}
+
+    def is_new(self, rank: int, decision: Decision) -> bool:
+        """Return whether `rank` comes into the group by this very decision."""
+        return self._occupants.since_in(decision).get(rank) == decision.epoch
+
+    @property
+    def place(self) -> tuple[int, list[int], bool]:
+        """The lane's id, its founders' slots (in the first group of a job those of all ranks), whether it is that."""
+        occupants = self._occupants
+        return occupants.lane, occupants.slot_of if occupants.is_home else [*occupants.founders], occupants.is_home
+
+    @property
+    def token(self) -> Token:
+        """The job's token, which proves records."""
+        return self._job.directory.token
+
+    def join(self, decision: Decision) -> None:
+        """Begin with the view that took this process in, and learn what was decided since."""
+        self.hooks.join(decision)
+
+    def since(self) -> dict[int, int]:
+        """Return since which epoch each rank takes part, in the view in which the lane begins here."""
+        return self._occupants.since_in(self._occupants.known)
+
+    def span(self, decision: Decision) -> None:
+        """Say that the lane runs over several hosts; `decision` has taken this process in."""
+        self.hooks.hosts = {member.slot: member.host for member in decision.members}

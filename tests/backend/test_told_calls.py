@@ -1,0 +1,154 @@
+"""A rank whose caller has got another error of a call (an interrupt) finds of later calls what the other ranks find.
+
+Ranks 2 and 3 of four die, in two decisions. Ranks 0 and 1 judge their calls by the words that both read; what differs
+is that rank 0 has left a call.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from epee.backend.membership.judge import Judge
+from epee.backend.membership.unsettled import UnsettledCalls
+from epee.backend.outbox import CONSUMED, CONSUMED_TOO
+from epee.errors import RankFailedError
+from epee.memory.signals import tag
+from epee.view.protocol.messages import DEAD, Decision, Member, Removal, Start
+from epee.view.protocol.outcome import Course
+
+LANE, FIRST, LAST, CELLS = 7, 5, 8, 512
+MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, b"") for slot in range(4))
+ROOT, OTHER = 2, 3  # who dies by the first and by the second decision
+
+
+def decisions(issued: tuple[int | None, int | None]) -> tuple[Decision, Decision]:
+    starts = [() if seq is None else (Start(LANE, seq + 1),) for seq in issued]
+    lost = [Removal(slot, 1, DEAD) for slot in (ROOT, OTHER)]
+    return Decision(2, (*MEMBERS[:2], MEMBERS[3]), (lost[0],), (), starts[0]), Decision(
+        3, MEMBERS[:2], (lost[1],), (), starts[1]
+    )
+
+
+class Call:
+    """What the judge knows of a call; nothing is done but by it."""
+
+    name, writing, rounds_known, by_view, started = "call", False, False, False, 0.0
+
+    def __init__(self, seq: int, box: Any, root: int | None, told: BaseException | None) -> None:
+        self.seq, self.cell, self.box = seq, CELLS + 64 * seq, box
+        self.plan: Any = SimpleNamespace(rounds=1, merge_bytes=0)
+        self.root, self.told = root, told
+        self.error: BaseException | None = None
+        self.lost_here: tuple[int, ...] = ()
+
+    def make(self, box: Any) -> Any:
+        if self.root is not None and self.root not in box.members:
+            raise RankFailedError("its root is lost", [self.root])
+        return self.plan
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def renew(self, box: Any, plan: Any) -> None:
+        self.box = box
+
+    def describe(self, *_: Any, **__: Any) -> str:
+        return "call"
+
+
+class Rank:
+    """One of those who live."""
+
+    def __init__(self, words: dict[int, array[int]], raises: bool) -> None:
+        self.course = Course(LANE, Decision(1, MEMBERS), raises)
+        self.boxes = {
+            epoch: SimpleNamespace(
+                members=members,
+                words=[memoryview(words[rank]) for rank in members],
+                peers=tuple(range(len(members))),
+                epoch=epoch,
+                host_of=(),
+            )
+            for epoch, members in ((1, (0, 1, 2, 3)), (2, (0, 1, 3)), (3, (0, 1)))
+        }
+        self.engine: Any = SimpleNamespace(unsettled=UnsettledCalls(), untold=None, queue=[])
+        gone = {ROOT: (2, DEAD), OTHER: (3, DEAD)}
+        occupants: Any = SimpleNamespace(
+            rank_at=lambda slot, epoch: slot,
+            was_put_out=lambda rank: False,
+            removed_after=lambda epoch: {rank for rank, (when, _) in gone.items() if when > epoch},
+            kind_of_loss=lambda ranks: (RankFailedError, "process ended"),
+            epoch=3,
+        )
+        boxes: Any = SimpleNamespace(
+            box_for=lambda epoch, seq: self.boxes[epoch], joined_in=0, shown_epoch=0, full=SimpleNamespace(rank=0)
+        )
+        self.judge = Judge(self.engine, occupants, self.course, boxes)
+
+    def judged(self, call: Any) -> tuple[str, int]:
+        """Return how a call ends by the decisions, or in which epoch it runs."""
+        try:
+            self.judge.raise_untold()
+        except RankFailedError as error:
+            return f"not made: {error}", 0
+        self.judge.heed(call)
+        return type(call.error).__name__, 0 if call.done else call.box.epoch
+
+    def end(self, call: Any) -> None:
+        self.engine.unsettled.note(call)
+        past = self.engine.unsettled.calls
+        self.course.forget(min(call.seq, past[0].seq - 1) if past else call.seq)
+
+
+def put(words: array[int], through: int, begun: int, epoch: int) -> None:
+    """Let a rank have ended the calls up to `through`, and have its part whole in those up to `begun`, in an epoch."""
+    words[CONSUMED] = words[CONSUMED_TOO] = through
+    for seq in range(through + 1, begun + 1):
+        words[CELLS + 64 * seq] = tag(epoch, seq)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_who_has_left_a_call_finds_what_the_others_find(raises: bool) -> None:
+    """Whatever the dead have left, and whatever roots calls have: calls end alike, and run in the same epochs."""
+    dice, seen, ended = random.Random(1), set(), 0
+    for _ in range(4000):
+        words = {rank: array("Q", bytes(8 * 2048)) for rank in range(4)}
+        for rank, epochs in ((ROOT, (1,)), (OTHER, (1, 2))):
+            through = dice.randrange(FIRST - 1, LAST)
+            put(words[rank], through, dice.randrange(through, LAST + 1), dice.choice(epochs))
+        issued = dice.choice([(None, None), (FIRST, FIRST), (FIRST, FIRST + 1), (FIRST + 1, FIRST + 2)])
+        ranks = Rank(words, raises), Rank(words, raises)
+        for rank in ranks:
+            for decision in decisions(issued):
+                rank.course.add(decision)
+        left = dice.randrange(FIRST, LAST + 1)  # by rank 0
+        for seq in range(FIRST, LAST + 1):
+            root = dice.choice((None, ROOT))
+            calls = [Call(seq, rank.boxes[max(1, rank.course.base)], root, None) for rank in ranks]
+            calls[0].told = told = KeyboardInterrupt() if seq == left else None
+            found = [rank.judged(call) for rank, call in zip(ranks, calls, strict=True)]
+            if told is None or calls[0].error is not told:
+                assert found[0] == found[1]
+            elif calls[1].error is None:  # it misses the part of who has left it, and is given up
+                calls[1].fail(RuntimeError("given up"))
+            else:
+                ended += 1
+            for rank, call in zip(ranks, calls, strict=True):
+                rank.end(call)
+            if told is not None and isinstance(calls[0].error, RankFailedError):
+                with pytest.raises(RankFailedError, match="failed here before"):  # its caller has not heard of that
+                    ranks[0].judge.raise_untold()
+                ranks[0].course.forget(seq)
+            assert ranks[0].course.base == ranks[1].course.base, "with whom calls are planned, and what is shown of it"
+            seen.add(found[1])
+    assert ended > 20, "some that were left ended for all on their way"
+    assert len(seen) > 2

@@ -7,7 +7,7 @@ ranks make the same calls in the same order; a call on another stream than the l
 nothing but launches is recorded: numbers, view and addresses of peers are read from memory.
 
 Members: the memory of each is mapped (`admit`) and the words of a new start are written (`begin`) while no call is in
-flight on any of them, nor begins before all have done so: who uses this sees to that (`half.py`). Both are how a group
+flight on any of them, nor begins before all have done so: `meeting.py` sees to that. Both are how a group
 begins, how it goes on without a rank or with a new one, and how it goes on when a call was lost.
 
 What kernels report is read by `reports`. A rank that has lost a call makes none until the next `begin`.

@@ -1,13 +1,46 @@
-"""What a rank tells the others where the hosts of a group's device half meet, and what they find in it (`half.py`)."""
+"""Where the hosts of a group's device half meet: what each tells the others, and what they make of it (`half.py`).
+
+Meetings. Before the first call, and before the next one after the group's members have changed or a call was lost, all
+members make a call of the engine (`backend/device/calls.meet`), twice: first each tells its memory, GPU, process and
+the number of its last call, when its GPU has done all that was queued; then each has mapped the others' memory and set
+view and number (`Collectives.begin`), and tells whether that went well. So when the second call has ended nothing of
+earlier calls is under way, and all may store everywhere. Where it went wrong on one, CUDA tensors take the way through
+host memory, on all. A rank that cannot map the pool of another one (`pool.py`) tells that as well: all warn, and no
+call reads pools until a later meeting, or `memory_pool` called again, has mapped it.
+
+A crash between the two calls of a meeting ends them, like any call of the engine; those who are left meet again.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from ..errors import ProtocolError
+import torch
+
+from ..backend.device.calls import Policy, meet
+from ..backend.engine.engine import Engine
+from ..ep.gpu.death_notifier import DeathNotifier
+from ..ep.gpu.platform import CudaPlatform, Platform
+from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
+from ..memory.claim import process_start_time
+from ..memory.cuda_mapping import uuid_of
+from ..view.process.detector import is_leaving
+from .again import KnownCalls
+from .machine import Collectives, most_sms
+from .mask.losses import Losses
 from .params import MAX_RANKS
+from .plan import config_of, plan_of
+from .work import OwnStream
+
+logger = logging.getLogger("epee")
+
+CLOSE_S = 30.0  # how long the end of a group waits for kernels that wait for peers
 
 _ROW = struct.Struct("<BBxxi16sqQqqHH512s512s200s200s")  # in the order of `MeetingRow`, the blobs' lengths before them
 _MOST_CALLS = 1 << 38
@@ -71,3 +104,224 @@ def flaw_in(rows: Mapping[int, MeetingRow]) -> str:
     if not flaws and len(sizes) > 1:
         flaws = [f"ranks count {sorted(sizes)} ranks"]
     return flaws[0] if flaws else ""
+
+
+def platform_of(device: torch.device) -> Platform:
+    """Return the machine below; the tests put their own in its place."""
+    return CudaPlatform(device)
+
+
+def has_gpu() -> bool:
+    """Whether this process has a GPU that kernels can be loaded on; asked at the first call, as CUDA is in use then."""
+    return torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """Return the GPU that this process makes its next calls on."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gpu_name(device: torch.device) -> bytes:
+    """Return 16 bytes that all processes call a GPU by."""
+    return uuid_of(device.index) if device.type == "cuda" else bytes(16)
+
+
+class MeetingHalf:
+    """What a group has on its GPU, made and renewed where its hosts meet; `DeviceHalf` makes the calls. One thread at a
+    time.
+
+    Args:
+        engine: of the group.
+        rank: this process's.
+        staging_bytes: by which the memory is sized; equal on all ranks.
+        policy: of the group.
+    """
+
+    def __init__(self, engine: Engine, rank: int, staging_bytes: int, policy: Policy) -> None:
+        self._engine, self._rank, self._staging_bytes, self._policy = engine, rank, staging_bytes, policy
+        self._losses = Losses(engine) if policy.is_masked else None
+        self._machine: Collectives | None = None
+        self._again: dict[bool, KnownCalls] = {}  # of blocking and of asynchronous calls
+        self._own: OwnStream | None = None
+        self._device: torch.device | None = None
+        self._epoch = -1  # of the engine's members that the view is made of
+        self._is_lost = False  # a call was lost since the last meeting
+        self._off = ""  # why calls go through host memory
+        self._told: set[int] = set()  # ranks whose loss was raised here, and not by the engine
+        self._members: tuple[int, ...] = ()  # of the last meeting
+        self._last_seq = -1  # of the engine, when the last call was made here
+        self._in: tuple[int, ...] | None = ()  # who was in that call; None: the kernels know
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._notifier: DeathNotifier | None = None
+        self._pool_bytes = 0  # that were asked for
+        self._why_no_pool: Exception | None = None
+        self._poor: list[int] = []  # members of the last meeting that have no pool
+        self._no_pools = ""  # why the members make calls as without pools, as they told at the last meeting
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def _lend(self, machine: Collectives) -> bytes:
+        """Return by what peers map this rank's pool, made if it was asked for; empty if there is none."""
+        if machine.pool is None and self._pool_bytes:
+            try:
+                machine.lend(self._pool_bytes)
+            except (EpeeError, RuntimeError) as exc:  # the others must hear that there is none
+                self._why_no_pool = exc
+        return b"" if machine.pool is None else machine.pool.blob
+
+    def _must_meet(self) -> bool:
+        """Whether the hosts must meet before the next call, which all find alike."""
+        if self._is_lost or self._epoch < 0:
+            return True
+        epoch = self._engine.members.epoch
+        if epoch == self._epoch:
+            return False
+        if self._losses is None or self._losses.needs_meeting(self._processes):
+            return True
+        self._epoch = epoch
+        return False
+
+    def _meet(self, device: torch.device, method: str) -> None:
+        """Meet all members, until all have begun anew in one epoch or know that host memory is the way."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidState(
+                f"{method}: the ranks' hosts must meet before this call (the group's first on CUDA tensors, or the "
+                "first after a loss), which no graph can record; make one such call outside"
+            )
+        while True:
+            own = self._ready(device)
+            epoch, rows = self._exchange(own)
+            if any(row.phase for row in rows.values()):
+                continue  # a peer was in its second phase, and comes back to the first
+            reason = flaw_in(rows)
+            if not reason:
+                reason = self._begin(rows)
+                no_pools = "" if self._machine is None else self._machine.no_pools
+                told = own._replace(is_ok=not reason, reason=reason, phase=1, no_pools=no_pools)
+                next_epoch, after = self._exchange(told)
+                if next_epoch != epoch or not all(row.phase for row in after.values()):
+                    continue
+                reason = flaw_in(after)
+                no_pools = next((row.no_pools for row in after.values() if row.no_pools), "")
+            if reason:
+                self._off = reason
+                logger.warning("collectives on CUDA tensors go through host memory: %s", reason)
+                self._release(False)
+            elif no_pools != self._no_pools:
+                self._no_pools = no_pools
+                if no_pools:
+                    logger.warning("collectives on CUDA tensors are made as without memory pools: %s", no_pools)
+            self._epoch, self._is_lost = epoch, False
+            self._told.clear()  # the engine has nothing left to raise of that time
+            return
+
+    def _exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
+        """Give a row to all members; returns the epoch, and theirs."""
+        while True:
+            try:
+                box, rows = meet(self._engine, own.pack())
+                return box.epoch, {rank: MeetingRow.parse(row) for rank, row in rows.items()}
+            except RankFailedError as exc:
+                if not exc.ranks or not self._told.issuperset(exc.ranks):
+                    raise
+                self._told -= set(exc.ranks)  # the host has raised it already
+
+    def _own_row(self) -> MeetingRow:
+        """Return a row in which all is well."""
+        pid = os.getpid()
+        return MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
+
+    def _ready(self, device: torch.device) -> MeetingRow:
+        """Return what this rank tells; its GPU has done all that was queued."""
+        own = self._own_row()
+        try:
+            num_ranks = self._engine.members.group_size
+            if self._machine is None:
+                config = config_of(self._rank, num_ranks, self._staging_bytes, self._policy.is_masked)
+                platform = platform_of(device)
+                if self._policy.is_masked and not platform.keeps_addresses:
+                    raise UnsupportedError("memory is lent by cudaIpc, and is read here after its owner's death")
+                self._machine, self._device = Collectives(platform, config), device
+                self._machine.fills_absent = self._policy.counts_present
+                for is_async in (False, True):
+                    self._again[is_async] = KnownCalls(self._machine, most_sms(self._machine, is_async))
+                self._own = OwnStream(self._machine.platform)
+            machine = self._machine
+            if num_ranks != machine.config.num_ranks:
+                raise InvalidArgument(f"the group has grown to {num_ranks} ranks")
+            machine.device.drain(self._engine.timeout_s)
+            sms = machine.platform.limits.num_sms
+            return own._replace(
+                num_sms=sms,
+                gpu=gpu_name(machine.platform.device),
+                number=machine.number(),
+                num_ranks=num_ranks,
+                blob=machine.blob,
+                pool=self._lend(machine),
+            )
+        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
+            return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
+
+    def _begin(self, rows: Mapping[int, MeetingRow]) -> str:
+        """Map the members' memory and begin anew; returns why that does not work."""
+        machine = self._machine
+        assert machine is not None
+        try:
+            machine.admit(
+                {rank: row.blob for rank, row in rows.items()}, {rank: row.pool for rank, row in rows.items()}
+            )
+            self._poor = [rank for rank, row in rows.items() if not row.pool]
+            zombies = self._zombies(rows)
+            if zombies:
+                return f"processes that had ranks {zombies} before live on, and may write into memory of the group"
+            names = [row.gpu for row in rows.values()]
+            sharing = max(names.count(name) for name in names)
+            plan = plan_of(sharing, machine.platform.limits.num_sms)
+            machine.plan = replace(plan, pipeline=machine.plan.pipeline)
+            self._watch({rank: (row.pid, row.start_time) for rank, row in rows.items() if rank != self._rank})
+            machine.device.news.words[0] = 0
+            machine.begin(list(rows), max(row.number for row in rows.values()) + 1)
+            self._members = tuple(rows)
+            if self._losses is not None:
+                self._losses.met()
+                machine.shown = self._engine.mask.place_on(machine.platform.device)
+        except (EpeeError, RuntimeError, OSError) as exc:
+            return f"rank {self._rank}: {exc}"
+        return ""
+
+    def _zombies(self, rows: Mapping[int, MeetingRow]) -> list[int]:
+        return [
+            rank
+            for rank, process in self._processes.items()
+            if rank in rows and process != (rows[rank].pid, rows[rank].start_time) and not is_leaving(*process)
+        ]
+
+    def _watch(self, processes: dict[int, tuple[int, int]]) -> None:
+        machine = self._machine
+        assert machine is not None
+        if self._notifier is None and processes:
+            device = machine.device
+            name = f"epee-collectives-{self._rank}"
+            self._notifier = DeathNotifier(device.mark_dead, device.waiting, name, needs_end=self._policy.is_masked)
+            self._notifier.start(processes)
+        elif self._notifier is not None:
+            for rank, process in processes.items():
+                if self._processes.get(rank) != process:
+                    self._notifier.follow(rank, process)
+        self._processes.update(processes)
+
+    def _release(self, is_aborted: bool) -> None:
+        machine, self._machine, self._own = self._machine, None, None
+        self._again.clear()
+        if self._notifier is not None:
+            self._notifier.stop()
+            self._notifier = None
+        if machine is None or machine.device.is_closed:
+            return
+        if is_aborted:
+            machine.device.abort()
+        machine.device.drain(min(self._engine.timeout_s, CLOSE_S))
+        if self._policy.is_masked and not is_aborted and not machine.device.is_recorded:
+            machine.leave()
+        if not machine.device.is_recorded:  # graphs have its addresses
+            machine.close()

@@ -1,7 +1,7 @@
 """Memory of a group from which tensors are allocated that collectives read where they lie: no copies through slots.
 
 Data path: each rank allocates one region (`ep/gpu/platform.py`), whose place all others learn when the hosts of the
-group meet (`half.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
+group meet (`meeting.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
 (`csrc/kernels/collective/direct.cuh`); nobody ever stores into another rank's pool. This module hands out pieces of the
 own region; nothing here talks to peers.
 

@@ -33,7 +33,7 @@ def name_of(report: KernelReport) -> str:
 
 
 def may_be_of_dead(report: KernelReport) -> bool:
-    """Whether the death of a rank, heard of a little later than by others, may be what is behind a report."""
+    """Whether a death that no kernel had heard of may be what is behind a report."""
     return report.code in (TIMEOUT, PEER_GAVE_UP)
 
 

@@ -19,6 +19,8 @@ import epee
 from epee.backend import staging
 from epee.backend.device.calls import Policy
 from epee.collectives import half as halves
+from epee.collectives import meeting
+from epee.ep.gpu.device import GpuDevice
 from tests.backend.test_staging import CALLS, OnGpu, _call, _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
 
@@ -28,9 +30,9 @@ STAGING_BYTES = 64 << 10
 def give_half(rank: int, timeout_s: float = 60.0) -> halves.DeviceHalf:
     """Let the world's calls on "GPU" tensors run on the device; those that do not fail here go through staging."""
     group: Any = dist.group.WORLD
-    halves.has_gpu = lambda: True
-    halves.platform_of = lambda device: EmulatedPlatform()
-    halves.current_device = lambda: torch.device("cpu")
+    meeting.has_gpu = lambda: True
+    meeting.platform_of = lambda device: EmulatedPlatform()
+    meeting.current_device = lambda: torch.device("cpu")
     group.set_timeout(timedelta(seconds=timeout_s))
     options = group.options
     policy = Policy(options.fault_mode == "mask", options.counts_present)
@@ -219,7 +221,7 @@ def no_memory(rank: int, num_ranks: int) -> None:
         raise epee.ResourceError("no GPU memory is left")
 
     if rank == 1:
-        halves.platform_of = broken
+        meeting.platform_of = broken
     for _ in range(2):
         dist.all_reduce(x := on_gpu(torch.ones(2)))
         device.synchronize()
@@ -229,8 +231,13 @@ def no_memory(rank: int, num_ranks: int) -> None:
     dist.barrier()
 
 
-def killed(rank: int, num_ranks: int, timeout_s: float) -> tuple[float, float]:
-    """The last rank is killed; survivors hear of it in a call on the device and go on without it."""
+def killed(rank: int, num_ranks: int, timeout_s: float, deaf: int = -1) -> tuple[float, float]:
+    """The last rank is killed; survivors hear of it in a call on the device and go on without it.
+
+    The host of rank `deaf` never tells its kernels.
+    """
+    if rank == deaf:
+        GpuDevice.mark_dead = lambda self, ranks: None  # type: ignore[method-assign]
     half = give_half(rank, timeout_s)
     x = on_gpu(torch.ones(3))
     dist.all_reduce(x)
@@ -324,7 +331,7 @@ def _again_calls(rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.T
     ]
 
 
-class CountedCalls(halves.KnownCalls):
+class CountedCalls(meeting.KnownCalls):
     """Counts the calls that went the short way."""
 
     num_made = 0
@@ -340,7 +347,7 @@ def again(rank: int, num_ranks: int, n: int = 24) -> list[int]:
 
     Returns how many calls went the short way, pass for pass.
     """
-    halves.KnownCalls = CountedCalls  # type: ignore[misc]
+    meeting.KnownCalls = CountedCalls  # type: ignore[misc]
     half = give_half(rank)
     short = [0]
     for seed in range(5):

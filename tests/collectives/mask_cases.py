@@ -16,6 +16,7 @@ import torch.distributed as dist
 import epee
 import epee.compat.mooncake.pg as mooncake
 from epee.collectives import half as halves
+from epee.collectives import meeting
 from tests.backend.test_staging import CALLS, _call, _plain, on_gpu
 from tests.collectives.cases import CountedCalls, again, closed_at_end, give_half, look_soon
 
@@ -291,7 +292,7 @@ def dies_within(rank: int, num_ranks: int, folder: str, path: str, build: int, p
 
     Returns who was in each call, and how many went the short way.
     """
-    halves.KnownCalls = CountedCalls  # type: ignore[misc]
+    meeting.KnownCalls = CountedCalls  # type: ignore[misc]
     half = init(rank, num_ranks, folder)
     group: Any = dist.group.WORLD
     victim, mine = num_ranks - 1, slice(LARGE * rank, LARGE * (rank + 1))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import epee
 from epee.collectives import half as halves
+from epee.collectives import meeting
 from epee.collectives.pool import MemoryPool
 from tests.backend.test_staging import OnGpu, _plain, on_gpu
 from tests.collectives.cases import closed_at_end, give_half, look_soon
@@ -238,7 +239,7 @@ def unmapped(rank: int, num_ranks: int) -> None:
     half = give_half(rank)
     group: Any = dist.group.WORLD
     if rank == 1:
-        halves.platform_of = lambda device: FarPlatform()
+        meeting.platform_of = lambda device: FarPlatform()
     logging.getLogger("epee").addHandler(heard := Heard())
     pool = group.memory_pool(POOL_BYTES)
     to = functools.partial(in_pool, pool)
@@ -266,7 +267,7 @@ def no_memory(rank: int, num_ranks: int) -> None:
     half = give_half(rank)
     group: Any = dist.group.WORLD
     if rank == 1:
-        halves.platform_of = lambda device: PoorPlatform()
+        meeting.platform_of = lambda device: PoorPlatform()
     with pytest.raises(epee.ResourceError, match=r"ranks \[1\] have none") as caught:
         group.memory_pool(POOL_BYTES)
     assert (caught.value.__cause__ is not None) == (rank == 1)

@@ -49,6 +49,11 @@ def test_survivors_of_a_kill_hear_of_it_and_go_on_without() -> None:
     assert all(elapsed < 30 for _, elapsed in results[:2]), "long before the time-out"
 
 
+def test_a_survivor_whose_host_has_not_heard_of_a_death_names_the_same_rank() -> None:
+    results = run_ranks(cases.killed, 3, 60.0, 1, backend="epee", timeout_s=200, dead=(2,))
+    assert all(elapsed < 30 for _, elapsed in results[:2]), "long before the time-out"
+
+
 def test_a_late_rank_is_told_and_all_go_on() -> None:
     first, second = run_ranks(cases.late, 2, backend="epee", timeout_s=200)
     assert "within the time-out" in first

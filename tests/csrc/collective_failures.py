@@ -104,6 +104,29 @@ def stopped(rank: int, num_ranks: int, how: str, way: Way) -> tuple[str, tuple[i
     return type(error).__name__, getattr(error, "ranks", ()), elapsed
 
 
+def told_by_a_peer(rank: int, num_ranks: int, way: Way) -> tuple[str, tuple[int, ...]]:
+    """The last rank stays away from a call; rank 0's host says that it is dead, no other host does.
+
+    Rank 1 waits in the call then, rank 2 begins it when rank 0 has made another one in vain.
+    """
+    call, last = Call("all_reduce", **way), num_ranks - 1
+    machine = make(EmulatedPlatform(), rank, num_ranks, [call])
+    error = None
+    if rank == 2:
+        all_gather_bytes(b"late")
+    if rank == 0:
+        threading.Timer(0.3, machine.device.mark_dead, [[last]]).start()
+    if rank != last:
+        error = error_of(lambda: play(machine, call, range(num_ranks)))
+    if rank == 0:
+        x = moves.row_of(torch.ones(5, dtype=torch.bfloat16))
+        machine.run(moves.all_reduce(num_ranks, x, x, (torch.bfloat16, "sum")))
+    if rank != 2:
+        all_gather_bytes(b"late")
+    all_gather_bytes(b"over")
+    return type(error).__name__, getattr(error, "ranks", ())
+
+
 def gone_on(rank: int, num_ranks: int) -> tuple[str, str]:
     """Rank 0 gives a call up; nobody's next call does its work, and all hear why. After a new start all is well."""
     call = Call("all_reduce", 5)

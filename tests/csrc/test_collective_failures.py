@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from tests.csrc.collective_cases import ALL, Call
-from tests.csrc.collective_failures import CASES, WAYS, gone_on, left_out, other_call, root_left_out, silent, stopped
+from tests.csrc.collective_failures import (
+    CASES,
+    WAYS,
+    gone_on,
+    left_out,
+    other_call,
+    root_left_out,
+    silent,
+    stopped,
+    told_by_a_peer,
+)
 from tests.csrc.emulated import has_compiler
 from tests.harness import run_ranks
 
@@ -37,11 +47,7 @@ def test_rank_outside_the_view_is_left_out(op: str, way: str, num_ranks: int) ->
 
 def test_broadcast_of_a_rank_outside_the_view_fails_at_once() -> None:
     results = run_ranks(root_left_out, 3, timeout_s=200)
-    outside = "RankFailedError", (2,)
-    # who begins late may hear first that its peer has lost the call; its host then looks for the death behind it
-    told = [("CommTimeoutError", (1,)), ("CommTimeoutError", (0,))]
-    assert outside in results[:2]
-    assert all(found in (outside, other) for found, other in zip(results[:2], told, strict=True))
+    assert results[:2] == [("RankFailedError", (2,))] * 2, "also who begins late, and hears it from the other"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -49,6 +55,12 @@ def test_broadcast_of_a_rank_outside_the_view_fails_at_once() -> None:
 def test_host_ends_waits_in_flight(how: str, way: str) -> None:
     name, ranks, _ = run_ranks(stopped, 2, how, WAYS[way], timeout_s=50)[0]
     assert (name, ranks) == (("AbortedError", ()) if how == "abort" else ("RankFailedError", (1,)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_that_one_host_has_heard_of_is_told_by_all(way: str) -> None:
+    results = run_ranks(told_by_a_peer, 4, WAYS[way], timeout_s=200)
+    assert results[:3] == [("RankFailedError", (3,))] * 3
 
 
 def test_a_lost_call_lets_the_next_one_fail_on_all_and_a_new_start_mends_it() -> None:

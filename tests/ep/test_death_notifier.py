@@ -149,6 +149,37 @@ def test_nobody_looks_into_proc_while_no_kernel_waits(looks: Looks, peers: list[
     notifier.stop()
 
 
+def test_who_asks_is_told_at_once_of_what_proc_shows(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+    kernels = Kernels()
+    kernels.is_waiting = False
+    notifier = begin(kernels, peers)
+    looks.torn_down, looks.dying = {peers[5].pid}, {5, 3}
+    assert kernels.pass_rounds(3)
+    assert kernels.told == ()
+    notifier.look()
+    assert kernels.told == (5,), "when it returns; a sign is no proof"
+    notifier.stop()
+    looks.torn_down = {peers[3].pid}
+    notifier.look()
+    assert kernels.told == (5,)
+
+
+def test_who_asks_is_not_told_of_a_process_that_has_not_ended_where_that_matters(
+    looks: Looks, peers: list[subprocess.Popen[bytes]]
+) -> None:
+    kernels = Kernels()
+    notifier = DeathNotifier(kernels.tell, kernels.waiting, "test-notifier", needs_end=True)
+    notifier.start({rank: identity(process) for rank, process in enumerate(peers)})
+    looks.torn_down, looks.dying = {peers[5].pid}, {5}
+    notifier.look()
+    assert kernels.told == ()
+    peers[5].kill()
+    peers[5].wait()
+    notifier.look()
+    assert kernels.told == (5,)
+    notifier.stop()
+
+
 def test_a_death_that_only_proc_shows_is_told(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)

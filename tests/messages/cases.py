@@ -22,7 +22,7 @@ import torch.distributed as dist
 import epee
 import epee.compat.mooncake.pg as mooncake
 from epee.backend import staging
-from epee.collectives import half as collectives_half
+from epee.collectives import meeting as collectives_meeting
 from epee.collectives.messages import half as halves
 from epee.collectives.messages import meetings
 from epee.collectives.messages.params import MessageConfig
@@ -35,7 +35,7 @@ To = Callable[[torch.Tensor], torch.Tensor]
 def give_messages(timeout_s: float = 60.0, is_staged: bool = False) -> halves.MessageHalf:
     """Let the world's messages on "GPU" tensors run on the device; those that do not fail here, or are staged."""
     group: Any = dist.group.WORLD
-    collectives_half.has_gpu = lambda: True
+    collectives_meeting.has_gpu = lambda: True
     meetings.platform_of = lambda device: EmulatedPlatform()
     meetings.config_of = lambda rank, num_ranks, staging_bytes: MessageConfig(rank, num_ranks, 3, 2, 1024, 512)
     group.set_timeout(timedelta(seconds=timeout_s))

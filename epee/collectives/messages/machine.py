@@ -112,7 +112,7 @@ class ReadyBatch:
         ops, machine = self._ops, self._machine
         for place, at in zip(self._places, addresses, strict=True):
             ops[place] = at
-        ticket = machine.next_ticket()
+        ticket = machine.ticket = machine.ticket + 1
         _TIME.pack_into(self._kernel.args, _TIME_AT, int(machine.timeout_s * 1e9), ticket)
         self._kernel(self._grid, machine.threads, 0, stream)
         return Queued(None, None, ticket)
@@ -131,6 +131,7 @@ class Messages:
         device: reports, news for kernels.
         timeout_s: of one wait of a kernel.
         skips_dead: a receive from any source goes on without the dead.
+        ticket: number of the last launch that no graph has recorded.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Messages:
         self._singles: dict[tuple[int, bool], Any] = {}
         self._failed = platform.host_words(MAX_CHANNELS)
         self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses that hosts have mended
-        self._ticket = 0
+        self.ticket = 0
         for kernel in self.device.kernels.values():
             args = kernel.args
             args.own, args.report, args.abort = self._own.address, self.device.report.address, self.device.news.address
@@ -226,8 +227,8 @@ class Messages:
         """Return the number of the next launch; 0 while a graph is recorded, as it may run many times."""
         if self.platform.is_capturing():
             return 0
-        self._ticket += 1
-        return self._ticket
+        self.ticket += 1
+        return self.ticket
 
     def run_one(self, parcel: Parcel, stream: int, is_beside: bool) -> Queued:
         """Queue one message; its pair and direction have a launcher of their own, where little has to be written."""
@@ -245,7 +246,7 @@ class Messages:
         _BLOCKS.pack_into(single.args, _BLOCKS_AT, blocks)
         ticket = 0
         if not self.platform.is_capturing():  # as `next_ticket`
-            ticket = self._ticket = self._ticket + 1
+            ticket = self.ticket = self.ticket + 1
         _TIME.pack_into(single.args, _TIME_AT, int(self.timeout_s * 1e9), ticket)
         single(blocks, self.threads, 0, stream)
         return Queued(None, None, ticket)
@@ -304,7 +305,7 @@ class Messages:
         for channel in (rank << 1, rank << 1 | 1):
             first = self._failed.words[channel]
             if first:
-                self._lost.setdefault(channel, []).append(range(first, self._ticket + 1))
+                self._lost.setdefault(channel, []).append(range(first, self.ticket + 1))
                 self._failed.words[channel] = 0
         for name in ("flags", "credits", "gone", "sent", "taken", "lost", "reported"):
             field = self.config.region_layout[name]

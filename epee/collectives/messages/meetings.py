@@ -20,7 +20,7 @@ from ...ep.gpu.platform import Platform
 from ...errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, UnsupportedError
 from ...memory.claim import process_start_time
 from ...view.process.detector import DeathWatch, is_leaving
-from .. import half as collectives_half
+from .. import meeting as collectives_meeting
 from ..meeting import MeetingRow
 from .machine import Messages, plan_of
 from .pairs import PairBoard
@@ -35,12 +35,12 @@ DRAIN_S = 30.0  # beyond the group's time-out: how long a meeting waits for kern
 
 def platform_of(device: torch.device) -> Platform:
     """Return the machine below; the tests put their own in its place."""
-    return collectives_half.platform_of(device)
+    return collectives_meeting.platform_of(device)
 
 
 def has_gpu() -> bool:
     """Whether this process has a GPU; asked before the first message, as CUDA is in use then."""
-    return collectives_half.has_gpu()
+    return collectives_meeting.has_gpu()
 
 
 def is_capturing() -> bool:
@@ -144,7 +144,7 @@ class Pairs:
             platform = platform_of(device)
             machine = Messages(platform, config_of(self._rank, size, self._staging_bytes))
             machine.skips_dead = self.is_masked
-            gpu = collectives_half.gpu_name(platform.device)
+            gpu = collectives_meeting.gpu_name(platform.device)
             row = row._replace(gpu=gpu, blob=machine.blob, num_sms=platform.limits.num_sms)
             self.machine, self.streams = machine, Streams(platform)
             if platform.device.type == "cuda":

@@ -90,8 +90,8 @@ class MessageConfig:
     rank: int
     num_ranks: int
     num_lanes: int = 64
-    num_slots: int = 3
-    slot_bytes: int = 32 << 10
+    num_slots: int = 4
+    slot_bytes: int = 24 << 10
     lane_bytes: int = 8 << 10
 
     def check(self) -> None:
@@ -122,9 +122,11 @@ class MessageConfig:
 def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
     """Return sizes for which the rings of all sources take at most about twice `staging_bytes`, 6 MiB a source.
 
-    A lane has room for what is on its way there, what is being copied, and what the word of that takes back.
+    A lane has room for what is on its way there, what is being copied, what the word of that takes back, and for one
+    chunk more. A chunk is what the threads of a block have under way at once (`THREADS`; kDeep in `batch.cuh`): of
+    more, the last loads would begin when the first bytes have gone.
     """
-    slots, slot = 3, 32 << 10
+    slots, slot = 4, 24 << 10
     lanes = max(2, min(MAX_LANES, 2 * staging_bytes // (slots * num_ranks * slot)))
     return MessageConfig(rank, num_ranks, lanes, slots, slot)
 

@@ -66,7 +66,7 @@ class Streams:
 
     def beside(self, name: Hashable, ways: Collection[Way]) -> StreamPlace:
         """Return the stream of a name as `entered` does, for a launch that is told its stream; no graph is recorded."""
-        side, raw = self._side(name), self._platform.stream()
+        side, raw = self._own.get(name) or self._side(name), self._platform.stream()
         if side is not None:
             self._platform.order(raw, side.raw, side.begun)
             raw = side.raw

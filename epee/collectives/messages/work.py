@@ -49,34 +49,34 @@ class MessageEnd:
         stream: raw.
         mark: behind the launch; None in a graph.
         queued: the launch.
+
+    Attributes:
+        joined: raw, the stream that has waited for it last: what has waited once is behind it.
     """
 
-    __slots__ = ("_event", "_joined", "_platform", "codes", "mark", "queued", "stream")
+    __slots__ = ("_event", "codes", "joined", "mark", "platform", "queued", "stream")
 
     def __init__(self, platform: Platform, codes: Any, stream: int, mark: Any, queued: Queued) -> None:
-        self._platform, self.codes = platform, codes
+        self.platform, self.codes = platform, codes
         self.stream, self.mark, self.queued = stream, mark, queued
         self._event: Event | None = None
-        self._joined = stream
+        self.joined = stream
 
     @property
     def event(self) -> Event:
         """As epee's own, made when somebody asks."""
         if self._event is None:
-            device = self._platform.device
+            device = self.platform.device
             self._event = Event(device, self.stream, self.mark) if device.type == "cuda" else Event()
         return self._event
 
-    def join(self) -> None:
-        """Make the current stream wait, if it is not behind the launch already: what has waited once is behind it."""
-        raw = self._platform.stream()
-        if raw == self.stream or raw == self._joined:
-            return
+    def join(self, raw: int) -> None:
+        """Make the current stream, `raw`, wait for the launch, which it is not behind already."""
         if self.mark is None:
             self.event.wait()
             return
-        self._platform.wait(self.mark, raw)
-        self._joined = raw
+        self.platform.wait(self.mark, raw)
+        self.joined = raw
 
 
 @untraced_methods
@@ -138,13 +138,18 @@ class MessageWork(DeviceWork):
         if end.queued.source is not None:
             self._owner.await_end(end.event.query, "recv")
         elif timeout is None and end.codes == NO_REPORTS:
-            end.join()
+            raw = end.platform.stream()
+            if raw != end.stream and raw != end.joined:
+                end.join(raw)
             return True
         return super().wait(timeout)
 
     def _join(self) -> None:
-        assert self._end is not None
-        self._end.join()
+        end = self._end
+        assert end is not None
+        raw = end.platform.stream()
+        if raw not in (end.stream, end.joined):
+            end.join(raw)
 
     def is_completed(self) -> bool:
         """True when the GPU has come past the message."""

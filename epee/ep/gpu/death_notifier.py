@@ -12,7 +12,8 @@ a wait that has lasted one (`csrc/common/wait.cuh`). Who reads: this thread, whe
 since means that somebody waits. Nobody resets it. Nothing orders the two: who reads too early reads again a period
 later. The other way, `tell` writes the dead ranks into the words beside it; the kernels look there.
 
-Who has a rank now is told by the thread of the calls (`follow`). Whoever uses the watch, also to sleep on its pidfds,
+Who has a rank now is told by the thread of the calls (`follow`), which also looks itself where a call was lost for no
+death that a kernel had heard of (`look`). Whoever uses the watch, also to sleep on its pidfds,
 holds the lock, so none of them is closed under a sleeper; the gate in front of the lock lets another thread in after
 one sleep at most. When `stop` returns, the thread has ended and the pidfds are closed; a forked child has no such
 thread, there `stop` closes the copies.
@@ -71,6 +72,12 @@ class DeathNotifier:
             self.told = self._watch.dead()
             self._tell(self.told)
 
+    def look(self) -> None:
+        """Look at once, as closely as is of use, and tell who is found dead. Any thread; takes a period at most."""
+        with self._gate, self._lock:
+            if not self._is_stopped:
+                self._look(self._watch.dead(), True)
+
     def stop(self) -> None:
         """End the thread, within a period; nobody follows any more. Idempotent."""
         self._is_stopped = True
@@ -93,7 +100,8 @@ class DeathNotifier:
                 pass  # after who came while this thread slept with the lock
             with self._lock:
                 self._round()
-        self._close()
+        with self._lock:
+            self._close()
 
     def _round(self) -> None:
         """Sleep for a period, or until a process ends; then look as closely as is of use."""
@@ -102,7 +110,11 @@ class DeathNotifier:
         is_waited = waiting != self._seen
         self._sleep_s = WAITING_S if is_waited else PERIOD_S
         self._seen = waiting
-        if (is_waited or self._has_dying) and not self._needs_end:
+        self._look(dead, is_waited or self._has_dying)
+
+    def _look(self, dead: tuple[int, ...], is_urgent: bool) -> None:
+        """Tell who is dead, of whom some are known; look at those who may be dying where it is urgent."""
+        if is_urgent and not self._needs_end:
             dead = self._look_closely(dead)
         if dead:
             for rank in dead:

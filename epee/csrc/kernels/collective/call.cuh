@@ -4,7 +4,8 @@
 // writer, named by its index:
 //   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
 //   places  *[number % 4][rank][2]        where in its pool the rank's input for us, and its output, begin
-//   gone    *[rank]                       a call that the rank has lost since the ranks met last, else 0
+//   gone    *[rank]                       a call that the rank has lost since the ranks met last, and for whose death
+//                                         (`loss_of`), else 0
 //   left    *[rank]                       mode "mask": not 0 when the rank has left the group, all its calls behind it
 //   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
 //   credits *[stage][lane][rank]          how far it has read ours
@@ -13,7 +14,8 @@
 //   pools, pool_bytes                     local: where this GPU sees the pools of all ranks (0: none), and their sizes
 //   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
 //                                         the last call; a bit for each rank that takes part; what was seen last in
-//                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
+//                                         the host's memory (`wait.cuh`); the last call that failed, as in `gone`,
+//                                         and that was reported
 //   expected [number % 4][rank]           local: the word that `joined` must have when the rank makes the same call
 //   out, settled, got                     local, of mode "mask" (`mask/settle.cuh`)
 //   ballot, ballots                       local, of large calls there (`mask/tries.cuh`)
@@ -41,6 +43,11 @@
 // loses one tells all (`gone`), makes no other, and lets everybody's next call fail, until the hosts have met
 // (`machine.py`), emptied the words and agreed on a number above all. In front of `gone` goes the word of the call,
 // whichever block is first: who finds that a rank has gone finds at the same time whether its call was another one.
+//
+// Cause. A death is heard of at different times: one rank's host has told its kernels, another one's will in a while.
+// So whoever loses a call for a death says whose it was, in the word that tells of the loss, and who loses a call for
+// that word reports the death, not the rank that told it, and says the same in turn. The first failure of a call on a
+// GPU decides, in one atomic (`report_failure`): all its blocks tell the peers, and its host, the same.
 //
 // Everything that decides who takes part is read from memory (tags, peers, view), so a graph replays into the view of
 // its day. The host sets view and peers, and on all ranks alike a tag above all calls made and `joined` to match, while
@@ -78,6 +85,8 @@ enum Stage : int { kScatter = 0, kGather, kNumStages };
 constexpr int kFactsBits = 24;
 constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 constexpr u64 kPlaced = 1;  // of a word `joined`: `places` lie in front of it
+constexpr int kCauseBits = 8;
+constexpr u64 kCauseMask = (1ull << kCauseBits) - 1;
 
 /// What the death of a rank is for a call: a failure; noted, and what waits for others goes on, as the call mends
 /// itself; noted, and the call ends, as it is but a try. In mode "mask" a rank that has left is as one that is dead.
@@ -112,12 +121,26 @@ DEVICE u64* expected_at(const CollectiveCall& call, u64 tag, int rank) {
   return own_words(call, kRegionExpectedOffset) + tag % 4 * kMaxRanks + rank;
 }
 
-/// Tells the host of a failure; the first one of a call wins.
-DEVICE void report_failure(const CollectiveCall& call, u64 tag, const Failure& failure) {
+/// A word of `gone`, and of `failed`: the call that was lost, and 1 + the rank whose death is the cause, or 0.
+DEVICE u64 loss_of(u64 tag, u64 cause) { return tag << kCauseBits | cause; }
+
+/// Whether a call has failed on this GPU.
+DEVICE bool has_failed(const CollectiveCall& call, u64 tag) {
+  return ld_relaxed_sys(own_words(call, kRegionFailedOffset)) >> kCauseBits == tag;
+}
+
+/// Marks a call as failed, and tells the host; the first failure of a call wins.
+DEVICE_COLD void report_words(const CollectiveCall& call, u64 tag, u32 code, int peer, u64 expected, u64 got,
+                              u64 where) {
   u64* words = own_words(call, kRegionFailedOffset);
-  write_report(words, words + 1, reinterpret_cast<u64*>(call.report), tag,
-               static_cast<u64>(call.op) << 32 | failure.code, failure.peer, failure.expected, failure.got,
-               failure.where);
+  const u64 before = ld_relaxed_sys(words);
+  const u64 loss = loss_of(tag, code == kPeerDead ? static_cast<u64>(peer) + 1 : 0);
+  if (before >> kCauseBits == tag || atom_cas_relaxed_gpu(words, before, loss) != before) return;
+  add_report(words + 1, reinterpret_cast<u64*>(call.report), tag, static_cast<u64>(call.op) << 32 | code, peer,
+             expected, got, where);
+}
+DEVICE void report_failure(const CollectiveCall& call, u64 tag, const Failure& f) {
+  report_words(call, tag, f.code, f.peer, f.expected, f.got, f.where);
 }
 
 /// The word that a rank must have sent for call `of`: this one, `tag`, or the one before.
@@ -141,6 +164,21 @@ DEVICE_COLD u64 other_call_of_leaver(const CollectiveCall& call, u64 tag, int ra
   return is_other_call(call, tag, tag - 1, rank) ? tag - 1 : 0;
 }
 
+/// Reports that a rank has lost a call: the death that it, or another one that has, gives as the cause; else that it
+/// has given up.
+DEVICE_COLD void report_gone(const CollectiveCall& call, u64 tag, u32 active, int rank, u64 where) {
+  int dead = -1;
+#pragma unroll 1
+  for (int n = 0; n < kNumRanks && dead < 0; ++n) {
+    const int teller = rank_behind(rank, n);
+    if (!is_in(active, teller) || teller == call.rank) continue;
+    dead = static_cast<int>(ld_relaxed_sys(own_words(call, kRegionGoneOffset) + teller) & kCauseMask) - 1;
+    if (dead >= kNumRanks || dead == call.rank) dead = -1;  // whatever was written there
+  }
+  const bool is_known = dead >= 0;
+  report_words(call, tag, is_known ? kPeerDead : kPeerGaveUp, is_known ? dead : rank, tag, 0, where);
+}
+
 constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU
 
 /// Of some ranks those that have left the group: their packets and words are as final as those of the dead.
@@ -161,7 +199,7 @@ DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, u32 on
   const u32 left = on_death == kFails ? 0 : left_ranks(call, needed);
   const u32 dead = (dead_ranks(news) | left) & needed & ~(1u << call.rank);
   const u32 blamed = static_cast<u32>(dead ? __ffs(static_cast<int>(dead)) - 1 : peer) << 8;
-  if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
+  if (has_failed(call, tag)) return kFailedElsewhere;
   if (dead) return kPeerDead | blamed;
   if (is_aborted(news)) return kAborted | blamed;
 #pragma unroll 1
@@ -195,6 +233,8 @@ DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& 
     s.has_deaths = 1;
   else if (code == kMismatch)
     report_other_call(call, s.tag, s.tag, blamed);
+  else if (code == kPeerGaveUp)
+    report_gone(call, s.tag, s.active, blamed, where);
   else
     report_failure(call, s.tag, {code, blamed, want, got, where});
   return false;
@@ -245,11 +285,12 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
       s.has_deaths = 0;
       s.is_open = (call.root < 0 || is_in(active, call.root)) && !leavers;
       if (leavers && !is_in(leavers, call.rank))
-        report_failure(call, tag, {kPeerGaveUp, __ffs(static_cast<int>(leavers)) - 1, tag, gone, kWaitJoined});
+        report_gone(call, tag, active, __ffs(static_cast<int>(leavers)) - 1, kWaitJoined);
       else if (!leavers && !s.is_open)
         report_failure(call, tag, {kPeerDead, call.root, tag, active, kWaitJoined});
-      else if (leavers)
-        st_relaxed_sys(own_words(call, kRegionFailedOffset), tag);
+      else if (leavers)  // the host knows
+        st_relaxed_sys(own_words(call, kRegionFailedOffset),
+                       loss_of(tag, ld_relaxed_sys(own_words(call, kRegionGoneOffset) + call.rank) & kCauseMask));
     }
     __syncwarp();
     if (is_peer && blockIdx.x == 0) {
@@ -265,8 +306,7 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, const 
     if (is_peer && !leavers) {
       const u64 least = (tag - behind) << kFactsBits;
       bool is_open = wait_count(call, s, rank, joined, least, behind ? kWaitJoined : kWaitBarrier);
-      if (kOnDeath != kFails && !is_open)
-        is_open = ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != tag;  // it is dead
+      if (kOnDeath != kFails && !is_open) is_open = !has_failed(call, tag);  // it is dead
       for (u64 of = tag - 1; is_open && of <= tag - behind; ++of) {
         if (!is_other_call(call, tag, of, rank)) continue;
         report_other_call(call, tag, of, rank);
@@ -302,9 +342,10 @@ DEVICE void close_call(const CollectiveCall& call, const Meeting& s) {
   if (is_peer && is_other) report_other_call(call, s.tag, s.tag, peer);
   if (warp_idx() != 0) return;
   __syncwarp();
-  if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != s.tag) return;
-  if (peer == call.rank) st_relaxed_sys(own_words(call, kRegionGoneOffset) + peer, s.tag);
+  const u64 loss = ld_relaxed_sys(own_words(call, kRegionFailedOffset));
+  if (loss >> kCauseBits != s.tag) return;
+  if (peer == call.rank) st_relaxed_sys(own_words(call, kRegionGoneOffset) + peer, loss);
   if (!is_peer) return;
   st_relaxed_sys(joined_at(s.peer[peer], s.tag, call.rank), word_of(call, s.tag, call.in_bytes[peer]));
-  st_release_sys(reinterpret_cast<u64*>(s.peer[peer] + kRegionGoneOffset) + call.rank, s.tag);
+  st_release_sys(reinterpret_cast<u64*>(s.peer[peer] + kRegionGoneOffset) + call.rank, loss);
 }

@@ -158,8 +158,8 @@ DEVICE void end_reads(const CollectiveParams& p, const Meeting& s, u32 sources, 
   const int first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
   if (is_in(sources, rank)) {
     fence_acq_rel_sys();  // the block's reads are over
-    const u64 gone = ld_relaxed_sys(own_words(p.call, kRegionGoneOffset) + rank);
-    if (gone) report_failure(p.call, s.tag, {kPeerGaveUp, rank, s.tag, gone, kWaitCredit});
+    if (ld_relaxed_sys(own_words(p.call, kRegionGoneOffset) + rank))
+      report_gone(p.call, s.tag, s.active, rank, kWaitCredit);
 #pragma unroll 1
     for (int lane = first; lane < p.direct_lanes; lane += step)
       st_release_sys(direct_credit_at(s.peer[rank], lane, own), mark_of(s, 1));

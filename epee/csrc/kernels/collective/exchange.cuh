@@ -29,30 +29,6 @@ DEVICE void send_rows(const CollectiveParams& p, const Meeting& s, u32 takers, i
   }
 }
 
-/// Receives a tile from each source and makes the output of it. False when a wait failed.
-template <bool kIsPlaced>
-DEVICE bool take_rows(const CollectiveParams& p, const Meeting& s, u32 sources, int tile, const Tile& own) {
-  Accumulator<4 * kTileVecs> sum;
-#pragma unroll
-  for (int base = 0; base < kNumRanks; base += kGroup) {
-    TileGroup group;
-    const u32 others = (sources & ~(1u << p.call.rank)) >> base & ((1u << kGroup) - 1);
-    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group)) return false;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const int src = base + i;
-      if (src >= kNumRanks || !is_in(sources, src)) continue;
-      const Tile row = src == p.call.rank ? own : group.tile[i];
-      if (!kIsPlaced)
-        sum.add(row);
-      else
-        store_tile(reinterpret_cast<u8*>(p.outputs[src]), p.num_bytes, tile, row);
-    }
-  }
-  if (!kIsPlaced) store_tile(reinterpret_cast<u8*>(p.outputs[p.call.rank]), p.num_bytes, tile, sum.result());
-  return true;
-}
-
 template <bool kIsPlaced>
 DEVICE void exchange(const CollectiveParams& p) {
   __shared__ Meeting s;
@@ -75,11 +51,16 @@ DEVICE void exchange(const CollectiveParams& p) {
   }
   if (is_open && (takers & me)) {
 #pragma unroll 1
-    for (int tile = first_tile(); tile < num; tile += tile_step())
+    for (int tile = first_tile(); tile < num; tile += tile_step()) {
+      const auto store = [&](int src, const Tile& row) {
+        store_tile(reinterpret_cast<u8*>(p.outputs[src]), p.num_bytes, tile, row);
+      };
       if (has_share(p.num_bytes, tile) &&
-          !take_rows<kIsPlaced>(p, s, sources, tile,
-                                tile == first_tile() || !is_source ? first : load_tile(own_row, p.num_bytes, tile)))
+          !take_rows<kIsPlaced>(p.call, s, sources, 0, tile,
+                                tile == first_tile() || !is_source ? first : load_tile(own_row, p.num_bytes, tile),
+                                store))
         break;
+    }
   }
   close_call(p.call, s);
 }

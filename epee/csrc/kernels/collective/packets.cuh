@@ -91,3 +91,34 @@ DEVICE bool receive_group(const CollectiveCall& call, const Meeting& s, Stage st
     return is_there;
   });
 }
+
+/// Receives a tile from each source and makes the output of it, in rank order: `store(src, tile)` of each row, and of
+/// zeros for each of `absent`; or of their sum, as of this rank's row. False when a wait failed.
+template <bool kIsPlaced, class Store>
+DEVICE bool take_rows(const CollectiveCall& call, const Meeting& s, u32 sources, u32 absent, int tile, const Tile& own,
+                      Store store) {
+  Accumulator<4 * kTileVecs> sum;
+#pragma unroll
+  for (int base = 0; base < kNumRanks; base += kGroup) {
+    TileGroup group;
+    const u32 others = (sources & ~(1u << call.rank)) >> base & ((1u << kGroup) - 1);
+    if (others && !receive_group(call, s, kScatter, base, others << base, tile, group)) return false;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const int src = base + i;
+      if (src >= kNumRanks) continue;
+      if (!is_in(sources, src)) {
+        if (kIsPlaced && is_in(absent, src)) store(src, Tile{});
+        continue;
+      }
+      const Tile row = src == call.rank ? own : group.tile[i];
+      if (kIsPlaced)
+        store(src, row);
+      else
+        sum.add(row);
+    }
+  }
+  perhaps_stall(s.tag, call.rank, 6);
+  if (!kIsPlaced) store(call.rank, sum.result());
+  return true;
+}

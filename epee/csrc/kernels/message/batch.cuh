@@ -55,7 +55,7 @@
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
 constexpr int kRunAlignVecs = 8;     // runs are whole lines of 128 bytes
 constexpr int kHeaderBytes = 128;    // behind the bytes of a slot
-constexpr int kDeep = 3;             // vectors of a thread whose loads are under way at once
+constexpr int kDeep = 6;             // vectors of a thread whose loads are under way at once
 constexpr int kGoneWords = 4;
 enum Gone : u64 { kGaveUp = 1, kDiffers };
 /// Which wait a report is about, or which fact differs; the host has the words for them.
@@ -75,6 +75,7 @@ struct Lane {
   u64 count;   // chunks of the lane before this message
   i64 begin, end;
   int peer, lane, num_chunks;
+  int first_slot;  // of this message
   i32 lost_at;
 };
 
@@ -82,10 +83,14 @@ DEVICE u64* own_words(const MessageParams& p, u64 offset) { return reinterpret_c
 DEVICE u64* lane_word(u64 region, u64 offset, int rank, int lane) {
   return reinterpret_cast<u64*>(region + offset) + rank * kMaxLanes + lane;
 }
-DEVICE u8* slot_at(const MessageParams& p, u64 region, int src, int lane, u64 chunk) {
-  const u64 ring = static_cast<u64>(src * p.num_lanes + lane) * static_cast<u64>(p.num_slots);
-  const u64 slot = ring + chunk % static_cast<u64>(p.num_slots);
-  return reinterpret_cast<u8*>(region + p.rings_offset) + slot * static_cast<u64>(p.slot_bytes + kHeaderBytes);
+/// In which slot a lane's chunk lies, counted over all messages.
+DEVICE int slot_of(const MessageParams& p, u64 count) {
+  return static_cast<int>(count % static_cast<u64>(p.num_slots));
+}
+DEVICE u8* slot_at(const MessageParams& p, u64 region, int src, int lane, int slot) {
+  const int at = (src * p.num_lanes + lane) * p.num_slots + slot;
+  return reinterpret_cast<u8*>(region + p.rings_offset) +
+         static_cast<u64>(at) * static_cast<u64>(p.slot_bytes + kHeaderBytes);
 }
 /// Into how many lanes a message is dealt out; both ends compute it.
 DEVICE int lanes_of(const MessageParams& p, i64 num_bytes) {
@@ -196,9 +201,13 @@ DEVICE void open_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
     s.lane = lane;
     s.region = ld_relaxed_sys(own_words(p, kRegionPeersOffset) + peer);
     s.count = *lane_word(p.own, counts_offset, peer, lane);
+    s.first_slot = slot_of(p, s.count);  // once: a 64-bit division is long
     s.lost_at = kNeverLost;
   }
   __syncthreads();
+}
+DEVICE u8* slot_of_message(const MessageParams& p, const Lane& s, u64 region, int src, int k) {
+  return slot_at(p, region, src, s.lane, (s.first_slot + k) % p.num_slots);
 }
 
 /// Counts the chunks of a lane's message. All threads; false when the message is lost.
@@ -209,22 +218,35 @@ DEVICE bool close_lane(const MessageParams& p, const Lane& s, u64 counts_offset)
   return true;
 }
 
-/// Moves the vectors of chunk `k` between `load(vector)` and `store(index in the chunk, vector, value)`.
-template <class Load, class Store>
-DEVICE void move_chunk(const MessageParams& p, const Lane& s, int k, int thread, int num_threads, Load load,
-                       Store store) {
+/// Moves the vectors of chunk `k` from the user's row to a slot, or (`kIsSend` false) back. Those that lie whole at
+/// multiples of 16 bytes, as a rule all, have loads under way without a branch between them.
+template <bool kIsSend>
+DEVICE void move_chunk(const MessageParams& p, const Lane& s, u8* slot, int k, int thread, int num_threads) {
   const int chunk_vecs = p.slot_bytes / 16;
   const i64 begin = s.begin + static_cast<i64>(k) * chunk_vecs;
   const int count = static_cast<int>(s.end - begin < chunk_vecs ? s.end - begin : chunk_vecs);
+  u8* row = reinterpret_cast<u8*>(s.wanted.at) + begin * 16;
+  const i64 there = s.wanted.num_bytes - begin * 16;  // bytes of the row, which may end within its last vector
+  const int plain = s.wanted.at % 16 != 0 ? 0 : there < count * 16 ? static_cast<int>(there / 16) : count;
+  const int step = num_threads * 16;
+  const u8* from = (kIsSend ? row : slot) + thread * 16;
+  u8* to = (kIsSend ? slot : row) + thread * 16;
 #pragma unroll 1
-  for (int first = thread; first < count; first += kDeep * num_threads) {
+  for (int left = plain - thread; left > 0; left -= kDeep * num_threads, from += kDeep * step, to += kDeep * step) {
     Vec16 v[kDeep];
 #pragma unroll
     for (int j = 0; j < kDeep; ++j)
-      if (first + j * num_threads < count) v[j] = load(first + j * num_threads, begin + first + j * num_threads);
+      if (left > j * num_threads) v[j] = ld_vec16(from + j * step);
 #pragma unroll
     for (int j = 0; j < kDeep; ++j)
-      if (first + j * num_threads < count) store(first + j * num_threads, begin + first + j * num_threads, v[j]);
+      if (left > j * num_threads) st_vec16(to + j * step, v[j]);
+  }
+#pragma unroll 1
+  for (int i = plain + thread; i < count; i += num_threads) {
+    if (kIsSend)
+      st_vec16(slot + i * 16, load_user(row, i * 16, there));
+    else
+      store_user(row, i * 16, there, ld_vec16(slot + i * 16));
   }
 }
 
@@ -240,7 +262,6 @@ DEVICE bool has_pair(const MessageParams& p, const Lane& s, int op) {
 /// What a block does with a lane of a send. All threads; false when the pair is lost.
 DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane) {
   open_lane(p, s, w, peer, lane, kRegionSentOffset);
-  const u8* row = reinterpret_cast<const u8*>(s.wanted.at);
   run_chunks(
       s.lost_at, s.num_chunks, 1,
       [&](int k, int) {
@@ -257,16 +278,14 @@ DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
         if (!is_open) s.lost_at = k;
       },
       [&](int k, int thread, int num_threads) {
-        u8* slot = slot_at(p, s.region, p.rank, lane, s.count + static_cast<u64>(k));
+        u8* slot = slot_of_message(p, s, s.region, p.rank, k);
         if (k == 0 && thread == 0) {
           u64* header = reinterpret_cast<u64*>(slot + p.slot_bytes);
           st_relaxed_sys(header, s.wanted.tag);
           st_relaxed_sys(header + 1, static_cast<u64>(s.wanted.num_bytes));
           st_relaxed_sys(header + 2, s.wanted.dtype);
         }
-        move_chunk(
-            p, s, k, thread, num_threads, [&](int, i64 vec) { return load_user(row, vec * 16, s.wanted.num_bytes); },
-            [&](int i, i64, const Vec16& v) { st_vec16(slot + i * 16, v); });
+        move_chunk<true>(p, s, slot, k, thread, num_threads);
       },
       [&](int k, int) {
         perhaps_stall(s.count + static_cast<u64>(k), p.rank, 3);
@@ -278,7 +297,6 @@ DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
 /// What a block does with a lane of a receive. All threads; false when the pair is lost.
 DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane) {
   open_lane(p, s, w, peer, lane, kRegionTakenOffset);
-  u8* row = reinterpret_cast<u8*>(s.wanted.at);
   run_chunks(
       s.lost_at, s.num_chunks, 1,
       [&](int k, int) {
@@ -287,15 +305,12 @@ DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int p
         const Place where = k == 0 ? kWaitMessage : kWaitChunk;
         bool is_open = has_pair(p, s, kReceive) && wait_count(p, peer, kReceive, flag, chunk + 1, s.wanted.tag, where);
         if (is_open && k == 0)
-          is_open = compare_facts(p, peer, slot_at(p, p.own, peer, lane, chunk), s.wanted.tag,
+          is_open = compare_facts(p, peer, slot_of_message(p, s, p.own, peer, 0), s.wanted.tag,
                                   static_cast<u64>(s.wanted.num_bytes), s.wanted.dtype);
         if (!is_open) s.lost_at = k;
       },
       [&](int k, int thread, int num_threads) {
-        const u8* slot = slot_at(p, p.own, peer, lane, s.count + static_cast<u64>(k));
-        move_chunk(
-            p, s, k, thread, num_threads, [&](int i, i64) { return ld_vec16(slot + i * 16); },
-            [&](int, i64 vec, const Vec16& v) { store_user(row, vec * 16, s.wanted.num_bytes, v); });
+        move_chunk<false>(p, s, slot_of_message(p, s, p.own, peer, k), k, thread, num_threads);
       },
       [&](int k, int) {
         perhaps_stall(s.count + static_cast<u64>(k), p.rank, 4);
@@ -315,7 +330,7 @@ DEVICE int any_source(const MessageParams& p, const Wanted& w) {
       if ((gone >> rank & 1) || !ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
       const u64 chunk = *lane_word(p.own, kRegionTakenOffset, rank, 0);
       if (ld_acquire_sys(lane_word(p.own, kRegionFlagsOffset, rank, 0)) <= chunk) continue;
-      const u64* header = reinterpret_cast<const u64*>(slot_at(p, p.own, rank, 0, chunk) + p.slot_bytes);
+      const u64* header = reinterpret_cast<const u64*>(slot_at(p, p.own, rank, 0, slot_of(p, chunk)) + p.slot_bytes);
       if (ld_relaxed_sys(header) == w.tag) found = rank;
     }
     return found >= 0;

@@ -38,44 +38,13 @@ DEVICE void send_masked(const MaskedParams& m, const Meeting& s, u32 takers, int
   }
 }
 
-/// As `take_rows` of `exchange.cuh`. False when a wait failed, or met a death.
-template <bool kIsPlaced>
-DEVICE bool take_masked(const MaskedParams& m, const Meeting& s, u32 sources, int tile, const Tile& own) {
-  const CollectiveParams& p = m.base;
-  const u32 absent = lost_of(m, 0, s.active);
-  Accumulator<4 * kTileVecs> sum;
-#pragma unroll
-  for (int base = 0; base < kNumRanks; base += kGroup) {
-    TileGroup group;
-    const u32 others = (sources & ~(1u << p.call.rank)) >> base & ((1u << kGroup) - 1);
-    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group)) return false;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const int src = base + i;
-      if (src >= kNumRanks) continue;
-      if (!is_in(sources, src)) {
-        if (kIsPlaced && is_in(absent, src)) store_row(p, src, tile, Tile{});
-        continue;
-      }
-      const Tile row = src == p.call.rank ? own : group.tile[i];
-      if (kIsPlaced)
-        store_row(p, src, tile, row);
-      else
-        sum.add(row);
-    }
-  }
-  perhaps_stall(s.tag, p.call.rank, 6);
-  if (!kIsPlaced) store_row(p, p.call.rank, tile, sum.result());
-  return true;
-}
-
 /// Ends the call, settled first where this block is the one to do it. All threads.
 template <bool kIsPlaced>
 DEVICE void close_masked(const MaskedParams& m, Meeting& s, Settling& z) {
   const CollectiveCall& call = m.base.call;
   __syncthreads();
   if (threadIdx.x == 0) {
-    const bool has_met = s.is_open && s.has_deaths && ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != s.tag;
+    const bool has_met = s.is_open && s.has_deaths && !has_failed(call, s.tag);
     z.is_mine = has_met && atom_exch_relaxed_gpu(own_words(call, kRegionSettledOffset), s.tag) != s.tag;
     if (blockIdx.x == 0 && !z.is_mine) tell_counted(m, s.tag, s.active);
   }
@@ -108,9 +77,14 @@ DEVICE void make_masked(const MaskedParams& m, Meeting& s, Settling& z) {
       if (has_share(p.num_bytes, tile)) send_masked(m, s, takers, tile, own(tile));
   }
   if (is_open && (takers & me)) {
+    const u32 absent = lost_of(m, 0, s.active);
 #pragma unroll 1
-    for (int tile = first_tile(); tile < num; tile += tile_step())
-      if (has_share(p.num_bytes, tile) && !take_masked<kIsPlaced>(m, s, senders & s.active, tile, own(tile))) break;
+    for (int tile = first_tile(); tile < num; tile += tile_step()) {
+      const auto store = [&](int src, const Tile& row) { store_row(p, src, tile, row); };
+      if (has_share(p.num_bytes, tile) &&
+          !take_rows<kIsPlaced>(p.call, s, senders & s.active, absent, tile, own(tile), store))
+        break;  // a wait has failed, or met a death
+    }
   }
   if (is_open && blockIdx.x == 0) await_words(m, s, s.active);
   close_masked<kIsPlaced>(m, s, z);

@@ -169,7 +169,7 @@ DEVICE bool await_blocks(const MaskedParams& m, const Meeting& s) {
       have_ended = false;
   if (!have_ended) report_failure(m.base.call, s.tag, {kTimeout, m.base.call.rank, gridDim.x, 0, kWaitBlocks});
   __syncthreads();
-  return ld_relaxed_sys(own_words(m.base.call, kRegionFailedOffset)) != s.tag;
+  return !has_failed(m.base.call, s.tag);
 }
 
 /// Tells who is in the call of this number, for the last calls here, and for the work of this one. One thread.

@@ -47,7 +47,7 @@ DEVICE u64* ballot_of(const CollectiveCall& call) { return own_words(call, kRegi
 
 /// What the last vote says. One thread, behind it.
 DEVICE Verdict verdict_of(const CollectiveCall& call, u64 vote) {
-  if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == vote) return kLost;
+  if (has_failed(call, vote)) return kLost;
   bool is_well = true;
 #pragma unroll 1
   for (int rank = 0; rank < kNumRanks; ++rank)

@@ -1,4 +1,8 @@
-"""`python -m tests.sim --seeds A:B [--mutant NAME]` runs seeds, `--replay SEED` shows what happens in one."""
+"""`python -m tests.sim --seeds A:B [--mutant NAME]` runs seeds, `--replay SEED` shows what happens in one.
+
+Ranges of seeds have subjects: from 0 one host, from 2^30 calls that can do without who is lost, from 2^31 several
+hosts, from 3 x 2^30 newcomers over hosts, from 2^32 calls with a root.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()  # a long run may be cut
 
 
 def _report(outcome: Outcome) -> None:
@@ -57,8 +62,8 @@ def _run(seeds: range, mutant: str, stop_after: int) -> int:
                 break
         if time.monotonic() - last > 30.0:
             last = time.monotonic()
-            _say(f"... seed {seed}, {num_seeds / (last - began):.0f} seeds/s, {num_bad} bad")
-            sys.stdout.flush()
+            clean = f"{num_seeds - num_bad} of {num_seeds} seeds clean"
+            _say(f"... up to seed {seed}: {clean}, {num_bad} bad, {num_seeds / (last - began):.0f}/s")
     seconds = time.monotonic() - began
     _say(
         f"{num_seeds} seeds in {seconds:.1f} s ({num_seeds / seconds:.0f}/s), {num_events} events, "

@@ -170,7 +170,7 @@ def _find_group(world: World, joiner: Process, again: bool = False) -> None:
     if joiner.dead or joiner.ended or joiner.engine is not None:
         return
     others = [member for member in newest.members if member.nonce != joiner.me.nonce]
-    if again and not any(_is_up(world, member.nonce) for member in others):
+    if again and not any(_may_answer(world, member.nonce) for member in others):
         joiner.ended = True  # nobody is left to join
         return
     world.agent(joiner, JoinAsked(tuple(others)))
@@ -178,6 +178,12 @@ def _find_group(world: World, joiner: Process, again: bool = False) -> None:
         if not _is_up(world, member.nonce) and member.host == joiner.me.host:
             world.agent(joiner, Died(member.nonce))
     world.at(world.now + 0.2, _find_group, world, joiner, True)
+
+
+def _may_answer(world: World, nonce: bytes) -> bool:
+    """Return whether a process can take a joiner in: it is a member and knows it, or hears of it when it goes on."""
+    process = world.processes[nonce]
+    return _is_up(world, nonce) and (process.agent.epoch > 0 or process.stopped)
 
 
 def _is_up(world: World, nonce: bytes) -> bool:

@@ -7,7 +7,8 @@ is told by a function, because only the maker of the inputs knows.
 Rules, named as in notes/reliability.md: V-1 same view for the same epoch, V-2 one decision per epoch (the counting of
 votes is checked where votes are visible), V-9 what an evicted process reports, V-11 masks change with the epoch only,
 C-3 one outcome per call, C-4 and E-3 whole blocks or none, C-5 nothing written on error, C-10 and C-11 results are
-those of the contributors named, V-10 who joins begins with the view that took it in.
+those of the contributors named, V-10 who joins begins with the view that took it in, C-12 behind a call that ended
+alike a program is shown the same everywhere, and never who was lost before the call ended.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED = range(1, 7)  # kinds
-# status of DONE; FAILED: at a decision; those after it are local; LOST: its end elsewhere is not known here
-OK, FAILED, TIMEOUT, GAVE_UP, GONE, LOST = range(1, 7)
-KIND_NAMES = ("", "VIEW", "ISSUED", "DONE", "EVICTED", "NO_QUORUM", "DIED")
-STATUS_NAMES = ("", "OK", "FAILED", "TIMEOUT", "GAVE_UP", "GONE", "LOST")
+VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED, SHOWN = range(1, 8)  # kinds
+# status of DONE; FAILED: at a decision; those after it are local; LOST: its end elsewhere is not known here;
+# ROOTLESS: in the first view without its root, for all who had called with that one
+OK, FAILED, TIMEOUT, GAVE_UP, GONE, LOST, ROOTLESS = range(1, 8)
+KIND_NAMES = ("", "VIEW", "ISSUED", "DONE", "EVICTED", "NO_QUORUM", "DIED", "SHOWN")
+STATUS_NAMES = ("", "OK", "FAILED", "TIMEOUT", "GAVE_UP", "GONE", "LOST", "ROOTLESS")
 
 _FORMAT = struct.Struct("<dHHIQQQQQQ")
 
@@ -32,11 +34,13 @@ class Record(NamedTuple):
     Attributes:
         time_s: its clock.
         slot, incarnation: who.
-        kind: VIEW, ISSUED, DONE, EVICTED, NO_QUORUM or DIED (written by whoever killed it).
+        kind: VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED (written by whoever killed it), or SHOWN: what a program is
+            shown behind a call that ended with a result, or ROOTLESS, before it makes the next.
         status: of DONE.
         lane, seq: the call; 0 elsewhere.
-        epoch: of the view; of DONE the epoch in which the call ran or at which it failed.
-        contributors: bit mask of slots: who is in the result; of VIEW the members. Slots above 63 are left out.
+        epoch: of the view; of DONE the epoch in which the call ran or at which it failed; of SHOWN that of the view.
+        contributors: bit mask of slots: who is in the result; of VIEW the members, of SHOWN the active ones, of a
+            ROOTLESS call its root. Slots above 63 are left out.
         digest: of a result, 0 when nothing was written; of VIEW a digest of the whole decision.
     """
 
@@ -146,7 +150,7 @@ def _check_process(
     found: list[Violation],
 ) -> None:
     """Check what one process reports against itself."""
-    held = 0
+    held = ended_in = 0
     before: dict[int, Record] = {}
     ended: set[tuple[int, int]] = set()
     out = False
@@ -155,8 +159,10 @@ def _check_process(
             held = record.epoch
         elif record.kind == EVICTED:
             out = True
+        elif record.kind == SHOWN and record.epoch < ended_in:
+            found.append(Violation("C-12", f"shown an older view than that of the call, epoch {ended_in}: {record}"))
         elif record.kind == DONE:
-            call = (record.lane, record.seq)
+            call, ended_in = (record.lane, record.seq), record.epoch
             if call in ended:
                 found.append(Violation("C-11", f"a call ended twice: {record}"))
             ended.add(call)
@@ -199,30 +205,38 @@ def _check_result(
 def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: list[Violation]) -> None:
     """C-3: everybody but those voted out alive ends a call alike: with a result or without, whatever the error.
 
-    A result has the same (epoch, contributors) for all, and calls that end at a decision end at the same. Nobody who is
+    A result has the same (epoch, contributors) for all, and calls that end at a decision, or with the same lost root,
+    end at the same; a program is shown the same behind it (C-12). Nobody who is
     in a result ends the call with an error. Those who died or left later are held to it as well, but not where somebody
     was voted out or put out alive: what such a one had contributed may have been used by them alone, who cannot tell
     any more. A call that a process says is lost may have ended otherwise elsewhere.
     """
-    first: dict[tuple[int, int, int], Record] = {}
+    first: dict[tuple[int, int, int, int], Record] = {}
     errors: list[Record] = []
+    shown: dict[tuple[int, int, int, int], Record] = {}
+    key = (0, 0, 0, 0)
     last = history.members.get(max(history.members, default=0), {})
     for process, records in history.by_process.items():
         has_gone = records[-1].kind == DIED or last.get(process[0]) != process[1]
         if process in voted_out or (voted_out and has_gone):
             continue
         for record in records:
+            if record.kind == SHOWN:
+                other = shown.setdefault(key, record)
+                if other.contributors != record.contributors:
+                    found.append(Violation("C-12", f"shown otherwise behind one call: {other} and {record}"))
             if record.kind != DONE or record.status in (GONE, LOST):
                 continue
             if record.status != OK:
                 errors.append(record)
-            if record.status > FAILED:
+            if record.status > FAILED and record.status != ROOTLESS:
                 continue
-            other = first.setdefault((record.lane, record.seq, record.status), record)
+            key = (record.lane, record.seq, record.status, record.contributors if record.status == ROOTLESS else 0)
+            other = first.setdefault(key, record)
             if (other.epoch, other.contributors) != (record.epoch, record.contributors):
                 found.append(Violation("C-3", f"two outcomes of one call: {other} and {record}"))
     for error in errors:
-        result = first.get((error.lane, error.seq, OK))
+        result = first.get((error.lane, error.seq, OK, 0))
         members = history.members.get(result.epoch, {}) if result is not None else {}
         is_in = result is not None and error.slot in slots_of(result.contributors)
         if is_in and members.get(error.slot) == error.incarnation:

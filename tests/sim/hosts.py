@@ -189,6 +189,8 @@ class RemoteMirror(Mirror):
 
     def sync(self, until: float) -> list[int]:
         """Take in what has come; once the owner was removed, what this host has of it, all at once."""
+        if self.seen == len(self.log):
+            return self.words
         limit = self.world.settlement.limit(self)
         if limit is None:
             until = min(until, self.world.cut_since(self.writer, self.reader)) - self.lag

@@ -23,9 +23,7 @@ A call that ended here without a result may still be open at another process, wh
 So this one asks about it, too, and completes nothing after it that this member has not settled it for (`backend/
 unsettled.py`).
 
-Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
-barrier. In runs of seeds from PULL_SEEDS on there are calls that can do without who is lost, as a buffer's combine
-(AMONG in `protocol/outcome.py`).
+Calls are of several kinds (`kinds.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 from epee.backend.bootstrap.home import Offer
 from epee.backend.hosts.gate import Gate
@@ -46,8 +43,9 @@ from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
 from .gates import gate_of
-from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, LOST, OK, TIMEOUT, Record
-from .plan import GATE_SEEDS, HOST_SEEDS
+from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, LOST, OK, ROOTLESS, SHOWN, TIMEOUT, Record
+from .kinds import PRIME, PUTS, TAKES, Kind, kind_of, root_of, value
+from .plan import ROOT_SEEDS, is_gated
 
 LANE = 7
 NUM_CELLS = 3
@@ -56,67 +54,13 @@ TAG, FILLED, MERGED, DRAINED, GAVE, REFUSAL, PAYLOAD = range(7)
 COMPLETES = 0xC0DE
 HALF_WORDS = 2 * MAX_SLOTS
 SHARES = PAYLOAD + 2 * HALF_WORDS
-CELL_WORDS = SHARES + 2
+ROOT = SHARES + 2
+CELL_WORDS = ROOT + 1
 CONSUMED = NUM_CELLS * CELL_WORDS
 VIEW = CONSUMED + 1
 BOX_WORDS = VIEW + 1
-PRIME = (1 << 61) - 1
 SEQ_MASK = (1 << SEQ_BITS) - 1
 BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
-
-
-PULL_SEEDS = 1 << 30
-
-
-class Kind(NamedTuple):
-    """What a call moves."""
-
-    rounds: int
-    is_two_phase: bool
-    is_pairwise: bool
-    has_payload: bool
-    is_pull: bool = False
-
-
-ONE_ROUND, TWO_PHASES = Kind(1, False, False, True), Kind(3, True, False, True)
-PAIRWISE, BARRIER = Kind(1, False, True, True), Kind(1, False, False, False)
-PULL = Kind(1, False, True, True, True)
-KINDS = (ONE_ROUND, TWO_PHASES, PAIRWISE, BARRIER)
-
-
-def kind_of(seed: int, seq: int) -> Kind:
-    """Return the kind of a call: a function of the seed, the same at all ranks."""
-    if is_pull(seed, seq):
-        return PULL
-    return KINDS[(seed * 7 + seq * 13 + (seed ^ seq) // 3) % 4]
-
-
-def is_pull(seed: int, seq: int) -> bool:
-    """Return whether a call can do without who is lost."""
-    return PULL_SEEDS <= seed < HOST_SEEDS and (seed + seq) % 3 < 2
-
-
-def value(slot: int, incarnation: int, seq: int, k: int, dst: int) -> int:
-    """Return what a process contributes to round `k` of a call, for `dst` in pairwise calls (0 else)."""
-    return ((((slot * 1009 + incarnation) * 1013 + seq) * 1019 + k) * 1021 + dst + 1) * 2654435761 % PRIME
-
-
-def expected_result(seed: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
-    """Return the digest of the result of call `seq` at `slot` over contributors slot -> incarnation."""
-    kind = kind_of(seed, seq)
-    total = 1
-    if not kind.has_payload:
-        return total
-    for k in range(kind.rounds):
-        dst = slot if kind.is_pairwise else 0
-        words = {src: value(src, inc, seq, k, dst) for src, inc in contributors.items()}
-        if kind.is_pairwise:
-            total += sum((2 * word + 1) * (src + 3) for src, word in words.items())
-        elif kind.is_two_phase:
-            total += sum(sum(2 * word + 1 for word in words.values()) * (dst + 3) for dst in contributors)
-        else:
-            total += sum(2 * word + 1 for word in words.values())
-    return total % PRIME or 1
 
 
 class Outbox:
@@ -189,6 +133,7 @@ class Call:
         is_completing: it was withdrawn here, but a peer has completed it.
         is_decided: this process has said that it completes it.
         is_told: its program got an error before its end was known.
+        root: the slot of its root, of a kind that has one; else -1. It was chosen in the view of epoch `planned_in`.
         undecided: who may still complete it, at the last look of one that has withdrawn it.
     """
 
@@ -202,13 +147,16 @@ class Call:
         "moved_at",
         "need",
         "place",
+        "planned_in",
+        "root",
         "seq",
         "steps",
         "undecided",
     )
 
-    def __init__(self, seq: int, kind: Kind, now: float) -> None:
+    def __init__(self, seq: int, kind: Kind, now: float, planned_in: int, root: int) -> None:
         self.given_up = 0
+        self.planned_in, self.root = planned_in, root
         self.undecided: list[int] = []
         self.is_completing = self.is_decided = self.is_told = False
         self.seq = seq
@@ -229,6 +177,9 @@ class Shared:
         settle: a process knows that one was removed; returns whether all is there that it will ever see of it.
         heir: of one that was removed in the lane of an epoch; -1: there is none.
         is_gated: views with newcomers wait for the gate (`gates.py`).
+        judges_at_once: calls are judged by each decision as it is taken over; else when they move next, by all of them.
+        shows: the programs call one by one, so between two calls all are shown the same.
+        roots: of calls that have one, per slot, since when it takes part, and seq.
         turns, told: the process of an engine tells that it has turned; what it knows of the others.
     """
 
@@ -242,7 +193,10 @@ class Shared:
         self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
         self.settle: Callable[[Engine, int, int], bool] = lambda engine, slot, since: True
         self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
-        self.is_gated = seed >= GATE_SEEDS
+        self.is_gated = is_gated(seed)
+        self.shows = False
+        self.judges_at_once = seed < ROOT_SEEDS
+        self.roots: dict[tuple[int, int, int], int] = {}
         self.turns: Callable[[Engine, int], None] = lambda engine, epoch: None
         self.told: Callable[[Engine], dict[int, Offer]] = lambda engine: {}
 
@@ -275,6 +229,7 @@ class Engine:
         gate: of views with newcomers, in runs that have it.
         turned: up to which view it needs nothing more of those who were lost.
         placed: the view in whose placement it is, the newest with newcomers that it has taken over.
+        joined_in: the epoch in which it came; 0 for founders.
     """
 
     course_type: type[Course] = Course
@@ -302,6 +257,7 @@ class Engine:
         self.now = 0.0
         self.own(view.epoch).store(0.0, VIEW, view.epoch)
         self.turned = self.placed = view.epoch
+        self.joined_in = view.epoch if joined else 0
         tell = partial(shared.turns, self)
         self.gate = gate_of(self.gate_type, self, LANE, MAX_SLOTS, tell) if shared.is_gated else None
         if joined:
@@ -354,14 +310,27 @@ class Engine:
     def issue(self, now: float) -> None:
         """Issue the next call."""
         self.now = now
+        kind, planned_in, root = kind_of(self.shared.seed, self.issued + 1), 0, -1
+        if kind.root:
+            planned_in, slots = self.shown()
+            root = root_of(self.shared.seed, self.issued + 1, slots)
+            self.shared.roots[self.slot, self.incarnation, self.issued + 1] = root
         self.issued += 1
-        call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
+        call = Call(self.issued, kind, now, planned_in, root)
         self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
         self.calls.append(call)
         if self.unheard or self.must_judge or self.is_gated:
             self.must_judge = True  # in order: those before it are to be judged first
         else:
             self._settle(call)
+
+    def shown(self) -> tuple[int, tuple[int, ...]]:
+        """Return the epoch and the slots with which the next call is planned, as `_next_box` in `membership/boxes.py`.
+
+        They are the active ranks that a program is shown before that call.
+        """
+        epoch = max(self.course.planned_in(self.through() + 1), self.joined_in)
+        return epoch, self.course.contributors(self.issued + 1, epoch)
 
     def state(self) -> tuple[LaneState, ...]:
         """Return what a promise says of the lane; decisions that were not taken over yet speak for calls as well."""
@@ -457,7 +426,8 @@ class Engine:
             self.placed = decision.epoch
             self.gate.end()
         self.epoch = decision.epoch
-        self.heed()
+        if self.shared.judges_at_once:
+            self.heed()
         self._say_through()
 
     def heed(self) -> None:
@@ -500,7 +470,13 @@ class Engine:
         if call.is_decided:
             return
         place = self._place(call)
-        if place.failed:
+        ends_in = self._loses_root(call, place)
+        if ends_in:
+            self._clear(call)
+            self.course.ended_on_the_way(call.seq, ends_in)
+            # where calls overlap, who knows nothing more of the first view without the root ends it in a later one
+            self._end(call, ROOTLESS, ends_in if self.shared.shows else 0, 1 << call.root)
+        elif place.failed:
             self._clear(call)
             self._end(call, FAILED, place.epoch)
         elif place.epoch != call.place.epoch and call.is_told:  # nobody waits for it any more
@@ -519,6 +495,14 @@ class Engine:
             call.steps = self._go_on(call, self.own(place.epoch))
         if call in self.calls and self._is_lost_here(call):
             self._lose(call)
+
+    def _loses_root(self, call: Call, place: CallState) -> int:
+        """Return the first epoch to which a call moves and in which its root has no part; 0: there is none."""
+        if not call.kind.root or call.is_told:
+            return 0
+        views = (*place.via, place.epoch) if not place.failed else place.via
+        later = (epoch for epoch in views if epoch > call.planned_in)
+        return next((epoch for epoch in later if call.root not in self.course.contributors(call.seq, epoch)), 0)
 
     def _is_lost_here(self, call: Call) -> bool:
         """Return whether a part of a call that counts, because somebody has completed it, has not come to this host."""
@@ -549,7 +533,7 @@ class Engine:
         if status == OK:
             self.completed = call.seq
             self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
-        elif status not in (FAILED, LOST):
+        elif status not in (FAILED, LOST, ROOTLESS):
             self.unsettled.append(call)
         self._say_through()
         record = Record(
@@ -558,6 +542,10 @@ class Engine:
         self.records.append(record)
         through = self.through()  # of what is unsettled later decisions are still asked
         self.course.forget(min(through, self.unsettled[0].seq - 1) if self.unsettled else through)
+        if self.shared.shows and status in (OK, ROOTLESS) and not self.calls:
+            shown_in, slots = self.shown()
+            mask, where = sum(1 << slot for slot in slots), (LANE, call.seq, shown_in)
+            self.records.append(Record(self.now, self.slot, self.incarnation, SHOWN, 0, *where, mask))
 
     def _say_through(self) -> None:
         """Say in all outboxes of this process up to which call it is through."""
@@ -681,6 +669,10 @@ class Engine:
         if any(peer.words[cell + REFUSAL] for peer in peers if peer.words[cell + TAG] == tag):
             self._end(call, call.given_up or GAVE_UP, epoch)
             return
+        if kind.root and self._roots_differ(call, peers):
+            box.store(self.now, cell + GAVE, tag)
+            self._end(call, call.given_up or GAVE_UP, epoch)
+            return
         total = 1
         for k in range(kind.rounds):
             if k > 1 and not (yield from self._wait(call, peers, DRAINED, k - 1)):  # two halves
@@ -697,12 +689,12 @@ class Engine:
                 box.store(self.now, cell + MERGED, k + 1)
                 if not (yield from self._wait(call, peers, MERGED, k + 1)):
                     return
-                for slot in slots:
+                for slot in self._sources(call, slots):
                     words = box.words if slot == self.slot else self.look(slot, epoch)
                     total += words[cell + SHARES + k % 2]
                     yield MOVED
             elif kind.has_payload:
-                total += yield from self._sum(call, slots, box, k)
+                total += yield from self._sum(call, self._sources(call, slots), box, k)
             if kind.rounds > 1:
                 box.store(self.now, cell + DRAINED, k + 1)
         if not (yield from self._decide(call, peers)):
@@ -711,6 +703,16 @@ class Engine:
             yield BLOCKED
         mask = sum(1 << slot for slot in slots)
         self._end(call, OK, epoch, mask, total % PRIME or 1)
+
+    def _roots_differ(self, call: Call, peers: list[Mirror]) -> bool:
+        """Return whether somebody has called with another root; everybody finds that in the same headers."""
+        return any(peer.words[self.cell(call.seq) + ROOT] != call.root for peer in peers)
+
+    def _sources(self, call: Call, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the slots whose data this process reads."""
+        if call.kind.root == PUTS:
+            return (call.root,)
+        return slots if call.kind.root != TAKES or call.root == self.slot else ()
 
     def _has_come(self, peer: Mirror, cell: int, tag: int, call: Call) -> bool:
         words = peer.sync(self.now)
@@ -860,13 +862,15 @@ class Engine:
         yield from self._put(call, box, 0)
         for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 0)):
             box.store(self.now, cell + word, what)
+        if call.kind.root:
+            box.store(self.now, cell + ROOT, call.root)
         yield MOVED
         box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
         box.fence()  # as `publish_word` does: who withdraws the call must not miss the header of one that completes it
         call.is_published = True
 
     def _put(self, call: Call, box: Outbox, k: int) -> Iterator[int]:
-        if not call.kind.has_payload:
+        if not call.kind.has_payload or (call.kind.root == PUTS and call.root != self.slot):
             return
         base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS
         targets = self.course.contributors(call.seq, call.place.epoch) if call.kind.is_pairwise else (0,)

@@ -32,7 +32,7 @@ from epee.view.protocol.messages import (
     Prepare,
     Promise,
 )
-from epee.view.protocol.outcome import Course, EpochChange, Whole
+from epee.view.protocol.outcome import CallState, Course, EpochChange, Whole
 from epee.view.protocol.proposer import obituary_of
 from epee.view.protocol.quorum import has_quorum
 
@@ -414,6 +414,39 @@ class _ByWords(Course):
         return super()._goes_on(seq, epoch, turn, whole) or all(whole(slot, epoch, seq) for slot in involved)
 
 
+class _HitsOnTheWay(Course):
+    def ended_on_the_way(self, seq: int, epoch: int) -> None:
+        pass
+
+
+class HitsOnTheWay(Engine):
+    """Takes a call that a first loss has ended, as its root was lost, for what a second one has hit (our mistake)."""
+
+    course_type = _HitsOnTheWay
+
+
+class MovesOnWithoutRoot(Engine):
+    """Runs a call whose root is lost in the newest view that it knows, and ends it there."""
+
+    def _loses_root(self, call: Call, place: CallState) -> int:
+        return place.epoch if super()._loses_root(call, place) else 0
+
+
+class ShowsTheForgotten(Engine):
+    """Shows a program the view below which no call is asked about any more (a mistake of ours)."""
+
+    def shown(self) -> tuple[int, tuple[int, ...]]:
+        epoch = max(self.course.base, self.joined_in)
+        return epoch, self.course.contributors(self.issued + 1, epoch)
+
+
+class MixesRoots(Engine):
+    """Completes a call though others have called with another root."""
+
+    def _roots_differ(self, call: Call, peers: list[Mirror]) -> bool:
+        return False
+
+
 class CutIgnored(Engine):
     """Judges who was voted out alive by what its outbox shows."""
 
@@ -642,6 +675,10 @@ MUTANTS: dict[str, type] = {
         TurnsEarly,
         WaitsForTheLost,
         ReadsNewcomersEarly,
+        HitsOnTheWay,
+        MovesOnWithoutRoot,
+        ShowsTheForgotten,
+        MixesRoots,
         CutIgnored,
         Intersection,
         AmongWhoeverPromised,

@@ -29,6 +29,7 @@ FAULT_NAMES = (
 AFTER_SEND = 100
 HOST_SEEDS = 1 << 31  # seeds from here on are about several hosts
 GATE_SEEDS = 3 << 30  # and from here on about processes that come into these
+ROOT_SEEDS = 1 << 32  # and from here on about calls with a root, on one host or several: see `roots.py`
 SILENT_S = 0.4  # how long a host, or a process that nobody accuses, may be silent
 
 
@@ -90,6 +91,16 @@ class Plan(NamedTuple):
         return quiet and max(stops.values(), default=0.0) < 0.75 * self.settings.silence_s
 
 
+def is_gated(seed: int) -> bool:
+    """Return whether processes come into groups over hosts."""
+    return GATE_SEEDS <= seed < ROOT_SEEDS or (seed >= ROOT_SEEDS and seed // 2 % 4 == 3)
+
+
+def is_over_hosts(seed: int) -> bool:
+    """Return whether a run is about several hosts."""
+    return HOST_SEEDS <= seed < ROOT_SEEDS or (seed >= ROOT_SEEDS and seed // 2 % 4 >= 2)
+
+
 def make_plan(seed: int) -> Plan:
     """Draw a plan."""
     rng = Random(seed)
@@ -117,12 +128,19 @@ def make_plan(seed: int) -> Plan:
         is_patient=seed % 3 > 0,
         faults=_faults(rng, num_members, span),
     )
-    if seed >= HOST_SEEDS:
-        from .gates import with_joins
-        from .hosts import with_hosts  # it is built of the faults here
+    from .gates import with_joins
+    from .hosts import with_hosts  # these are built of the faults here
+    from .roots import with_roots
 
+    if is_over_hosts(seed):
         plan = with_hosts(plan, rng)
-        return with_joins(plan, rng) if seed >= GATE_SEEDS else plan
+        plan = with_joins(plan, rng) if is_gated(seed) else plan
+    if seed >= ROOT_SEEDS:
+        plan = with_roots(plan, rng)
+        is_interrupted = seed % 3 == 1 and not is_over_hosts(seed)  # there no call is given up
+        return plan._replace(faults=_with_interrupts(plan, rng)) if is_interrupted else plan
+    if seed >= HOST_SEEDS:
+        return plan
     if seed % 8 == 7 and num_members < 7:
         plan = _with_newcomer(plan, rng)
     if seed % 16 == 10 and num_members > 2:

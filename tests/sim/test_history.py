@@ -12,6 +12,8 @@ from tests.sim.history import (
     GAVE_UP,
     LOST,
     OK,
+    ROOTLESS,
+    SHOWN,
     TIMEOUT,
     VIEW,
     History,
@@ -35,6 +37,10 @@ def done(slot: int, seq: int, epoch: int, who: int, status: int = OK, digest: in
     if digest is None:
         digest = expected(7, seq, slot, dict.fromkeys(slots_of(who), 1)) if status == OK else 0
     return Record(0.0, slot, 1, DONE, status, 7, seq, epoch, who, digest)
+
+
+def shown(slot: int, seq: int, epoch: int, who: int) -> Record:
+    return Record(0.0, slot, 1, SHOWN, 0, 7, seq, epoch, who)
 
 
 def rules(records: list[Record], voted_out: set[tuple[int, int]] | None = None) -> list[str]:
@@ -61,6 +67,10 @@ def test_a_record_is_64_bytes_and_comes_back() -> None:
     assert Record.unpack(record.pack()) == record
 
 
+def both_end(seq: int) -> list[Record]:
+    return [done(0, seq, 2, 0b100, ROOTLESS), done(1, seq, 2, 0b100, ROOTLESS)]
+
+
 @pytest.mark.parametrize(
     ("more", "rule"),
     [
@@ -77,6 +87,10 @@ def test_a_record_is_64_bytes_and_comes_back() -> None:
         ([done(1, 3, 2, 0, FAILED, digest=5)], "C-5"),
         ([done(1, 3, 2, 0b011), done(0, 3, 2, 0, FAILED)], "C-3"),
         ([Record(0.0, 1, 1, EVICTED, epoch=3), done(1, 3, 2, 0b011)], "V-9"),
+        ([done(0, 3, 2, 0b100, ROOTLESS), done(1, 3, 3, 0b100, ROOTLESS)], "C-3"),
+        ([done(0, 3, 2, 0b100, ROOTLESS), done(1, 3, 2, 0b011)], "C-3"),
+        ([done(0, 3, 2, 0b100, ROOTLESS), shown(0, 3, 1, 0b111)], "C-12"),
+        ([*both_end(3), shown(0, 3, 2, 0b011), shown(1, 3, 2, 0b001)], "C-12"),
     ],
     ids=[
         "two views of an epoch",
@@ -92,6 +106,10 @@ def test_a_record_is_64_bytes_and_comes_back() -> None:
         "an error that wrote",
         "error here, result there",
         "after the eviction",
+        "without a root in two views",
+        "without a root here, result there",
+        "shown who was lost before",
+        "shown otherwise",
     ],
 )
 def test_a_broken_rule_is_named(more: list[Record], rule: str) -> None:
@@ -125,6 +143,13 @@ def test_errors_of_one_call_may_differ_and_later_calls_are_compared_all_the_same
 
 def test_a_call_that_is_said_to_be_lost_may_have_ended_otherwise_elsewhere() -> None:
     assert rules([*GOOD, done(0, 3, 2, 0, LOST), done(1, 3, 2, 0b011)]) == []
+
+
+def test_who_has_called_with_other_roots_may_be_shown_otherwise() -> None:
+    more = [done(0, 3, 2, 0b100, ROOTLESS), done(1, 3, 3, 0b001, ROOTLESS)]
+    assert rules([*GOOD, view(1, 3), *more, shown(0, 3, 2, 0b011)]) == []
+    # the shown ones stand behind the ends of their process, whatever another one has recorded
+    assert rules([*GOOD, view(1, 3), *more, shown(0, 3, 2, 0b011), shown(1, 3, 3, 0b010)]) == []
 
 
 def test_a_result_without_one_that_gave_the_call_up_and_died_is_right() -> None:

@@ -17,11 +17,13 @@ import pytest
 
 from epee.backend.hosts.gate import Gate
 from epee.view.protocol.messages import Decision
+from epee.view.protocol.outcome import Course
 from tests.sim.__main__ import main
-from tests.sim.history import DIED, DONE, EVICTED, NO_QUORUM, OK
-from tests.sim.lane import PULL_SEEDS
-from tests.sim.mutants import MUTANTS
-from tests.sim.plan import GATE_SEEDS, HOST_SEEDS
+from tests.sim.history import DIED, DONE, EVICTED, NO_QUORUM, OK, ROOTLESS, SHOWN
+from tests.sim.kinds import PULL_SEEDS
+from tests.sim.lane import Engine
+from tests.sim.mutants import MUTANTS, make_world
+from tests.sim.plan import GATE_SEEDS, HOST_SEEDS, JOIN, ROOT_SEEDS, make_plan
 from tests.sim.run import Outcome, first_bad, run_seed
 
 SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
@@ -40,10 +42,15 @@ GATE_STARTS = [
     GATE_SEEDS,
     *(pytest.param(GATE_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, NUM_SEEDS // 2, CHUNK)),
 ]
+ROOT_STARTS = [
+    ROOT_SEEDS,
+    *(pytest.param(ROOT_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, NUM_SEEDS // 2, CHUNK)),
+]
+STARTS = [*range(0, QUICK, CHUNK), *PULL_STARTS, *HOST_STARTS, *GATE_STARTS, *ROOT_STARTS]
 SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in range(QUICK, NUM_SEEDS, CHUNK)]
 
 
-@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *PULL_STARTS, *HOST_STARTS, *GATE_STARTS, *SLOW_STARTS])
+@pytest.mark.parametrize("start", [*STARTS, *SLOW_STARTS])
 def test_no_rule_is_broken(start: int) -> None:
     bad = first_bad(range(start, start + CHUNK))
     assert bad is None, f"python -m tests.sim --replay {bad.seed}: {bad.violations[0]}"
@@ -117,9 +124,41 @@ def test_runs_with_newcomers_over_hosts_do_what_they_are_for(monkeypatch: pytest
     assert len(newcomers) > 50
 
 
+def test_runs_with_roots_do_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots are lost, on one host and over several; some hear of two losses at once; some call with different roots."""
+    seen: Counter[str] = Counter()
+    ends, differ = Course.ended_on_the_way, Engine._roots_differ
+
+    def ended(self: Course, seq: int, epoch: int) -> None:
+        seen["hit by a later loss"] += any(turn.epoch > epoch and turn.hit == seq for turn in self.turns)
+        ends(self, seq, epoch)
+
+    def roots_differ(self: Engine, *args: Any) -> bool:
+        found = differ(self, *args)
+        seen["two roots"] += found
+        return found
+
+    monkeypatch.setattr(Course, "ended_on_the_way", ended)
+    monkeypatch.setattr(Engine, "_roots_differ", roots_differ)
+    plans = [make_plan(seed) for seed in range(ROOT_SEEDS, ROOT_SEEDS + 200)]
+    outcomes = [run_seed(plan.seed) for plan in plans]
+    assert min(seen["hit by a later loss"], seen["two roots"]) > 5, seen
+    for is_over_hosts in (False, True):
+        runs = [run for run, plan in zip(outcomes, plans, strict=True) if bool(plan.hosts) == is_over_hosts]
+        assert sum(any(record.status == ROOTLESS for record in run.records) for run in runs) > 10
+        assert sum(any(record.kind == SHOWN for record in run.records) for run in runs) > 10
+
+
 def _completed(outcome: Outcome) -> set[tuple[int, int]]:
     """Return who has completed a call: slot, incarnation."""
     return {(r.slot, r.incarnation) for r in outcome.records if (r.kind, r.status) == (DONE, OK)}
+
+
+def test_who_is_accused_too_soon_is_voted_out_without_a_cause() -> None:
+    """Also where newcomers come: those are excused who are in calls that their accuser does not see, nobody else."""
+    hasty = [make_plan(seed)._replace(op_timeout_s=0.01) for seed in range(HOST_SEEDS, HOST_SEEDS + 150)]
+    worlds = [make_world(plan) for plan in hasty if plan.is_calm() and any(f.kind == JOIN for f in plan.faults)]
+    assert any(violation.rule == "V-7" for world in worlds for violation in world.run())
 
 
 def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

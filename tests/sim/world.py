@@ -54,10 +54,11 @@ from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
 from .gates import Turns
-from .history import EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
+from .history import DONE, EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .hosts import RemoteMirror, Settlement, Watch
-from .lane import LANE, Engine, Mirror, Outbox, Shared, expected_result, is_pull
-from .plan import AFTER_SEND, Plan
+from .kinds import expected_result, is_pull
+from .lane import LANE, Engine, Mirror, Outbox, Shared
+from .plan import AFTER_SEND, ROOT_SEEDS, Plan
 
 PATIENCE_S = 12.0  # after the last fault every call must have ended by then
 TICK = Tick()
@@ -110,12 +111,14 @@ class World:
         self.trace = trace
         self.calm = plan.is_calm()
         self.has_accused = False  # somebody has, with or without a reason
+        self.unseen: set[tuple[int, int]] = set()  # accused while in calls that a newcomer does not see, or that one
         self.rng = Random(plan.seed ^ 0x5EED)
         self.random = self.rng.random
         self.now = 0.0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         self.shared = self.shared_type(plan.seed, self.rng, plan.raises, plan.max_lag_s)
+        self.shared.shows = plan.seed >= ROOT_SEEDS and plan.window == 1
         self.processes: dict[bytes, Process] = {}
         self.in_lane: dict[tuple[int, int], Process] = {}  # by slot, and since when it takes part
         self.lane_is_over = False  # nobody is left of those who knew how far it was; others may begin anew
@@ -160,6 +163,8 @@ class World:
 
     def cut_since(self, sender: int, to: int) -> float:
         """Return since when nothing gets from one slot to another; `NEVER` where it does."""
+        if not self.cuts:
+            return NEVER
         bit = sender * 12 + to if sender < 12 and to < 12 else 999
         return min((since for mask, since in self.cuts if mask >> bit & 1), default=NEVER)
 
@@ -503,9 +508,21 @@ class World:
         epoch = engine.epoch if engine.unheard or engine.is_gated else call.place.epoch
         for slot in behind:
             self.has_accused = True
+            if self._is_unseen(engine, slot, engine.incarnations[epoch, slot]):
+                self.unseen |= {(slot, engine.incarnations[epoch, slot]), (engine.slot, engine.incarnation)}
             self.at(self.now, self.agent, process, self._accusation(engine, slot, epoch, call.seq))
         if self.plan.settings.policy == "error":
             engine.give_up(call)
+
+    def _is_unseen(self, engine: Engine, slot: int, incarnation: int) -> bool:
+        """Return whether one has moved, within the time-out, in calls before its accuser's first."""
+        process, first = self.in_lane.get((slot, incarnation)), engine.course.first_seq
+        accused = None if process is None else process.engine
+        if accused is None or accused.course.first_seq >= first:
+            return False
+        ended = max((r.time_s for r in accused.records if r.kind == DONE and r.seq < first), default=0.0)
+        moved = accused.calls[0].moved_at if accused.through() < first - 1 and accused.calls else ended
+        return moved > self.now - self.plan.op_timeout_s
 
     def _accusation(self, engine: Engine, slot: int, epoch: int, seq: int) -> Accused:
         return Accused(slot, engine.incarnations[epoch, slot], LANE, seq, engine.heard)
@@ -523,8 +540,10 @@ class World:
         known = {(m.nonce, m.slot, m.incarnation) for d in self.decisions.values() for m in d.members}
         # by decisions: one that died as it came in may never have heard which incarnation it is
         ended = {who[1:] for who in known if self.processes[who[0]].dead or self.processes[who[0]].ended}
-        if self.calm and stalled - (lost & ended):
-            self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
+        # a newcomer waits for calls that it does not see, and these take time; of those who disagree either may go
+        baseless = stalled - (lost & ended) - self.unseen
+        if self.calm and baseless:
+            self.violations.append(Violation("V-7", f"voted out without a cause: {baseless}"))
         slow = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
         slow -= {who[1:] for who in known if self.processes[who[0]].dead}
         if slow and not self.has_accused and self.plan.has_answers_in_time():
@@ -532,7 +551,8 @@ class World:
         seed = self.plan.seed
 
         def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
-            return expected_result(seed, seq, slot, contributors)
+            root = self.shared.roots.get((slot, contributors.get(slot, 0), seq), -1)
+            return expected_result(seed, seq, slot, contributors, root)
 
         def may_shrink(lane: int, seq: int) -> bool:
             return is_pull(seed, seq)

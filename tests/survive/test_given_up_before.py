@@ -1,4 +1,4 @@
-"""A call that was given up before two deaths: each is told by the first call that the dead had no part in."""
+"""A call that was given up before deaths: these are told by the first calls that the dead had no part in."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.harness import run_mortal
 from . import stages
 
 AWAY = 4  # makes no call: so the others give their first one up
+LATE = 3  # makes its first call when the others have given that up
 STOPPED = 2  # has put its part of that one, and stands still until it is killed
 
 
@@ -59,3 +60,36 @@ def loses_two(rank: int, num_ranks: int, folder: str) -> list[tuple[tuple[int, .
 def test_a_call_that_was_given_up_is_asked_about_in_the_epoch_that_it_ran_in() -> None:
     results = run_mortal(loses_two, 5, dead={2, 3})
     assert results[:2] == [[((3,), 2), ((2,), 3)]] * 2
+
+
+def loses_its_root(rank: int, num_ranks: int, folder: str, fault_mode: str) -> list[Any]:
+    """All give the first call up; then the root of the next one dies, and those who are left call again and again."""
+    options = epee.BackendOptions(fault_mode=fault_mode, on_stall="error", op_timeout=2.0)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group: Any = dist.group.WORLD
+    if rank == LATE:
+        stages.wait_for(folder, "given up")
+    with pytest.raises(CommTimeoutError):
+        dist.all_reduce(torch.ones(1))
+    stages.reach(folder, "given up")
+    stages.meet(folder, "over", rank, range(num_ranks))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told: list[Any] = []
+    for _ in range(4):
+        root, x = int(group.active_ranks().nonzero()[0]), torch.ones(1)
+        try:
+            dist.reduce(x, root)
+            told.append((root, x.item() if rank == root else None))
+        except RankFailedError as exc:
+            told.append((root, exc.ranks))
+    return told
+
+
+@pytest.mark.parametrize("fault_mode", ["mask", "raise"])
+def test_behind_a_call_whose_root_is_lost_the_root_is_shown_no_more(fault_mode: str) -> None:
+    """The call that was given up is still asked about; the next one is planned in the new view all the same."""
+    results = run_mortal(loses_its_root, 4, fault_mode, dead={0})
+    assert results[1] == [(0, (0,)), *[(1, 3.0)] * 3]
+    assert results[2:] == [[(0, (0,)), *[(1, None)] * 3]] * 2

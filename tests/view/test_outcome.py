@@ -141,6 +141,24 @@ def test_a_call_that_ends_on_its_way_is_not_what_a_later_decision_hits() -> None
         assert [one.place(seq, look)[:2] for seq in (6, 7, 8)] == [(2, False), (3, False), (3, False)]
 
 
+def test_the_next_call_is_planned_behind_a_loss_though_an_earlier_call_is_still_asked_about() -> None:
+    """Call 4 was given up, so nothing behind 3 is forgotten; 5, which the loss of 3 has hit, has ended."""
+    one = course(False, after(FIRST, {3: DEAD}, issued=5))
+    assert places(one, 4, range(4, 6)) == [(1, False), (2, False)]
+    one.forget(3)
+    assert (one.base, one.planned_in(6)) == (1, 2)
+    assert one.place(4, whole_up_to(4), 1).epoch == 1, "it is asked about where it ran"
+    one.forget(5)
+    assert one.base == one.planned_in(6) == 2
+
+
+@pytest.mark.parametrize(("ended", "planned_in"), [(4, 1), (5, 1), (6, 2)])
+def test_in_mode_raise_calls_are_planned_in_the_old_view_as_long_as_they_fail(ended: int, planned_in: int) -> None:
+    one = course(True, after(FIRST, {3: DEAD}, issued=6))
+    assert places(one, 4, range(3, ended + 1))[-1][0] == (1 if ended == 4 else 2)
+    assert one.planned_in(ended + 1) == planned_in
+
+
 def test_who_joins_takes_part_from_the_first_call_that_nobody_had_issued() -> None:
     second = after(FIRST, issued=6, joins=(4,))
     old = course(True, second)

@@ -80,8 +80,8 @@ class Boxes:
 
     def _next_box(self) -> Outboxes:
         """Return the outboxes with which this rank's next call is planned."""
-        seq, epoch = self._engine.seq + 1, self._first_epoch()
-        shown = self.shown_epoch
+        seq, epoch = self._engine.seq + 1, self._course.planned_in(self._engine.num_retired + 1)
+        epoch, shown = max(epoch, self.joined_in), self.shown_epoch
         if shown > epoch and shown in self._boxes and self._course.passes(seq, shown):
             epoch = shown
         return self.box_for(epoch, seq)

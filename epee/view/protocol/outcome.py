@@ -347,16 +347,26 @@ class Course:
 
     def forget(self, done: int) -> None:
         """Drop what no call after `done` can need: no decision will be asked about those up to `done`."""
-        passed = [self._is_passed(turn, done + 1) for turn in self.turns]
-        for i in range(len(self.turns) - 1, -1, -1):
-            if passed[i] and (not self.raises or all(passed[:i])):
-                self.base = self.turns[i].epoch
-                del self.turns[: i + 1]
-                break
+        self.base, num_passed = self.planned_in(done + 1), self._num_passed(done + 1)
+        del self.turns[:num_passed]
         kept = {self.base, self._latest, *(turn.epoch for turn in self.turns)}
         self._members = {epoch: members for epoch, members in self._members.items() if epoch in kept}
         known = {(slot, since) for members in self._members.values() for slot, (since, _) in members.items()}
         self._host_of = {who: host for who, host in self._host_of.items() if who in known}
+
+    def planned_in(self, seq: int) -> int:
+        """Return the epoch with whose members call `seq` is planned where all before it have ended, as far as is known.
+
+        It is later than `base` while an earlier call is still asked about (`forget`).
+        """
+        num_passed = self._num_passed(seq)
+        return self.turns[num_passed - 1].epoch if num_passed else self.base
+
+    def _num_passed(self, seq: int) -> int:
+        """Return of how many turns it is known that `seq` and all calls after it just move on behind them."""
+        passed = [self._is_passed(turn, seq) for turn in self.turns]
+        ends = (i + 1 for i in reversed(range(len(passed))) if passed[i] and (not self.raises or all(passed[:i])))
+        return next(ends, 0)
 
     def _is_passed(self, turn: EpochChange, seq: int) -> bool:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import epee.backend
-from epee.backend.bootstrap.home import OutboxNotice, pack_extra
+from epee.backend.bootstrap.home import OutboxLocator, pack_extra
 from epee.backend.collectives.arguments import barrier
 from epee.backend.engine.engine import Engine
 from epee.backend.engine.entry import CHANGING, NEWS
@@ -61,7 +61,7 @@ class Case:
 
     def __init__(self, processes: list[Process], mode: str, is_told: bool = True) -> None:
         zero, one, again, beyond = (process.member for process in processes)
-        notice = OutboxNotice(2, 3, processes[3].region.blob, 0).pack()
+        locator = OutboxLocator(2, 3, processes[3].region.blob, 0).pack()
         self.decisions = (
             Decision(2, (zero,), (Removal(1, 1, DEAD),), (), (Start(LANE, 1),)),
             Decision(3, (zero, again), (), (), (Start(LANE, 2),)),
@@ -69,7 +69,7 @@ class Case:
             Decision(
                 5, (zero, again, beyond), (), (Cut(LANE, 2),), (Start(LANE, 3),), (Part(LANE, 2, 4, -5),), (LANE,)
             ),
-            Decision(6, (zero, again, beyond), (), (), (Start(LANE, 4),), (Part(LANE, 2, 4, 6, notice),), (LANE,)),
+            Decision(6, (zero, again, beyond), (), (), (Start(LANE, 4),), (Part(LANE, 2, 4, 6, locator),), (LANE,)),
         )
         runtime = SimpleNamespace(
             view=lambda: Decision(1, (zero, one)),

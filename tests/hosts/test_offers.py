@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxNotice, notices_of
+from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
 from epee.backend.hosts.ways import Turn
 from epee.backend.membership.admission import Admission
 from epee.backend.membership.lane_hooks import LaneHooks
 from epee.backend.membership.occupants import Occupants
 from epee.memory.host import BLOB_BYTES
 from epee.view.process.endpoint import Endpoint, pack_endpoint
-from epee.view.protocol.messages import DEAD, Decision, Member, Notice, Part, Removal, Want
+from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want
 
 LANE = 7
 END = pack_endpoint(Endpoint(1, 1, 0, bytes(BLOB_BYTES), bytes(BLOB_BYTES), b""))
 MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, END, "ab"[slot > 0]) for slot in range(5))
 
 
-def notice(rank: int, port: int = 9, num_ranks: int = 4, blob: bytes = bytes(BLOB_BYTES)) -> bytes:
-    return OutboxNotice(rank, num_ranks, blob, port).pack()
+def locator(rank: int, port: int = 9, num_ranks: int = 4, blob: bytes = bytes(BLOB_BYTES)) -> bytes:
+    return OutboxLocator(rank, num_ranks, blob, port).pack()
 
 
 OUT = Decision(5, MEMBERS, (), (), (), (Part(LANE, 2, 1, -5),), (LANE,))
-IN_AGAIN = Decision(6, MEMBERS, (), (), (), (Part(LANE, 2, 1, 6, notice(2)),), (LANE,))
-NEW = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, 5, notice(3)),), (LANE,))
+IN_AGAIN = Decision(6, MEMBERS, (), (), (), (Part(LANE, 2, 1, 6, locator(2)),), (LANE,))
+NEW = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, 5, locator(3)),), (LANE,))
 
 
 class Lane:
@@ -73,16 +73,17 @@ def test_views_are_told_in_order_and_who_comes_may_be_lost_by_the_next() -> None
 
 
 @pytest.mark.parametrize(
-    "data", [b"", notice(2)[:-1], notice(2) + b"\0", notice(4), notice(2, 1 << 16), notice(2, 9, 65), notice(2, 9, 2)]
+    "data",
+    [b"", locator(2)[:-1], locator(2) + b"\0", locator(4), locator(2, 1 << 16), locator(2, 9, 65), locator(2, 9, 2)],
 )
-def test_a_notice_that_cannot_be_right_is_nobodys(data: bytes) -> None:
-    decision = IN_AGAIN._replace(parts=(Part(LANE, 1, 1, 1, notice(1)), Part(LANE, 2, 1, 6, data)))
-    assert notices_of(decision, LANE).keys() == {1}
+def test_a_locator_that_cannot_be_right_is_nobodys(data: bytes) -> None:
+    decision = IN_AGAIN._replace(parts=(Part(LANE, 1, 1, 1, locator(1)), Part(LANE, 2, 1, 6, data)))
+    assert locators_of(decision, LANE).keys() == {1}
 
 
-def test_notices_of_former_members_and_other_lanes_do_not_count() -> None:
-    parts = (Part(LANE, 1, 2, 1, notice(1)), Part(LANE, 9, 1, 1, notice(3)), Part(LANE + 1, 0, 1, 1, notice(0)))
-    assert notices_of(Decision(6, MEMBERS, (), (), (), parts), LANE) == {}
+def test_locators_of_former_members_and_other_lanes_do_not_count() -> None:
+    parts = (Part(LANE, 1, 2, 1, locator(1)), Part(LANE, 9, 1, 1, locator(3)), Part(LANE + 1, 0, 1, 1, locator(0)))
+    assert locators_of(Decision(6, MEMBERS, (), (), (), parts), LANE) == {}
 
 
 class Entry:
@@ -109,8 +110,8 @@ def test_a_want_brings_what_was_offered_and_where_the_founders_are() -> None:
     never_here = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, -5),))
     entry = Entry(never_here, offers)
     assert entry.admission._let_in([3])
-    told = tuple(Notice(slot, notice(slot)) for slot in range(4))
-    assert entry.wants == [Want(LANE, (0, 1, 2, 3), notices=told)]
+    told = tuple(Locator(slot, locator(slot)) for slot in range(4))
+    assert entry.wants == [Want(LANE, (0, 1, 2, 3), locators=told)]
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -125,11 +126,11 @@ def test_members_whom_the_view_or_their_endpoints_tell_of_need_not_be_told_again
     offers = {0: offer(FOUNDER, 0), 1: offer(FOUNDER, 1), 2: offer(IN, 2), 3: offer(ASKS, 3)}
     entry = Entry(IN_AGAIN._replace(parts=(*IN_AGAIN.parts, Part(LANE, 3, 1, -5))), offers)
     assert entry.admission._let_in([3])
-    assert [found.slot for found in entry.wants[0].notices] == [0, 1, 3]
+    assert [found.slot for found in entry.wants[0].locators] == [0, 1, 3]
     out = OUT._replace(parts=(*OUT.parts, Part(LANE, 3, 1, -5), Part(LANE, 4, 1, -5)))
     entry = Entry(out, {2: offer(ASKS, 2)}, is_home=True)
     assert entry.admission._let_in([2])
-    assert [found.slot for found in entry.wants[0].notices] == [2]
+    assert [found.slot for found in entry.wants[0].locators] == [2]
 
 
 def test_who_asks_anew_with_another_outbox_is_put_out_and_comes_in() -> None:
@@ -145,7 +146,7 @@ def test_who_asks_anew_with_another_outbox_is_put_out_and_comes_in() -> None:
 
 def test_an_entry_that_rests_on_what_was_offered_before_is_not_this_processes() -> None:
     lane = Lane()
-    lane.hooks.enter_as(3, notice(3, 10))
+    lane.hooks.enter_as(3, locator(3, 10))
     assert not lane.hooks.is_entry(NEW)
-    lane.hooks.enter_as(3, notice(3))
+    lane.hooks.enter_as(3, locator(3))
     assert lane.hooks.is_entry(NEW)

@@ -13,8 +13,8 @@ from epee.view.protocol.messages import (
     Cut,
     Decision,
     LaneState,
+    Locator,
     Member,
-    Notice,
     Part,
     Prepare,
     Promise,
@@ -79,8 +79,8 @@ def test_who_comes_back_is_a_newcomer_to_the_lane() -> None:
 
 
 def test_what_is_told_of_parts_stays_as_long_as_they_last() -> None:
-    notices = tuple(Notice(slot, bytes([slot])) for slot in (0, 2))
-    third = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK._replace(notices=notices),))
+    locators = tuple(Locator(slot, bytes([slot])) for slot in (0, 2))
+    third = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK._replace(locators=locators),))
     assert third.parts == (Part(LANE, 0, 1, 1, b"\0"), Part(LANE, 2, 1, 3, b"\2"))
     assert parts_of(third, LANE) == {0: 1, 1: 1, 2: 3}
     fourth = compose(third, told((8, 9), (8, 8), (8, 8)), {1: DEAD})
@@ -90,17 +90,17 @@ def test_what_is_told_of_parts_stays_as_long_as_they_last() -> None:
 
 
 def test_what_is_told_of_one_that_does_not_come_is_dropped() -> None:
-    want = Want(LANE, (0, 1, 2), (), 1, notices=(Notice(2, b"2"),))
+    want = Want(LANE, (0, 1, 2), (), 1, locators=(Locator(2, b"2"),))
     left = without(want, {2}, (), put_out())
-    assert left == Want(LANE, (0, 1), (2,), 1, notices=want.notices)
+    assert left == Want(LANE, (0, 1), (2,), 1, locators=want.locators)
     assert compose(put_out(), told((8, 9), (8, 8)), {}, wants=(left,)).parts == put_out().parts
 
 
-def test_more_notices_than_a_report_may_have_wait_for_the_next() -> None:
+def test_more_locators_than_a_report_may_have_wait_for_the_next() -> None:
     agent = alone(0)
     for lane in range(100):
-        many = tuple(Notice(slot, bytes(96)) for slot in range(64))
-        agent.step(Wanted(Want(lane, tuple(range(64)), notices=many), 1), 0.0)
+        many = tuple(Locator(slot, bytes(96)) for slot in range(64))
+        agent.step(Wanted(Want(lane, tuple(range(64)), locators=many), 1), 0.0)
     assert len(agent._wants) == MAX_PARTS // 64
 
 

@@ -45,13 +45,13 @@ WANT = st.builds(
         tuple(sorted(one)),
         tuple(sorted(other - one)),
         min(most, len(one)),
-        notices=tuple(m.Notice(slot, data) for slot in sorted(one) if slot % 3),
+        locators=tuple(m.Locator(slot, data) for slot in sorted(one) if slot % 3),
     ),
     LANE,
     SLOTS,
     SLOTS,
     st.integers(0, 64),
-    st.binary(max_size=wire.MAX_NOTICE_BYTES),
+    st.binary(max_size=wire.MAX_LOCATOR_BYTES),
 )
 
 
@@ -61,11 +61,11 @@ def parts(draw: Any, epoch: int, processes: list[tuple[int, int]]) -> tuple[m.Pa
         return ()
     since = st.integers(1, epoch).flatmap(lambda when: st.sampled_from([when, -when]))
     part = st.builds(
-        lambda lane, who, when, notice: m.Part(lane, *who, when, notice if when > 0 else b""),
+        lambda lane, who, when, locator: m.Part(lane, *who, when, locator if when > 0 else b""),
         LANE,
         st.sampled_from(processes),
         since,
-        st.binary(max_size=wire.MAX_NOTICE_BYTES),
+        st.binary(max_size=wire.MAX_LOCATOR_BYTES),
     )
     return draw(ordered(part, lambda one: one[:3]))
 
@@ -157,7 +157,7 @@ SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
     m.Accept(m.Ballot(3, 1), 6, DECISION),
     m.Accepted(m.Ballot(3, 1), 6),
     m.Commit((DECISION, DECISION._replace(epoch=8))),
-    m.Report(6, (m.Removal(4, 1, m.DEAD),), (m.Want(1, (0, 1, 3), (2,), notices=(m.Notice(3, b"there"),)),)),
+    m.Report(6, (m.Removal(4, 1, m.DEAD),), (m.Want(1, (0, 1, 3), (2,), locators=(m.Locator(3, b"there"),)),)),
     m.Join(member(3)._replace(incarnation=0)),
     m.JoinRefused(3, bytes(16), "slot 3 is taken"),
     m.Ask(6),
@@ -239,8 +239,8 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, 8),))), "or of another epoch"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, -7, b"x"),))), "is out of the lane, and"),
         (m.Report(6, (), (m.Want(1, (0, 2), (2,)),)), "slot 2 is both to take part and not to"),
-        (m.Report(6, (), (m.Want(1, (0,), notices=(m.Notice(1, b""),)),)), "slot 1 is to take no part, and tells"),
-        (m.Report(6, (), (m.Want(1, (0,), notices=(m.Notice(0, bytes(97)),)),)), "must lie in 0 ... 96, got 97"),
+        (m.Report(6, (), (m.Want(1, (0,), locators=(m.Locator(1, b""),)),)), "slot 1 is to take no part, and tells"),
+        (m.Report(6, (), (m.Want(1, (0,), locators=(m.Locator(0, bytes(97)),)),)), "must lie in 0 ... 96, got 97"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, DECISION, ()), "without its ballot"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.LaneState(1, 2, 1),)), "completed 2 of 1"),
     ],
@@ -263,8 +263,8 @@ def largest_decision() -> m.Decision:
         for slot in range(wire.MAX_MEMBERS)
     }
     current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
-    notice = bytes(wire.MAX_NOTICE_BYTES)
-    parts = tuple(m.Part(lane, slot, 1, 3, notice) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
+    locator = bytes(wire.MAX_LOCATOR_BYTES)
+    parts = tuple(m.Part(lane, slot, 1, 3, locator) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
     return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1: m.STALLED})
 
 

@@ -9,7 +9,7 @@ the blob of its outbox, for which lane it is, and how many ranks it was told tha
 Into any group of the job, the first one included, a process that is in the job already comes by an `Offer`, which it
 shows on its board beside the lane's row: where its outbox is, as which rank it asks to come in. Members of a group show
 theirs, too. Who wants it taken in puts what was offered into the want, and that of the members who are there since the
-group began; so the decision has it all (`Part.notice`), and nobody reads an offer of somebody else then. Rank 0 of a
+group began; so the decision has it all (`Part.locator`), and nobody reads an offer of somebody else then. Rank 0 of a
 group that is made later leaves the note about it in the group's store.
 
 All are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
@@ -35,7 +35,7 @@ LANE_KEY = "epee/lane"  # the note about a group that is not the first of its jo
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
 _OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQ")
-_NOTICE = struct.Struct(f"<II{BLOB_BYTES}sI")
+_LOCATOR = struct.Struct(f"<II{BLOB_BYTES}sI")
 FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
 _MAX_PORT = (1 << 16) - 1
@@ -142,8 +142,8 @@ def takes_part(lane: int, member: Member) -> bool:
     return outbox_of(member, lane) is not None
 
 
-class OutboxNotice(NamedTuple):
-    """A process's outbox in a lane, as a decision tells it (`Part.notice`).
+class OutboxLocator(NamedTuple):
+    """A process's outbox in a lane, as a decision tells it (`Part.locator`).
 
     Attributes:
         rank: in the group.
@@ -159,7 +159,7 @@ class OutboxNotice(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the bytes for a want."""
-        return _NOTICE.pack(*self)
+        return _LOCATOR.pack(*self)
 
     def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
         """Return the outbox of `member`, whose it is."""
@@ -169,15 +169,15 @@ class OutboxNotice(NamedTuple):
         return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
 
 
-def notices_of(decision: Decision, lane: int) -> dict[int, OutboxNotice]:
+def locators_of(decision: Decision, lane: int) -> dict[int, OutboxLocator]:
     """Return what a decision tells of outboxes of a lane, by slot of the member; what cannot be right is left out."""
     members = {member[:2] for member in decision.members}
-    told = {part.slot: part.notice for part in decision.parts if part.lane == lane and part[1:3] in members}
-    found = {slot: OutboxNotice(*_NOTICE.unpack(data)) for slot, data in told.items() if len(data) == _NOTICE.size}
+    told = {part.slot: part.locator for part in decision.parts if part.lane == lane and part[1:3] in members}
+    found = {slot: OutboxLocator(*_LOCATOR.unpack(data)) for slot, data in told.items() if len(data) == _LOCATOR.size}
     return {
-        slot: notice
-        for slot, notice in found.items()
-        if notice.rank < notice.num_ranks <= MAX_RANKS and notice.port <= _MAX_PORT
+        slot: locator
+        for slot, locator in found.items()
+        if locator.rank < locator.num_ranks <= MAX_RANKS and locator.port <= _MAX_PORT
     }
 
 
@@ -205,9 +205,9 @@ class Offer(NamedTuple):
         return _OFFER.pack(*self)
 
     @property
-    def notice(self) -> OutboxNotice:
+    def locator(self) -> OutboxLocator:
         """What a decision is to tell of it."""
-        return OutboxNotice(self.rank, self.num_ranks, self.blob, self.port)
+        return OutboxLocator(self.rank, self.num_ranks, self.blob, self.port)
 
 
 def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:

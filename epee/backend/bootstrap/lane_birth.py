@@ -85,7 +85,7 @@ class LaneBirth:
             CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
         """
         deadline = time.monotonic() + timeout_s
-        self.hooks.enter_as(self._job.slot, offer.notice.pack())
+        self.hooks.enter_as(self._job.slot, offer.locator.pack())
         assert self._row is not None, "`close` comes later"
         self._row.tell(offer.pack())
         while True:

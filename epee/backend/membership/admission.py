@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ...errors import CommTimeoutError, InvalidState, UnsupportedError
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import Decision, Notice, Want
+from ...view.protocol.messages import Decision, Locator, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ..bootstrap.elsewhere import refused
-from ..bootstrap.home import ASKS, FOUNDER, Offer, notices_of
+from ..bootstrap.home import ASKS, FOUNDER, Offer, locators_of
 from ..engine.entry import ENDED
 from ..outbox import has_left
 from .boxes import Boxes
@@ -104,12 +104,12 @@ class Admission:
 
         `view`: who has a part in it with what it offers asks no more; read before this.
         """
-        occupants, notices = self._occupants, notices_of(view, self._occupants.lane)
+        occupants, locators = self._occupants, locators_of(view, self._occupants.lane)
         taking_part = occupants.present(view)
         found: dict[int, int] = {}
         for slot, offer in sorted(self._told().items(), reverse=True):
             is_free = occupants.fits(slot, offer.rank) and taking_part.get(offer.rank, slot) == slot
-            is_in = taking_part.get(offer.rank) == slot and notices.get(slot) == offer.notice
+            is_in = taking_part.get(offer.rank) == slot and locators.get(slot) == offer.locator
             if offer.state == ASKS and is_free and not is_in:
                 found[offer.rank] = slot
         return found
@@ -202,25 +202,25 @@ class Admission:
             if strangers:
                 self._want(members - {*strangers}, strangers, view.epoch)
                 return True
-            notices = self._notices(view, members, coming)
-            if notices is None:
+            locators = self._locators(view, members, coming)
+            if locators is None:
                 return False
-            self._want(members | coming, (), view.epoch, notices)
+            self._want(members | coming, (), view.epoch, locators)
         return True
 
-    def _notices(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Notice] | None:
+    def _locators(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Locator] | None:
         """Return what a view with newcomers must tell beside what `view` does; None: not all of it has come here yet.
 
         Members who came with the job into its first group are told by their endpoints.
         """
-        told, known = self._told(), notices_of(view, self._occupants.lane)
+        told, known = self._told(), locators_of(view, self._occupants.lane)
         wanted = set(coming)
         if not self._occupants.is_home:
             wanted |= {slot for slot in members if slot not in known}
         states = {slot: told[slot].state for slot in wanted if slot in told}
         if any(states.get(slot) != (ASKS if slot in coming else FOUNDER) for slot in wanted):
             return None
-        return [Notice(slot, told[slot].notice.pack()) for slot in sorted(wanted)]
+        return [Locator(slot, told[slot].locator.pack()) for slot in sorted(wanted)]
 
     def put_out(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Have members leave the group, and stay in the job; returns when a view has begun without them.
@@ -252,8 +252,10 @@ class Admission:
         self._await_news(deadline)
         self._engine.look(lambda: self._boxes.show(self._occupants.epoch))
 
-    def _want(self, members: Collection[int], out: tuple[int, ...], epoch: int, notices: Iterable[Notice] = ()) -> None:
-        want = Want(self._occupants.lane, tuple(sorted(members)), out, notices=tuple(notices))
+    def _want(
+        self, members: Collection[int], out: tuple[int, ...], epoch: int, locators: Iterable[Locator] = ()
+    ) -> None:
+        want = Want(self._occupants.lane, tuple(sorted(members)), out, locators=tuple(locators))
         self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:

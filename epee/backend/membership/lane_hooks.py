@@ -142,9 +142,9 @@ class LaneHooks:
                 course.add(ours(decision))
         return course.claimed(course.first_seq - 1)
 
-    def enter_as(self, slot: int, notice: bytes = b"") -> None:
+    def enter_as(self, slot: int, locator: bytes = b"") -> None:
         """Say that this process is in the job as `slot`, and asks to be taken into the lane with what it offers."""
-        self._entry = slot, notice
+        self._entry = slot, locator
 
     def is_entry(self, decision: Decision) -> bool:
         """Return whether a decision takes this process, which has asked for it, into the lane.
@@ -153,7 +153,7 @@ class LaneHooks:
         """
         lane, epoch = self._occupants.lane, decision.epoch
         told = (p for p in decision.parts if (p.lane, p.since) == (lane, epoch))
-        return any((p.slot, p.notice) == self._entry and p.slot in self._occupants.ranks_in(decision) for p in told)
+        return any((p.slot, p.locator) == self._entry and p.slot in self._occupants.ranks_in(decision) for p in told)
 
     def begin_with(self, decision: Decision) -> None:
         """Forget the decisions up to that which has taken this process in."""

@@ -10,7 +10,7 @@ Which rank a slot has follows from the decision alone, so it is the same at all 
 
     the first group of a job    its slot
     a slot of the founders      the rank that it was born with; it keeps that, and nobody else gets it
-    any other                   the rank in its notice, which stands in the decision as long as it takes part
+    any other                   the rank in its locator, which stands in the decision as long as it takes part
 
 Ranks beyond the founders' belong to nobody while nobody has them: a slot that had one may come back with another, and
 another slot may have it. So what is said of a slot in the past is asked with an epoch (`rank_at`).
@@ -29,11 +29,11 @@ from ...view.awaited import kind_of_loss
 from ...view.job import Seat
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
-from ..bootstrap.home import OutboxEndpoint, OutboxNotice, notices_of, outbox_of
+from ..bootstrap.home import OutboxEndpoint, OutboxLocator, locators_of, outbox_of
 from ..options import MAX_RANKS
 from ..outbox import OutboxOwner
 
-Notices = Mapping[int, OutboxNotice]  # by slot
+Locators = Mapping[int, OutboxLocator]  # by slot
 
 
 class Coming(NamedTuple):
@@ -112,22 +112,22 @@ class Occupants:
 
     def ranks_in(self, decision: Decision) -> dict[int, int]:
         """Return who takes part in the lane in a decision's view: slot -> rank; of several for a rank the oldest."""
-        parts, notices = parts_of(decision, self.lane), notices_of(decision, self.lane)
+        parts, locators = parts_of(decision, self.lane), locators_of(decision, self.lane)
         told = {part[1:3] for part in decision.parts if part.lane == self.lane}
         taken: dict[int, int] = {}
         for member in sorted(decision.members, key=lambda member: (parts.get(member.slot, 0), member.slot)):
-            rank = self._rank(member.slot, notices.get(member.slot))
+            rank = self._rank(member.slot, locators.get(member.slot))
             if rank is not None and member.slot in parts and self._is_ours(member, member[:2] in told):
                 taken.setdefault(rank, member.slot)
         return {slot: rank for rank, slot in taken.items()}
 
-    def _rank(self, slot: int, notice: OutboxNotice | None) -> int | None:
+    def _rank(self, slot: int, locator: OutboxLocator | None) -> int | None:
         """Return which rank a slot has if it takes part."""
         if self.is_home:
             return slot if slot < MAX_RANKS else None
         if slot in self.founders:
             return self.founders.index(slot)
-        return None if notice is None or notice.rank < len(self.founders) else notice.rank
+        return None if locator is None or locator.rank < len(self.founders) else locator.rank
 
     def _is_ours(self, member: Member, is_told: bool) -> bool:
         """Return whether a process of the view, which may have taken a slot of the group, belongs to the lane."""
@@ -149,20 +149,20 @@ class Occupants:
 
     def parts(self, known: Decision) -> dict[int, OutboxEndpoint]:
         """Return the outboxes of all who have a part in the lane in a view, by slot, for who comes in with it."""
-        found, since, notices = {}, parts_of(known, self.lane), notices_of(known, self.lane)
+        found, since, locators = {}, parts_of(known, self.lane), locators_of(known, self.lane)
         ranks = self.ranks_in(known)
         for member in known.members:
-            part = self._part(member, since[member.slot], notices) if member.slot in ranks else None
+            part = self._part(member, since[member.slot], locators) if member.slot in ranks else None
             if part is not None:
                 found[member.slot] = part
         return found
 
-    def _part(self, member: Member, when: int, notices: Notices) -> OutboxEndpoint | None:
+    def _part(self, member: Member, when: int, locators: Locators) -> OutboxEndpoint | None:
         """Return the outbox of a member that takes part since epoch `when`, if the lane belongs to it."""
         if self.is_home and when == member.incarnation:
             return outbox_of(member, self.lane)
-        notice = notices.get(member.slot)
-        return None if notice is None else notice.endpoint(member, self.lane)
+        locator = locators.get(member.slot)
+        return None if locator is None else locator.endpoint(member, self.lane)
 
     def ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
@@ -177,12 +177,12 @@ class Occupants:
         `since`: of those who take part before it; None: as far as decisions have been taken over.
         """
         parts, known = parts_of(decision, self.lane), self.since if since is None else since
-        notices, ranks = notices_of(decision, self.lane), self.ranks_in(decision)
+        locators, ranks = locators_of(decision, self.lane), self.ranks_in(decision)
         for member in decision.members:
             when = parts.get(member.slot)
             if member.slot not in ranks or when is None or known.get(member.slot) == when:
                 continue
-            part = self._part(member, when, notices)
+            part = self._part(member, when, locators)
             if when != member.incarnation or (self.is_home and part is not None):
                 yield Coming(member, when, ranks[member.slot], part)
 

@@ -99,15 +99,15 @@ def _parts(
     members = {member[:2] for member in current.members}
     known = {part[:3]: part for part in current.parts if part[1:3] in members}
     for want in wants:
-        now, before, notices = parts_of(current, want.lane), dict(known), dict(want.notices)
+        now, before, locators = parts_of(current, want.lane), dict(known), dict(want.locators)
         for slot, member in staying.items():
             key = (want.lane, slot, member.incarnation)
             if slot in want.out and slot in now:
                 known[key] = Part(*key, -current.epoch - 1)
             elif slot in want.members and slot not in now:
-                known[key] = Part(*key, current.epoch + 1, notices.get(slot, b""))
-            elif slot in now and slot in notices:
-                known[key] = Part(*key, now[slot], notices[slot])
+                known[key] = Part(*key, current.epoch + 1, locators.get(slot, b""))
+            elif slot in now and slot in locators:
+                known[key] = Part(*key, now[slot], locators[slot])
         if len(known) > MAX_PARTS or len(met) == MAX_PARTS:
             known = before
         else:

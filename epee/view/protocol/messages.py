@@ -91,18 +91,18 @@ class Part(NamedTuple):
         lane: id of the lane.
         slot, incarnation: the member.
         since: the epoch in which it came (back) into the lane; below 0 it is out, since epoch `-since`.
-        notice: what others need to know of its part, opaque here: as long as it has the part, with all who come in.
+        locator: what others need to know of its part, opaque here: as long as it has the part, with all who come in.
     """
 
     lane: int
     slot: int
     incarnation: int
     since: int
-    notice: bytes = b""
+    locator: bytes = b""
 
 
-class Notice(NamedTuple):
-    """What others need to know of a member's part in a lane (`Part.notice`)."""
+class Locator(NamedTuple):
+    """What others need to know of a member's part in a lane (`Part.locator`)."""
 
     slot: int
     data: bytes
@@ -119,7 +119,7 @@ class Want(NamedTuple):
             left; 0: all of them must answer.
         seq: the last call that any of `members` has issued, as far as who asks knows. The lane's `Start` is above it:
             those who come back cannot tell, they are in no view of it.
-        notices: of those who come, and of those who take part already and have none in the view. So a decision alone
+        locators: of those who come, and of those who take part already and have none in the view. So a decision alone
             says all about who comes in, and tells who comes of the others, whoever dies and whatever is lost.
     """
 
@@ -128,7 +128,7 @@ class Want(NamedTuple):
     out: tuple[int, ...] = ()
     least: int = 0
     seq: int = 0
-    notices: tuple[Notice, ...] = ()
+    locators: tuple[Locator, ...] = ()
 
 
 class Decision(NamedTuple):

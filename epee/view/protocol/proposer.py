@@ -176,8 +176,8 @@ class Proposer:
 
     def _note_want(self, want: Want) -> None:
         known = self._wants.get(want.lane)
-        num_notices = len(want.notices) + sum(len(other.notices) for other, _ in self._wants.values())
-        if known is None and num_notices > MAX_PARTS:
+        num_locators = len(want.locators) + sum(len(other.locators) for other, _ in self._wants.values())
+        if known is None and num_locators > MAX_PARTS:
             return  # a report has to fit into a frame; its engine repeats it when others are met
         if known is None or known[0] == want:
             self._wants[want.lane] = want, self._t

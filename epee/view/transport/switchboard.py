@@ -358,5 +358,5 @@ def _size(message: Commit) -> int:
     for decision in message.decisions:
         total += 64 + sum(88 + len(member.endpoint) for member in decision.members)
         total += 64 * len(decision.removed) + 24 * (len(decision.cuts) + len(decision.starts)) + 8 * len(decision.met)
-        total += sum(40 + len(part.notice) for part in decision.parts)
+        total += sum(40 + len(part.locator) for part in decision.parts)
     return total

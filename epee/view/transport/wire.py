@@ -35,10 +35,10 @@ from ..protocol.messages import (
     Join,
     JoinRefused,
     LaneState,
+    Locator,
     Member,
     Message,
     Nack,
-    Notice,
     Obituary,
     Part,
     Prepare,
@@ -56,9 +56,9 @@ MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of ev
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
-MAX_NOTICE_BYTES = 96
+MAX_LOCATOR_BYTES = 96
 MAX_DECISION_BYTES = (
-    41 * MAX_ALL_LANES + (48 + MAX_NOTICE_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
+    41 * MAX_ALL_LANES + (48 + MAX_LOCATOR_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
 )  # a cut, a start per lane
 MAX_FRAME_BYTES = 4 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
@@ -79,7 +79,7 @@ def _rule_of_decision(decision: Decision) -> str:
     late = [part for part in decision.parts if abs(part.since) > decision.epoch]
     if strange or late:
         return f"{(strange or late)[0]} speaks of no member, or of another epoch"
-    mute = next((part for part in decision.parts if part.since < 0 and part.notice), None)
+    mute = next((part for part in decision.parts if part.since < 0 and part.locator), None)
     return "" if mute is None else f"{mute} is out of the lane, and tells of its part in it"
 
 
@@ -87,7 +87,7 @@ def _rule_of_want(want: Want) -> str:
     both = set(want.members) & set(want.out)
     if both:
         return f"slot {min(both)} is both to take part and not to"
-    strange = {notice.slot for notice in want.notices} - set(want.members)
+    strange = {locator.slot for locator in want.locators} - set(want.members)
     if strange:
         return f"slot {min(strange)} is to take no part, and tells of it"
     return f"{want.least} of {len(want.members)} members are to stay" if want.least > len(want.members) else ""
@@ -127,12 +127,12 @@ _MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_
 _REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE), _HOST)
 _CUT = TupleCodec(Cut, _LANE, _SEQ, Number(-1, MAX_MEMBERS - 1))
 _START = TupleCodec(Start, _LANE, _SEQ, Flag())
-_NOTICE = Bytes(0, MAX_NOTICE_BYTES)
-_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT), _NOTICE)
+_LOCATOR = Bytes(0, MAX_LOCATOR_BYTES)
+_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT), _LOCATOR)
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
-_NOTICES = Many(TupleCodec(Notice, _SLOT, _NOTICE), MAX_MEMBERS, key=lambda notice: notice.slot)
+_LOCATORS = Many(TupleCodec(Locator, _SLOT, _LOCATOR), MAX_MEMBERS, key=lambda locator: locator.slot)
 _LEAST, _USED = Number(0, MAX_MEMBERS), Number(0, FOREVER - 1)
-_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, _LEAST, _USED, _NOTICES, rule=_rule_of_want)
+_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, _LEAST, _USED, _LOCATORS, rule=_rule_of_want)
 _LANE_STATE = TupleCodec(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
 _DECISION = TupleCodec(
     Decision,

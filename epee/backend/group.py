@@ -5,6 +5,8 @@ calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into
 `all_gather_single` and its kin; both sets are here, one implementation each. Every method returns a Work, never None:
 a C++ caller would crash on it.
 
+What a group says of its view, and how ranks come back, are calls of epee's own (`view_calls.py`).
+
 Device dispatch is in one place (`refusal.py`): a collective on a GPU's tensors is made there (`device/calls.py`). What
 is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
 tensors in host memory (`staging.py`). Calls on CPU tensors pay next to nothing for that. A call whose arguments are
@@ -25,7 +27,6 @@ import torch.distributed as dist
 from ..errors import InvalidArgument, PeerError, UnsupportedError
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
-from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
 from .bootstrap.joining import (
@@ -51,13 +52,14 @@ from .device.messages import make as make_device_messages
 from .engine.engine import Engine
 from .membership.members import counting
 from .membership.sizes import Mask
-from .options import MAX_RANKS, BackendOptions
+from .options import BackendOptions
 from .outbox import Outboxes
 from .p2p.message import ANY, Message
 from .refusal import collective
 from .staging import Staging
 from .tensors import NeedsStaging, carrier_of, source, target
-from .view_calls import ViewCalls
+from .view_calls import CallsOfView
+from .view_calls import check_peer as check_peer_in_view
 from .work import DONE, Ended, Work, is_loss
 
 _MAX_TAG = (1 << 63) - 1
@@ -68,7 +70,7 @@ _Base: Any = dist.ProcessGroup  # its annotations differ from version to version
 
 
 @untraced_methods
-class ProcessGroup(_Base):  # type: ignore[misc]
+class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     """A group of the backend "epee". Made by `init_process_group("epee")` and `new_group`, not by users.
 
     Attributes:
@@ -132,10 +134,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._on_device = make_device_calls(self._engine, self._rank, self._num_ranks, self.options)
         if self._on_device is not None:
             self._ends.append(weakref.finalize(self, self._on_device.close, False))
-        self._view = ViewCalls(self._engine, self._rank)
         if self._messages is not None:
             self._messages.close(False)
-        check_peer = self._view.check_peer
+        check_peer = functools.partial(check_peer_in_view, self._engine, self._rank)
         self._messages = make_device_messages(self._engine, self._rank, self.options, self._store, check_peer)
         if self._messages is not None:
             self._ends.append(weakref.finalize(self, self._messages.close, False))
@@ -401,7 +402,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         except NeedsStaging:
             return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
         try:
-            self._view.check_peer(dst_rank, "send")
+            check_peer_in_view(self._engine, self._rank, dst_rank, "send")
         except PeerError as exc:
             return self._ended(exc)
         if tag:
@@ -433,7 +434,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             if work is not NOT_SERVED:
                 return work
         try:
-            self._view.check_peer(src_rank, "recv")
+            check_peer_in_view(self._engine, self._rank, src_rank, "recv")
         except PeerError as exc:
             return self._ended(exc)
         return self._recv(tensor, src_rank, tag)
@@ -481,97 +482,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return Ended(self._engine, error)
         raise error
 
-    # ---- its view: epee's own methods
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the view in which the group runs."""
-        return self._engine.members.epoch
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a call waits for silent ranks when it names no time-out, in seconds."""
-        return self._engine.timeout_s
-
-    @property
-    def num_slots(self) -> int:
-        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
-
-        Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
-        `get_world_size()` stays what this process was started with.
-        """
-        return self._engine.members.group_size
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, ascending; hosts by their lowest rank. Containers of one machine are hosts, too.
-
-        A group on one host has one, with all ranks that the group counts (`num_slots`).
-        """
-        return self._view.hosts()
-
-    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
-        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
-
-        All ranks get the same answer: a rank counts as ready when every member has heard of it.
-
-        Args:
-            ranks: 0 ... 63; those that have never been there may ask to come in, too.
-        """
-        return self._view.peer_state(ranks, self.allreduce)
-
-    def get_num_synced_ranks(self) -> int:
-        """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
-        return sum(self.get_peer_state(range(MAX_RANKS)))
-
-    def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
-        return self._view.in_view(num_ranks)
-
-    def waiting_ranks(self) -> tuple[int, ...]:
-        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
-        return self._view.waiting()
-
-    def ready_ranks(self) -> set[int]:
-        """Return the ranks that take part, and those for which a process waits or has just been taken in.
-
-        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
-        """
-        return self._view.ready()
-
-    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Take in the processes that wait for these ranks; the next call of this rank runs with them.
-
-        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
-        `active_ranks` and `num_slots` show them after that call, on all old members alike. For ranks beyond the group's
-        size use `extend_group_size_to`, after which they show before it: the call needs longer lists.
-
-        Args:
-            ranks: 0 ... 63; those that take part already are left alone.
-            timeout_s: how long to wait for all of them; None: the group's time-out.
-        Raises:
-            CommTimeoutError: a process does not come, or the view did not change in time.
-            InvalidState: a group that takes nobody in: of one rank.
-        """
-        self._view.recover(ranks, timeout_s, self._counts_present)
-
-    def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
-        """Let the group count `size` ranks from the next call on. All members call it at the same point.
-
-        A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
-        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
-        Lost ranks below stay lost (`recover_ranks`).
-
-        Args:
-            size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
-            timeout_s: how long to wait for newcomers; None: the group's time-out.
-        Raises:
-            InvalidArgument: ranks beyond `size` take part.
-            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
-                call it again.
-            CommTimeoutError, InvalidState, UnsupportedError: as `recover_ranks`.
-        """
-        self._view.extend_to(size, timeout_s, self._meet)
+    # ---- coming in
 
     def join(self, timeout_s: float | None = None) -> None:
         """Come into the running group, for a process that works alone, or that was put out; returns when it is in.
@@ -586,7 +497,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             SlotTakenError: another process has this rank.
         """
         limit_s = self._birth_timeout_s if timeout_s is None else timeout_s
-        if self._place is not None and not self._view.is_out():
+        if self._place is not None and not self._is_out():
             return
         before = self._engine
         if self._messages is not None:
@@ -621,78 +532,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if held is not None:
             held.release()
 
-    def put_out(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Have ranks leave the group, this one too if it is named; they stay in the job, and may come back (`join`).
-
-        One member suffices, all may call it, also the ranks that go. The next call of this rank runs without them,
-        unless another rank has begun that call; those of the ranks that went raise `EvictedError`. It is no loss: no
-        call fails because of it.
-
-        Args:
-            ranks: 0 ... 63; those that take no part already are left alone.
-            timeout_s: how long to wait for the members' agreement; None: the group's time-out.
-        Raises:
-            CommTimeoutError: the members do not agree in time.
-            InvalidState: nobody would be left, or a group of one rank.
-            UnsupportedError: a group with `fault_mode="raise"`.
-        """
-        if self.options.fault_mode != "mask":
-            raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')
-        self._view.put_out(ranks, timeout_s)
-
-    def last_contributors(self) -> tuple[int, ...]:
-        """Return the ranks whose contributions are in the result of the last collective that ended here.
-
-        Where that was one on the GPUs, this waits for it.
-        """
-        found = None if self._on_device is None else self._on_device.contributors()
-        return self._engine.contributors if found is None else found
-
-    def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
-
-        A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
-        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
-        """
-        active = self._view.active_ranks()
-        if self._on_device is not None:
-            active[[rank for rank in self._on_device.lost() if rank < len(active)]] = 0
-        return active
-
-    def shown_ranks(self) -> torch.Tensor:
-        """Return the tensor that shows who takes part, as `active_ranks` of the options, and is kept up to date.
-
-        int32, as long as that is, or as the group now. It is the user's, if that is long enough, and not to be written.
-        """
-        self.active_ranks()  # who has left shows at once
-        return self._engine.mask.live(self.num_slots)
-
-    def put_out_lost(self, ranks: Sequence[int]) -> None:
-        """Show no more those of `ranks` that are lost, where what is shown keeps them (`BackendOptions.keeps_lost`)."""
-        self._engine.mask.put_out(ranks)
-
-    def memory_pool(self, nbytes: int) -> Any:
-        """Return memory on this rank's GPU from which tensors are allocated that large collectives read where they lie.
-
-        All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
-        process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
-        call copy-free, how long memory lives, and what a failure leaves: `epee.collectives.pool.MemoryPool`, which it
-        returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`. Where a rank cannot map the pool of another one all
-        get theirs, with a warning, and make calls as without pools; calling it again tries again.
-
-        Args:
-            nbytes: of this rank's pool, which does not grow. The first call's GPU is that of later calls.
-
-        Raises:
-            InvalidArgument: `nbytes` is below 1, or above those of the pool that there is. UnsupportedError: the
-                group's calls on CUDA tensors go through host memory, or it has `fault_mode="mask"`. ResourceError, on
-                all alike: a rank has no such memory; may be tried again. Else as any collective.
-        """
-        if self._on_device is None:
-            raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through host memory")
-        return self._on_device.memory_pool(nbytes)
-
     def _meet(self) -> None:
+        """A call of all members."""
         options: Any = dist.BarrierOptions()
         options.asyncOp = False
         self.barrier(options)

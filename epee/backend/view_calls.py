@@ -1,4 +1,4 @@
-"""What a group says about its view, how lost ranks come back and how it grows: what is behind the group's own methods.
+"""What a group says about its view, how lost ranks come back and how it grows: a group's methods beside torch's.
 
 They read what the group's own calls have made of the view (`membership/epochs.py`), so all answers are those of this
 rank's last call, except where a method says otherwise. Nothing here writes to shared memory.
@@ -6,91 +6,151 @@ rank's last call, except where a method says otherwise. Nothing here writes to s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, InvalidState, RankFailedError
+from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
+from ..untraced import untraced_methods
 from ..view.group import GroupInView
+from .device.calls import DeviceCalls
 from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
 from .membership.admission import Admission
-from .options import MAX_RANKS
-
-Hosts = tuple[tuple[int, ...], ...]
+from .options import MAX_RANKS, BackendOptions
 
 
-class ViewCalls:
-    """The part of a process group that asks about its view, and changes it."""
+@untraced_methods
+class CallsOfView:
+    """The part of a process group that asks about its view, and changes it.
 
-    def __init__(self, engine: Engine, rank: int) -> None:
-        self._engine = engine
-        self._rank = rank
-        self._exports = engine.box.exports
+    Who inherits from it has torch's calls (`allreduce`), and `_meet`, a call of all members.
+    """
 
-    def hosts(self) -> Hosts:
-        """Return per host its ranks; all in one where the group shares memory."""
-        if self._exports is None:
+    options: BackendOptions
+    allreduce: Any
+    _engine: Engine
+    _rank: int
+    _counts_present: bool
+    _on_device: DeviceCalls | None
+
+    def _meet(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the view in which the group runs."""
+        return self._engine.members.epoch
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call waits for silent ranks when it names no time-out, in seconds."""
+        return self._engine.timeout_s
+
+    @property
+    def num_slots(self) -> int:
+        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
+
+        Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
+        `get_world_size()` stays what this process was started with.
+        """
+        return self._engine.members.group_size
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, ascending; hosts by their lowest rank. Containers of one machine are hosts, too.
+
+        A group on one host has one, with all ranks that the group counts (`num_slots`).
+        """
+        exports = self._engine.box.exports
+        if exports is None:
             return (tuple(range(self._engine.members.group_size)),)
-        placement: Hosts = self._exports.topology.placement
+        placement: tuple[tuple[int, ...], ...] = exports.topology.placement
         return placement
 
-    def peer_state(self, ranks: Sequence[int], all_reduce: Callable[[list[torch.Tensor], Any], Any]) -> list[bool]:
-        """Return for each rank whether it takes part, or every member has heard that it is ready to; `all_reduce`s."""
+    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
+        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
+
+        All ranks get the same answer: a rank counts as ready when every member has heard of it.
+
+        Args:
+            ranks: 0 ... 63; those that have never been there may ask to come in, too.
+        """
         _check_ranks(ranks, "get_peer_state")
-        known = self.ready()
+        known = self.ready_ranks()
         state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         options.asyncOp = False
-        all_reduce([state], options)
+        self.allreduce([state], options)
         return [bool(state[rank]) for rank in ranks]
 
+    def get_num_synced_ranks(self) -> int:
+        """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
+        return sum(self.get_peer_state(range(MAX_RANKS)))
+
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job; None for a group of one rank."""
+        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
         survival = self._engine.survival
         return None if survival is None else survival.in_view(num_ranks)
 
-    def waiting(self) -> tuple[int, ...]:
-        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard."""
+    def waiting_ranks(self) -> tuple[int, ...]:
+        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
         survival = self._engine.survival
         return () if survival is None else survival.admission.waiting()
 
-    def ready(self) -> set[int]:
-        """Return the ranks that take part, and those for which a process waits or has just been taken in."""
+    def ready_ranks(self) -> set[int]:
+        """Return the ranks that take part, and those for which a process waits or has just been taken in.
+
+        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
+        """
         survival = self._engine.survival
         return {*self._engine.members.members, *(() if survival is None else survival.admission.ready())}
 
-    def recover(self, ranks: Sequence[int], timeout_s: float | None, shows: bool = False) -> None:
-        """Take in the processes that wait for these ranks; `shows`: before the next call, where that is theirs."""
+    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        """Take in the processes that wait for these ranks; the next call of this rank runs with them.
+
+        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
+        `active_ranks` and `num_slots` show them after that call, on all old members alike. For ranks beyond the group's
+        size use `extend_group_size_to`, after which they show before it: the call needs longer lists.
+
+        Args:
+            ranks: 0 ... 63; those that take part already are left alone.
+            timeout_s: how long to wait for all of them; None: the group's time-out.
+        Raises:
+            CommTimeoutError: a process does not come, or the view did not change in time.
+            InvalidState: a group that takes nobody in: of one rank.
+        """
         _check_ranks(ranks, "recover_ranks")
         admission = self._admission()
         admission.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
-        if shows:
+        if self._counts_present:
             self._engine.look(admission.show_joined)
 
-    def put_out(self, ranks: Sequence[int], timeout_s: float | None) -> None:
-        """Have members leave the group and stay in the job."""
-        _check_ranks(ranks, "put_out")
-        self._admission().put_out(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+    def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
+        """Let the group count `size` ranks from the next call on. All members call it at the same point.
 
-    def is_out(self) -> bool:
-        """Return whether this process was put out of the group."""
-        survival = self._engine.survival
-        if survival is None or self._engine.flags & ENDED:
-            return True
-        return self._rank not in survival.admission.present()
+        A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
+        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
+        Lost ranks below stay lost (`recover_ranks`).
 
-    def extend_to(self, size: int, timeout_s: float | None, meet: Callable[[], None]) -> None:
-        """Let the group count `size` ranks from the next call on; `meet` is a call of all members."""
+        Args:
+            size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
+            timeout_s: how long to wait for newcomers; None: the group's time-out.
+        Raises:
+            InvalidArgument: ranks beyond `size` take part.
+            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
+                call it again.
+            CommTimeoutError, InvalidState, UnsupportedError: as `recover_ranks`.
+        """
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {size!r}")
         beyond = self._beyond(size)
         if beyond:
-            meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
+            self._meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
             beyond = self._beyond(size)
         if beyond:
             raise InvalidArgument(
@@ -103,8 +163,92 @@ class ViewCalls:
         admission.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
         self._engine.look(admission.show_joined)
         while not admission.is_settled():  # a loss must be reported first, by a call among those who were there
-            meet()
+            self._meet()
         self._engine.look(lambda: admission.set_size(size))
+
+    def put_out(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        """Have ranks leave the group, this one too if it is named; they stay in the job, and may come back (`join`).
+
+        One member suffices, all may call it, also the ranks that go. The next call of this rank runs without them,
+        unless another rank has begun that call; those of the ranks that went raise `EvictedError`. It is no loss: no
+        call fails because of it.
+
+        Args:
+            ranks: 0 ... 63; those that take no part already are left alone.
+            timeout_s: how long to wait for the members' agreement; None: the group's time-out.
+        Raises:
+            CommTimeoutError: the members do not agree in time.
+            InvalidState: nobody would be left, or a group of one rank.
+            UnsupportedError: a group with `fault_mode="raise"`.
+        """
+        if self.options.fault_mode != "mask":
+            raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')
+        _check_ranks(ranks, "put_out")
+        self._admission().put_out(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+
+    def last_contributors(self) -> tuple[int, ...]:
+        """Return the ranks whose contributions are in the result of the last collective that ended here.
+
+        Where that was one on the GPUs, this waits for it.
+        """
+        found = None if self._on_device is None else self._on_device.contributors()
+        return self._engine.contributors if found is None else found
+
+    def active_ranks(self) -> torch.Tensor:
+        """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
+
+        A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
+        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
+        """
+        engine = self._engine
+        if engine.flags & ENDED:
+            raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
+        for peer in leavers(engine.box):
+            engine.mask[peer] = 0
+        active = torch.tensor(engine.mask.first(engine.members.group_size), dtype=torch.int32, device="cpu")
+        if self._on_device is not None:
+            active[[rank for rank in self._on_device.lost() if rank < len(active)]] = 0
+        return active
+
+    def shown_ranks(self) -> torch.Tensor:
+        """Return the tensor that shows who takes part, as `active_ranks` of the options, and is kept up to date.
+
+        int32, as long as that is, or as the group now. It is the user's, if that is long enough, and not to be written.
+        """
+        self.active_ranks()  # who has left shows at once
+        return self._engine.mask.live(self.num_slots)
+
+    def put_out_lost(self, ranks: Sequence[int]) -> None:
+        """Show no more those of `ranks` that are lost, where what is shown keeps them (`BackendOptions.keeps_lost`)."""
+        self._engine.mask.put_out(ranks)
+
+    def memory_pool(self, nbytes: int) -> Any:
+        """Return memory on this rank's GPU from which tensors are allocated that large collectives read where they lie.
+
+        All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
+        process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
+        call copy-free, how long memory lives, and what a failure leaves: `epee.collectives.pool.MemoryPool`, which it
+        returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`. Where a rank cannot map the pool of another one all
+        get theirs, with a warning, and make calls as without pools; calling it again tries again.
+
+        Args:
+            nbytes: of this rank's pool, which does not grow. The first call's GPU is that of later calls.
+
+        Raises:
+            InvalidArgument: `nbytes` is below 1, or above those of the pool that there is. UnsupportedError: the
+                group's calls on CUDA tensors go through host memory, or it has `fault_mode="mask"`. ResourceError, on
+                all alike: a rank has no such memory; may be tried again. Else as any collective.
+        """
+        if self._on_device is None:
+            raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through host memory")
+        return self._on_device.memory_pool(nbytes)
+
+    def _is_out(self) -> bool:
+        """Return whether this process was put out of the group."""
+        survival = self._engine.survival
+        if survival is None or self._engine.flags & ENDED:
+            return True
+        return self._rank not in survival.admission.present()
 
     def _beyond(self, size: int) -> list[int]:
         return [rank for rank in self._engine.members.members if rank >= size]
@@ -114,42 +258,33 @@ class ViewCalls:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
         return self._engine.survival.admission
 
-    def check_peer(self, peer: int, name: str) -> None:
-        """Check the other rank of a message.
 
-        Raises:
-            InvalidArgument: it is no other rank of the group.
-            RankFailedError: it is not in the view, and has not been since this process came.
-        """
-        box = self._engine.box
-        if 0 <= peer < box.num_ranks and peer != self._rank and not box.blanks:
-            return  # what nearly every message finds
-        if peer >= box.num_ranks or peer in box.blanks:
-            self._engine.look(lambda: None)  # it may have come just now
-        size, epoch = max(box.num_ranks, self._engine.members.group_size), self._engine.members.epoch
-        if peer == self._rank or not 0 <= peer < size:
-            raise InvalidArgument(
-                f"{name}: the peer must be another rank of the group (size {size}, this is rank {self._rank}), got "
-                f"{peer}"
-            )
-        if peer >= box.num_ranks or peer in box.blanks:
-            raise RankFailedError(
-                f"{name}: rank {peer} is not in the view (epoch {epoch}); it was lost or has not come yet",
-                [peer],
-                name,
-                0,
-                epoch,
-                "not in the view",
-            )
+def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
+    """Check the other rank of a message of `rank`.
 
-    def active_ranks(self) -> torch.Tensor:
-        """Return 1 for each rank that takes part in this rank's next call, 0 for the others."""
-        engine = self._engine
-        if engine.flags & ENDED:
-            raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
-        for peer in leavers(engine.box):
-            engine.mask[peer] = 0
-        return torch.tensor(engine.mask.first(engine.members.group_size), dtype=torch.int32, device="cpu")
+    Raises:
+        InvalidArgument: it is no other rank of the group.
+        RankFailedError: it is not in the view, and has not been since this process came.
+    """
+    box = engine.box
+    if 0 <= peer < box.num_ranks and peer != rank and not box.blanks:
+        return  # what nearly every message finds
+    if peer >= box.num_ranks or peer in box.blanks:
+        engine.look(lambda: None)  # it may have come just now
+    size, epoch = max(box.num_ranks, engine.members.group_size), engine.members.epoch
+    if peer == rank or not 0 <= peer < size:
+        raise InvalidArgument(
+            f"{name}: the peer must be another rank of the group (size {size}, this is rank {rank}), got {peer}"
+        )
+    if peer >= box.num_ranks or peer in box.blanks:
+        raise RankFailedError(
+            f"{name}: rank {peer} is not in the view (epoch {epoch}); it was lost or has not come yet",
+            [peer],
+            name,
+            0,
+            epoch,
+            "not in the view",
+        )
 
 
 def _check_ranks(ranks: Sequence[int], name: str) -> None:

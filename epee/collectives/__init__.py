@@ -11,7 +11,7 @@ from ..backend.device.messages import register as register_messages
 
 
 def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:
-    if not torch.cuda.device_count():  # asks NVML, so it begins nothing that a fork could not have; no call pays for it
+    if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is none
         return None
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 

@@ -109,7 +109,7 @@ class SharedBuffer:
             alone.require_here(type(self).__name__, self.rank)  # nobody is told: the others are in that buffer's calls
         closing = self._turns.closing
         self._exchange: RowExchange
-        running = _running_over_hosts(group, seat, self.config, self._timeout)
+        running = None if alone is not None else _running_over_hosts(group, seat, self.config, self._timeout)
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology is not None
@@ -389,7 +389,7 @@ def _tell_of_one_host(
         return
     from .hosts.notices import tell_of_one_host
 
-    lane.is_told(tell_of_one_host(seat, *lane.identity, config, None if like is None else like.notice))
+    lane.is_told(tell_of_one_host(seat, *lane.identity, config, None if like is None else like.notice, lane.first))
 
 
 def _exchange_over_hosts(

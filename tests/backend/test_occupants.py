@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer
+from epee.backend.bootstrap.lane_birth import LaneBirth
 from epee.backend.membership.admission import Admission
 from epee.backend.membership.occupants import Occupants
 from epee.memory.host import BLOB_BYTES
 from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol.decision import compose, parts_of
-from epee.view.protocol.messages import DEAD, Decision, LaneState, Member, Want
+from epee.view.protocol.messages import DEAD, Decision, LaneState, Locator, Member, Want
 
 LANE = 7
 FOUNDERS = (2, 0, 1)  # slots of ranks 0 to 2
@@ -165,3 +166,43 @@ def test_all_ranks_find_the_same_rank_for_a_slot(first: int) -> None:
                 had.setdefault(rank, set()).add(slot)
         others += any(len(slots) > 1 for rank, slots in had.items())
     assert others > 25, "a rank went from one slot to another in most histories"
+
+
+def _with(view: Decision, slot: int, rank: int, gone: tuple[int, ...] = (), wanted: tuple[int, ...] = ()) -> Decision:
+    """Return the decision that takes in a slot for a rank, where `wanted` are in and `gone` die."""
+    offer = Offer(ASKS, rank, NUM_RANKS, bytes(BLOB_BYTES), 9)
+    want = Want(LANE, tuple(sorted({*wanted, slot})), (), locators=(Locator(slot, offer.locator.pack()),))
+    told = {one.slot: [LaneState(LANE, 10, 10)] for one in view.members if one.slot not in gone}
+    return compose(view, told, dict.fromkeys(gone, DEAD), wants=[want])
+
+
+def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_removes() -> None:
+    born = Decision(1, tuple(member(slot, 0) for slot in range(NUM_SLOTS)))
+    told = {one.slot: [LaneState(LANE, 10, 10)] for one in born.members}
+    first = compose(born, told, {}, wants=[Want(LANE, tuple(sorted(FOUNDERS)), (3, 4, 5))])
+    second = _with(first, 3, 3, wanted=FOUNDERS)
+    third = _with(second, 4, 4, gone=(3,), wanted=(*FOUNDERS, 3))
+    assert third.removed
+    assert 4 in parts_of(third, LANE)
+    seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
+    member_of_it = Occupants(seat, first)
+    member_of_it.begin(range(3))
+    for one in list(member_of_it.newcomers(second)):
+        member_of_it.take_in(one)
+    member_of_it.is_over(second)
+    newcomer = Occupants(seat, first, True)
+    hooks = SimpleNamespace(
+        enter_as=lambda slot, locator: None,
+        decisions=[second, third],
+        is_entry=lambda decision: decision is third,
+        begin_with=lambda decision: None,
+    )
+    asking: Any = SimpleNamespace(
+        hooks=hooks,
+        runtime=SimpleNamespace(view=lambda: third),
+        _job=SimpleNamespace(slot=4),
+        _row=SimpleNamespace(tell=lambda told: None),
+        _occupants=newcomer,
+    )
+    assert LaneBirth.ask(asking, Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9), 1.0) is third
+    assert newcomer.ours(third).removed == member_of_it.ours(third).removed == third.removed

@@ -152,3 +152,21 @@ def test_who_has_left_a_call_finds_what_the_others_find(raises: bool) -> None:
             seen.add(found[1])
     assert ended > 20, "some that were left ended for all on their way"
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("problem", [RankFailedError("root", [ROOT]), MemoryError(), RuntimeError("resized")])
+def test_a_call_that_only_this_rank_cannot_plan_again_is_asked_about_further(problem: Exception) -> None:
+    ended: list[tuple[int, int]] = []
+    judge: Any = SimpleNamespace(
+        _course=SimpleNamespace(ended_on_the_way=lambda seq, epoch: ended.append((seq, epoch)))
+    )
+    told = KeyboardInterrupt()
+
+    def make(box: Any) -> Any:
+        raise problem
+
+    op: Any = SimpleNamespace(seq=5, told=told, make=make, fail=lambda error: None)
+    Judge._leave(judge, op, told, SimpleNamespace(epoch=3))  # type: ignore[arg-type]
+    is_lost = isinstance(problem, RankFailedError)
+    assert ended == ([(5, 3)] if is_lost else [])
+    assert (op.told is None) is is_lost

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from epee.backend.bootstrap.home import Home
 from epee.ep.config import BufferConfig
+from epee.ep.hosts import notices
 from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_lane, parse_notice
+from epee.errors import UnsupportedError
 from epee.view.process.board import MAX_TOLD_BYTES
 from epee.view.transport.wire import LANE_LIMIT
 
@@ -57,3 +62,28 @@ def test_places_have_lanes_of_their_own() -> None:
     lanes = {notice_lane(group, place) for group in (5, 6) for place in range(MAX_NOTICES)}
     assert len(lanes | {5, 6}) == 2 * MAX_NOTICES + 2
     assert all(0 <= lane < LANE_LIMIT for lane in lanes)
+
+
+@pytest.mark.parametrize("oldest", [1, 2])
+def test_the_oldest_buffer_that_is_like_it_is_the_one_to_come_into(
+    oldest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BufferConfig(4, 8, 16, 2, 8, torch.bfloat16)
+    told = [notice(config, num_hosts)._replace(number=num_hosts) for num_hosts in (oldest, 3 - oldest)]
+    monkeypatch.setattr(notices, "_running", lambda seat, own_rank, timeout_s: [(one, 0) for one in told])
+
+    class OfJob:
+        """Stands for the view's runtime, as a key as well."""
+
+        member = SimpleNamespace(host="b")
+
+        def host_of(self, slot: int) -> str:
+            return "a"
+
+    seat: Any = SimpleNamespace(is_joiner=True, spans=True, runtime=OfJob(), slots=[0])
+    group: Any = SimpleNamespace(rank=lambda: 3)
+    found = notices.find_on_one_host(group, seat, config, False, 1.0)
+    assert (found is not None) is (oldest == 1)
+    if found is not None:
+        with pytest.raises(UnsupportedError, match="stays there"):
+            found.require_here("Buffer", 3)

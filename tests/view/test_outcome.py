@@ -152,6 +152,40 @@ def test_the_next_call_is_planned_behind_a_loss_though_an_earlier_call_is_still_
     assert one.base == one.planned_in(6) == 2
 
 
+def test_behind_a_call_that_ended_on_its_way_all_plan_alike_whatever_a_later_loss_has_hit_before() -> None:
+    """Call 4 was given up and is asked about; 5 has root 3, so it ends in epoch 2. The loss of 2 has hit 4."""
+    second = after(FIRST, {3: DEAD}, issued=5)
+    third = after(second, {2: DEAD}, issued=5)
+    early, late = course(False, second), course(False, second, third)
+    whole = whole_up_to(3)
+    assert [one.place(4, whole).epoch for one in (early, late)] == [2, 3]
+    for one in (early, late):
+        one.place(5, whole)
+        one.ended_on_the_way(5, 2)
+        one.forget(3)
+        assert one.planned_in(6) == 2
+        assert one.contributors(6, 2) == (0, 1, 2), "what a program is shown behind call 5"
+    early.add(third)
+    assert early.place(4, whole, 2).epoch == late.place(4, whole, 3).epoch == 3
+    for one in (early, late):
+        assert one.planned_in(6) == 2, "until the next call ends, the same is shown"
+        assert one.place(6, whole, 2)[:4] == (3, False, (), (3,))
+        assert one.planned_in(7) == 3
+        one.forget(6)
+        assert (one.base, one.turns) == (3, [])
+
+
+def test_what_has_hit_the_call_behind_one_that_ended_on_its_way_is_behind_those_after_it() -> None:
+    """Calls overlap: 5 has ended in epoch 2, and 6, which the second loss has hit, is open in epoch 3."""
+    second = after(FIRST, {3: DEAD}, issued=6)
+    one = course(False, second, after(second, {2: DEAD}, issued=6))
+    assert one.place(5, lambda slot, epoch, seq: slot == 2).epoch == 2
+    one.ended_on_the_way(5, 2)
+    assert one.planned_in(6) == 2
+    assert one.place(6, whole_up_to(5)).epoch == 3
+    assert one.planned_in(6) == 3
+
+
 @pytest.mark.parametrize(("ended", "planned_in"), [(4, 1), (5, 1), (6, 2)])
 def test_in_mode_raise_calls_are_planned_in_the_old_view_as_long_as_they_fail(ended: int, planned_in: int) -> None:
     one = course(True, after(FIRST, {3: DEAD}, issued=6))

@@ -3,7 +3,7 @@
 Members of a group show their offers beside its lane (`home.Offer`), and agents bring them to other hosts. A process
 that is about to ask reads there on which host the group is. Where that is another one it does not ask: it raises, and
 shows with what it would have asked beside a lane that is there for nothing else, as long as it is in the job. Members
-that wait for it find that, and raise too.
+that wait for it find that, and raise too, once for each time that it has tried: another process may still come.
 
 Who writes: each process its own row. What is read is checked as any offer. A crash takes the row away.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from typing import NamedTuple
 
 from ...errors import InvalidArgument, UnsupportedError
 from ...view.process.board import LaneRow
@@ -24,6 +25,7 @@ logger = logging.getLogger("epee")
 
 _LOOK_S = 0.005
 _SALT = 0xA0761D6478BD642F
+_attempts: dict[int, int] = {}  # by lane
 _rows: weakref.WeakKeyDictionary[Runtime, dict[int, LaneRow]] = weakref.WeakKeyDictionary()  # by lane
 
 
@@ -59,9 +61,23 @@ def require_host(runtime: Runtime, lane: int, offer: Offer, timeout_s: float) ->
     )
 
 
-def refused(runtime: Runtime, lane: int) -> dict[int, int]:
-    """Return which ranks of a group processes of other hosts would have had: rank -> slot."""
-    return {offer.rank: slot for slot, offer in parse_offers(runtime.told(_lane_of(lane))).items()}
+class Refusal(NamedTuple):
+    """A process of another host that would have had a rank of a group.
+
+    Attributes:
+        slot: of the job.
+        attempt: the same for no other attempt of this group: the process, and how often it has tried.
+    """
+
+    slot: int
+    attempt: tuple[bytes, bytes]
+
+
+def refused(runtime: Runtime, lane: int) -> dict[int, Refusal]:
+    """Return which ranks of a group processes of other hosts would have had."""
+    nonces = {member.slot: member.nonce for member in runtime.view().members}
+    told = parse_offers(runtime.told(_lane_of(lane)))
+    return {o.rank: Refusal(slot, (nonces[slot], o.blob)) for slot, o in told.items() if slot in nonces}
 
 
 def _lane_of(lane: int) -> int:
@@ -78,7 +94,8 @@ def _tell(runtime: Runtime, lane: int, offer: Offer) -> None:
         except InvalidArgument as error:  # too many lanes: then members wait until their time-out
             logger.warning("the members of a group are not told that this process was refused: %s", error)
             return
-    known[lane].tell(offer.pack())
+    number = _attempts[lane] = _attempts.get(lane, 0) + 1
+    known[lane].tell(offer._replace(blob=number.to_bytes(len(offer.blob), "little")).pack())
 
 
 def _nothing() -> None:

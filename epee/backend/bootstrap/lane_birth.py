@@ -92,6 +92,8 @@ class LaneBirth:
             epoch = self.runtime.view().epoch
             entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
             if entry is not None:
+                seen = (self._occupants.known, *list(self.hooks.decisions))
+                self._occupants.note_before(max((d for d in seen if d.epoch < entry.epoch), key=lambda d: d.epoch))
                 self._occupants.known = entry
                 self.hooks.begin_with(entry)
                 return entry

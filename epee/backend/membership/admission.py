@@ -59,6 +59,7 @@ class Admission:
         self._intake = intake
         self._look = look
         self._told = told
+        self._raised: set[tuple[bytes, bytes]] = set()  # attempts of processes of other hosts that were told here
         self._later: tuple[str, dict[tuple[int, ...], int]] = ("", {})  # see `name_later`
 
     def waiting(self) -> tuple[int, ...]:
@@ -149,14 +150,18 @@ class Admission:
             self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
 
     def _require_hosts(self, ranks: Collection[int]) -> None:
-        """Raise where a process of another host was refused that would have had one of these ranks."""
+        """Raise where a process of another host was refused that would have had one of these ranks; once for each."""
         runtime = self._runtime
-        told = {rank: slot for rank, slot in refused(runtime, self._occupants.lane).items() if rank in ranks}
+        told = {rank: who for rank, who in refused(runtime, self._occupants.lane).items() if rank in ranks}
         asking = self._askers(runtime.view()) if told else {}
         for rank in sorted(told.keys() - asking.keys()):
+            who = told[rank]
+            if who.attempt in self._raised:
+                continue
+            self._raised.add(who.attempt)
             raise UnsupportedError(
-                f"rank {rank} cannot be taken in: slot {told[rank]} of the job has asked for it, on host "
-                f"{runtime.host_of(told[rank])}, and this group stays on the host where it was made, "
+                f"rank {rank} cannot be taken in: slot {who.slot} of the job has asked for it, on host "
+                f"{runtime.host_of(who.slot)}, and this group stays on the host where it was made, "
                 f"{runtime.member.host}; make the group anew with all ranks (new_group), or begin it as one over "
                 "several hosts (EPEE_OVER_HOSTS=1)"
             )

@@ -373,7 +373,7 @@ class Survival(LaneBirth):
 
     def insist_on_tellers(self, deadline: float) -> bool:
         """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
-        slots = {rank: self._occupants.slot_of[rank] for rank in self.tellers()}
+        slots = self._occupants.slots_of(self.tellers())
         told, seq = partial(context, LOSS, rank=self._boxes.full.rank), self._engine.num_retired
         return self._awaited.insist(slots, told, seq, self._occupants.epoch, deadline)
 
@@ -443,7 +443,7 @@ class Survival(LaneBirth):
         if op.box is not box or op.done:
             return True
         ranks = self.tellers() if self.unsettled() else ranks
-        slots = {rank: self._occupants.slot_of[rank] for rank in ranks}
+        slots = self._occupants.slots_of(ranks)
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
         epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
@@ -459,9 +459,8 @@ class Survival(LaneBirth):
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
         if self._engine.flags & ENDED:
             return  # the board may be gone
-        self._awaited.show(
-            call.name, call.seq, self._engine.members.epoch, map(self._occupants.slot_of.__getitem__, ranks)
-        )
+        slots = self._occupants.slots_of(ranks).values()
+        self._awaited.show(call.name, call.seq, self._engine.members.epoch, slots)
 
     def hide(self) -> None:
         """Take it off again: the call has ended."""

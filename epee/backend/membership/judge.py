@@ -177,12 +177,11 @@ class Judge:
             return
         try:
             op.make(box)
-        except InvalidArgument:  # it ends on this rank alone, see `_move`
-            return
-        except Exception as exc:  # noqa: BLE001 - it belongs to that call, whose caller has an error
-            _log.debug("a call that was left ends for all with epoch %d: %s", box.epoch, exc)
+        except RankFailedError:
             op.told = None
             self._course.ended_on_the_way(op.seq, box.epoch)
+        except Exception as exc:  # noqa: BLE001 - on this rank alone: its tensors are its caller's again
+            _log.debug("a call that was left cannot be planned for epoch %d any more: %s", box.epoch, exc)
 
     def _failure(self, op: Operation, place: CallState) -> PeerError:
         elapsed = time.monotonic() - op.started if op.started else 0.0

@@ -204,6 +204,11 @@ class Occupants:
 
     # ---- what has been taken over
 
+    def note_before(self, previous: Decision) -> None:
+        """Note who had which rank before the decision that takes this process in: that one may remove some of them."""
+        for slot, rank in self.ranks_in(previous).items():
+            self._note(slot, rank, 0)
+
     def take_in(self, one: Coming) -> None:
         """Note that a member takes part."""
         slot = one.member.slot
@@ -220,6 +225,10 @@ class Occupants:
         if before != rank and self.slot_of[before] == slot:
             self.slot_of[before] = MAX_RANKS + before  # nobody's
         self.rank_of[slot], self.slot_of[rank] = rank, slot
+
+    def slots_of(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the slot of each of these ranks that has one, or had it last and nobody got another rank with it."""
+        return {rank: self.slot_of[rank] for rank in ranks if self.slot_of[rank] < MAX_RANKS}
 
     def rank_at(self, slot: int, epoch: int) -> int | None:
         """Return the rank that a slot had in an epoch, or before it; None where that is not known."""

@@ -106,6 +106,10 @@ def notice_lane(group_lane: int, place: int) -> int:
     return (group_lane ^ (place + 1) * _SALT) & ((1 << 62) - 1)
 
 
+class _NoPlaceLeft(InvalidState):
+    """A process tells of as many buffers of a group as it can."""
+
+
 def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     """Tell the members that this process has a buffer; return what takes it back (idempotent).
 
@@ -117,7 +121,7 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
         taken = _taken.setdefault(runtime, {}).setdefault(lane, set())
         place = next((place for place in range(MAX_NOTICES) if place not in taken), None)
         if place is None:
-            raise InvalidState(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
+            raise _NoPlaceLeft(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
         taken.add(place)
         _had.setdefault(runtime, set()).add(notice.home.lane)
     own = notice_lane(lane, place)
@@ -145,19 +149,20 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
 
 
 def tell_of_one_host(
-    seat: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None
+    seat: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
 ) -> Callable[[], None]:
     """Tell the members that this process has a buffer that stays on its host; return what takes it back.
 
     Args:
         number, lane: of the buffer.
         like: what was told of it here, where this process has come into it.
+        first: the epoch in which all have made it together; 0 where that is not so.
     """
-    epoch = seat.runtime.view().epoch if like is None else like.epoch
+    epoch = like.epoch if like is not None else first or seat.runtime.view().epoch
     home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
     try:
         return tell(seat, BufferNotice(number, 1, epoch, home, config.words()))
-    except InvalidState as error:  # it works all the same; only who comes from another host waits in vain
+    except _NoPlaceLeft as error:  # it works all the same; only who comes from another host waits in vain
         logger.info("a buffer of one host is not told to processes that come: %s", error)
         return _nothing
 
@@ -204,8 +209,10 @@ def find_on_one_host(
     for notice, rank in _running(seat, group.rank(), timeout_s):
         theirs = notice.words
         is_like = all(theirs[at] == own[at] for at in like) and (theirs[device] > 0) == is_cuda
-        if notice.num_hosts == 1 and is_like and notice.home.lane not in had:
-            return OnOneHost(notice, rank, runtime.host_of(seat.slots[rank]), runtime.member.host)
+        if is_like and notice.home.lane not in had:  # the oldest is the one to come into
+            is_alone = notice.num_hosts == 1
+            host = runtime.host_of(seat.slots[rank])
+            return OnOneHost(notice, rank, host, runtime.member.host) if is_alone else None
     return None
 
 

@@ -83,6 +83,11 @@ class BufferLane:
         """Number of the buffer among those of its group, and id of its lane; the same on all its ranks."""
         return self._number, self.roster.lane
 
+    @property
+    def first(self) -> int:
+        """Where all ranks have made it together: an epoch that they all know of, the same on all; else 0."""
+        return self._begun.first
+
     def is_told(self, take_back: Callable[[], None]) -> None:
         """Note that members of the group are told of the buffer, until it is closed: then `take_back` is called."""
         self._begun.take_back = take_back

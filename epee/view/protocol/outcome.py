@@ -154,6 +154,7 @@ class Course:
         self.turns: list[EpochChange] = []
         self._latest = view.epoch
         self._last = 0
+        self._on_the_way = (0, 0)  # the last call that ended on its way, and the epoch: see `ended_on_the_way`
         self.first_seq = first_seq(view, lane) if joined else 1
         self._members = {
             view.epoch: {
@@ -289,7 +290,10 @@ class Course:
         """Note that call `seq`, which `place` has moved on to later epochs, has ended in `epoch` for everybody (`via`).
 
         So no later turn has hit it: what these hit is the first call after it, as for those who hear of them later.
+        And the next call is planned in `epoch`, also where a later turn has hit an earlier call, given up and still
+        asked about: who has not heard of that turn cannot plan it elsewhere. It moves on when it is asked about itself.
         """
+        self._on_the_way = (seq, epoch)
         for turn in self.turns:
             if turn.epoch > epoch and turn.hit == seq:
                 turn.hit = None
@@ -371,6 +375,9 @@ class Course:
     def _is_passed(self, turn: EpochChange, seq: int) -> bool:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
         if turn.hit is None or (self.raises and turn.fails(seq)):
+            return False
+        ended, epoch = self._on_the_way  # behind it nobody plans in a later epoch before the next call has ended
+        if turn.epoch > epoch and turn.hit <= ended and seq <= ended + 1:
             return False
         return turn.hit < seq or turn.hit == seq != turn.among
 

@@ -129,13 +129,21 @@ DEVICE bool has_failed(const CollectiveCall& call, u64 tag) {
   return ld_relaxed_sys(own_words(call, kRegionFailedOffset)) >> kCauseBits == tag;
 }
 
+constexpr int kNumMarks = 8;  // a launch makes two calls at most
+
 /// Marks a call as failed, and tells the host; the first failure of a call wins.
 DEVICE_COLD void report_words(const CollectiveCall& call, u64 tag, u32 code, int peer, u64 expected, u64 got,
                               u64 where) {
   u64* words = own_words(call, kRegionFailedOffset);
-  const u64 before = ld_relaxed_sys(words);
   const u64 loss = loss_of(tag, code == kPeerDead ? static_cast<u64>(peer) + 1 : 0);
-  if (before >> kCauseBits == tag || atom_cas_relaxed_gpu(words, before, loss) != before) return;
+  u64 before = ld_relaxed_sys(words), found = 0;
+#pragma unroll 1
+  for (int i = 0; i < kNumMarks; ++i, before = found) {  // again where another block has marked another call
+    if (before >> kCauseBits == tag) return;
+    found = atom_cas_relaxed_gpu(words, before, loss);
+    if (found == before) break;
+  }
+  if (found != before) return;
   add_report(words + 1, reinterpret_cast<u64*>(call.report), tag, static_cast<u64>(call.op) << 32 | code, peer,
              expected, got, where);
 }

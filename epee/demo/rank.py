@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .. import env
 from .check import compare_one_step
 from .launch import Send
+from .networks import enter
 from .settings import TIMEOUT_S, Settings
 from .survive import Survivor, backend_options
 from .train import Trainer
@@ -28,7 +29,7 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
     """
     if settings.num_hosts > 1:
         host = settings.host_of(rank)
-        env.put(EPEE_TEST="1", EPEE_HOST_KEY=f"demo {host}", EPEE_HOST_IP=f"127.0.83.{1 + host}")
+        env.put(EPEE_TEST="1", EPEE_HOST_KEY=f"demo {host}", EPEE_HOST_IP=enter(host, folder))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))
     dist.init_process_group(
         "epee",

@@ -16,6 +16,7 @@ from typer import echo
 
 from ..errors import RankFailedError, UnsupportedError
 from .launch import Message, Ranks
+from .networks import networks
 from .settings import Settings
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -54,9 +55,13 @@ def _train(settings: Settings) -> Message:
 
     events: list[Message] = []
     next_line_s = 0.0
-    with tempfile.TemporaryDirectory(prefix="epee-demo-") as name, Ranks(run_rank) as ranks:
+    with (
+        tempfile.TemporaryDirectory(prefix="epee-demo-") as name,
+        networks(settings.num_hosts, Path(name)) as hosts,
+        Ranks(run_rank) as ranks,
+    ):
         num_bytes = (Path(name) / "text").write_bytes(read_text())
-        where = f" on {settings.num_hosts} hosts" if settings.num_hosts > 1 else ""
+        where = f" on {settings.num_hosts} hosts ({hosts})" if hosts else ""
         where = where or (f" on {min(num_gpus(), settings.num_ranks)} GPU(s)" if settings.device == "cuda" else "")
         echo(f"starting {settings.num_ranks} rank(s){where} to learn {num_bytes / 1e6:.1f} MB of Python's modules ...")
         for rank in range(settings.num_ranks):

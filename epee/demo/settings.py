@@ -20,7 +20,8 @@ class Settings:
         context: bytes that the model sees. `batch`: sequences per rank and step.
         valid_batches: batches per rank for the validation loss.
         device: "cpu", or "cuda" for a GPU per rank; ranks share GPUs if there are more of them.
-        num_hosts: hosts that the ranks stand for, in a row: they share no memory and talk over loopback addresses.
+        num_hosts: hosts that the ranks stand for, in a row: they share no memory, and have networks of their own
+            where this user may make them, else loopback addresses.
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         killed_host: host that is lost in the midst of training, all its ranks at once; None: none.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started;

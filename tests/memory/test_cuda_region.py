@@ -83,7 +83,8 @@ def _share(rank: int, num_ranks: int, way: str) -> list[Any]:
         all_gather_bytes(b"done")
         region.close()
         del mine
-        return [is_right, is_written, kept, is_again, str(again.ways.name), fake.leaks(), held() == before]
+        is_clean = all(now <= then for now, then in zip(held(), before, strict=True))  # threads of the harness may end
+        return [is_right, is_written, kept, is_again, str(again.ways.name), fake.leaks(), is_clean]
 
 
 @pytest.mark.parametrize("way", WAYS)

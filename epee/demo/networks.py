@@ -80,7 +80,7 @@ def _make(num_hosts: int, holders: contextlib.ExitStack) -> list[int]:
         _run_in(pid, f"ip addr add {_address(host)}/24 dev net0", "ip link set net0 up", "ip link set lo up")
         _run_in(router, f"ip addr add {_address(host, True)}/24 dev {down}", f"ip link set {down} up")
         _run_in(pid, f"ip route add default via {_address(host, True)}")
-    _run_in(router, "sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'")
+    _run_in(router, "echo 1 > /proc/sys/net/ipv4/ip_forward")
     return pids
 
 

@@ -230,6 +230,10 @@ class Runtime:
             raise
         return self._rows[lane]
 
+    def register_board(self, lane: int) -> LaneRow:
+        """Take part with a lane without calls, for what is told beside its row (`LaneRow.tell`); as `register`."""
+        return self.register(lane, lambda: LaneState(lane, 0, 0), lambda: None, lambda _: None, lambda _: None)
+
     def unregister(self, lane: int) -> None:
         """End a lane; its callables are not called any more once this has returned. Idempotent."""
         row = self._rows.pop(lane, None)

@@ -32,7 +32,7 @@ class OfJob:
     def told(self, lane: int) -> dict[int, bytes]:
         return self.shown.get(lane, {})
 
-    def register(self, lane: int, *hooks: Any) -> Any:
+    def register_board(self, lane: int) -> Any:
         return SimpleNamespace(tell=lambda data: self.shown.setdefault(lane, {}).update({SLOT: data}))
 
 

@@ -89,7 +89,7 @@ class Runtime:
         self.broken = broken
         self.on_register: Callable[[], None] = lambda: None
 
-    def register(self, lane: int, *_: Any) -> Any:
+    def register_board(self, lane: int) -> Any:
         assert lane not in self.lanes
         self.lanes[lane] = b""
         self.on_register()

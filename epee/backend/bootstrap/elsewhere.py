@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from ...errors import InvalidArgument, UnsupportedError
 from ...view.process.board import LaneRow
-from ...view.protocol.messages import LaneState
 from ...view.runtime import Runtime
 from .home import ASKS, Offer, parse_offers
 
@@ -88,19 +87,10 @@ def _lane_of(lane: int) -> int:
 def _tell(runtime: Runtime, lane: int, offer: Offer) -> None:
     known = _rows.setdefault(runtime, {})
     if lane not in known:
-        state = LaneState(lane, 0, 0)  # it has no calls
         try:
-            known[lane] = runtime.register(lane, lambda: state, _nothing, _ignore, _ignore)
+            known[lane] = runtime.register_board(lane)
         except InvalidArgument as error:  # too many lanes: then members wait until their time-out
             logger.warning("the members of a group are not told that this process was refused: %s", error)
             return
     number = _attempts[lane] = _attempts.get(lane, 0) + 1
     known[lane].tell(offer._replace(blob=number.to_bytes(len(offer.blob), "little")).pack())
-
-
-def _nothing() -> None:
-    """Do nothing: no calls are made beside what is shown."""
-
-
-def _ignore(_: object) -> None:
-    """Do nothing: what becomes of the view is other lanes' to know."""

@@ -42,7 +42,7 @@ from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedErro
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import Decision, LaneState
+from ...view.protocol.messages import Decision
 from ...view.runtime import Runtime
 from ...view.transport.wire import LANE_LIMIT
 from ..config import CONFIG_NAMES, BufferConfig
@@ -125,7 +125,6 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
         taken.add(place)
         _had.setdefault(runtime, set()).add(notice.home.lane)
     own = notice_lane(lane, place)
-    state = LaneState(own, 0, 0)  # it has no calls
 
     def take_back() -> None:
         """Tell nothing more of it."""
@@ -137,7 +136,7 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
 
     row = None
     try:
-        row = runtime.register(own, lambda: state, _nothing, _ignore, _ignore)
+        row = runtime.register_board(own)
         row.tell(notice.pack())
     except BaseException:
         if row is not None:
@@ -321,8 +320,4 @@ def present_ranks(seat: GroupInView, view: Decision) -> list[int]:
 
 
 def _nothing() -> None:
-    """Do nothing: no calls are made beside a notice."""
-
-
-def _ignore(_: object) -> None:
-    """Do nothing: what becomes of the view is the buffer's lane's to know."""
+    """Do nothing: nobody was told."""

@@ -14,7 +14,6 @@ from epee.view.protocol.events import Died, JoinAsked, LeaveAsked, Tick, Wanted
 from epee.view.protocol.messages import Want
 
 from .history import DIED
-from .lane import LANE
 from .plan import (
     AFTER_SEND,
     BACK,
@@ -32,6 +31,7 @@ from .plan import (
     STOP,
     Fault,
 )
+from .words import LANE
 
 if TYPE_CHECKING:
     from .world import Process, World

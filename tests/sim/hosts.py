@@ -23,8 +23,9 @@ from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import HostLost
 from epee.view.protocol.messages import LEFT, Decision
 
-from .lane import LANE, Engine, Mirror, Outbox
+from .lane import Engine
 from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, SILENT_S, STOP, Fault, Plan
+from .words import LANE, Mirror, Outbox
 
 if TYPE_CHECKING:
     from .world import Process, World

@@ -37,8 +37,9 @@ from epee.view.protocol.proposer import obituary_of
 from epee.view.protocol.quorum import has_quorum
 
 from .history import TIMEOUT
-from .lane import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Call, Engine, Mirror, Outbox, Shared
+from .lane import Call, Engine
 from .plan import Plan
+from .words import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Mirror, Outbox, Shared
 from .world import Process, World
 
 Acks = set[int] | dict[int, tuple[LaneState, ...]]

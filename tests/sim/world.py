@@ -57,8 +57,9 @@ from .gates import Turns
 from .history import DONE, EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .hosts import RemoteMirror, Settlement, Watch
 from .kinds import expected_result, is_pull
-from .lane import LANE, Engine, Mirror, Outbox, Shared
+from .lane import Engine
 from .plan import AFTER_SEND, ROOT_SEEDS, Plan
+from .words import LANE, Mirror, Outbox, Shared
 
 PATIENCE_S = 12.0  # after the last fault every call must have ended by then
 TICK = Tick()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from epee.backend.collectives.signature import pack
 from epee.backend.membership.judge import Judge
 from epee.backend.membership.unsettled import UnsettledCalls
 from epee.backend.outbox import CONSUMED, CONSUMED_TOO
@@ -41,7 +42,7 @@ class Call:
 
     def __init__(self, seq: int, box: Any, root: int | None, told: BaseException | None) -> None:
         self.seq, self.cell, self.box = seq, CELLS + 64 * seq, box
-        self.plan: Any = SimpleNamespace(rounds=1, merge_bytes=0)
+        self.plan: Any = SimpleNamespace(rounds=1, merge_bytes=0, signature=pack(1, root=-1 if root is None else root))
         self.root, self.told = root, told
         self.error: BaseException | None = None
         self.lost_here: tuple[int, ...] = ()
@@ -154,19 +155,56 @@ def test_who_has_left_a_call_finds_what_the_others_find(raises: bool) -> None:
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("problem", [RankFailedError("root", [ROOT]), MemoryError(), RuntimeError("resized")])
-def test_a_call_that_only_this_rank_cannot_plan_again_is_asked_about_further(problem: Exception) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises: bool) -> None:
+    """Rank 0 gives a call up before the losses are heard of, and calls overlap: it is asked about with its root."""
+    dice, rootless = random.Random(2), 0
+    for _ in range(4000):
+        words = {rank: array("Q", bytes(8 * 2048)) for rank in range(4)}
+        for rank, epochs in ((ROOT, (1,)), (OTHER, (1, 2))):
+            through = dice.randrange(FIRST - 1, LAST)
+            put(words[rank], through, dice.randrange(through, LAST + 1), dice.choice(epochs))
+        ranks = Rank(words, raises), Rank(words, raises)
+        root = dice.choice((ROOT, OTHER))
+        given_up, *others = (Call(FIRST, rank.boxes[1], root, None) for rank in ranks)
+        given_up.fail(RuntimeError("its time-out has passed"))
+        ranks[0].end(given_up)
+        for rank in ranks:
+            for decision in decisions((FIRST + 1, FIRST + 1)):
+                rank.course.add(decision)
+        found = ranks[1].judged(others[0])
+        if others[0].error is None:  # it misses the part of rank 0
+            others[0].fail(RuntimeError("given up"))
+        ranks[1].end(others[0])
+        rootless += found[0] == "RankFailedError" and not raises
+        if not raises:
+            ranks[0].judge.raise_untold()  # it only asks again
+            assert ranks[0].course.planned_in(FIRST + 1) == ranks[1].course.planned_in(FIRST + 1)
+        again: list[Any] = [Call(FIRST + 1, rank.boxes[1], dice.choice((None, ROOT)), None) for rank in ranks]
+        again[1].root, again[1].plan = again[0].root, again[0].plan
+        ends = [rank.judged(call) for rank, call in zip(ranks, again, strict=True)]
+        if found[0] == "RankFailedError" and ends[0][0].startswith("not made"):
+            ends[0] = ranks[0].judged(again[0])  # the loss that the others have been told by the call that it gave up
+        assert ends[0] == ends[1]
+    assert raises or rootless > 100
+
+
+@pytest.mark.parametrize("is_rootless", [False, True])
+def test_a_call_that_only_this_rank_cannot_plan_again_leaves_a_header_for_the_others(is_rootless: bool) -> None:
     ended: list[tuple[int, int]] = []
     judge: Any = SimpleNamespace(
-        _course=SimpleNamespace(ended_on_the_way=lambda seq, epoch: ended.append((seq, epoch)))
+        _course=SimpleNamespace(ended_on_the_way=lambda seq, epoch: ended.append((seq, epoch))),
+        _occupants=SimpleNamespace(was_put_out=lambda rank: False),
     )
-    told = KeyboardInterrupt()
+    call: Any = Call(5, SimpleNamespace(members=(0, 1, ROOT), epoch=1), ROOT, None)
+    after: Any = SimpleNamespace(members=(0, 1) if is_rootless else (0, 1, ROOT), epoch=2)
+    shortage = MemoryError("no room for a copy")
+    if not is_rootless:
+        call.make = lambda box: _raise(shortage)
+    Judge._move(judge, call, after, is_rootless)
+    assert (call.by_view, call.box.epoch, ended) == ((True, 1, [(5, 2)]) if is_rootless else (False, 2, []))
+    assert isinstance(call.error, RankFailedError) if is_rootless else call.error is shortage
 
-    def make(box: Any) -> Any:
-        raise problem
 
-    op: Any = SimpleNamespace(seq=5, told=told, make=make, fail=lambda error: None)
-    Judge._leave(judge, op, told, SimpleNamespace(epoch=3))  # type: ignore[arg-type]
-    is_lost = isinstance(problem, RankFailedError)
-    assert ended == ([(5, 3)] if is_lost else [])
-    assert (op.told is None) is is_lost
+def _raise(error: Exception) -> None:
+    raise error

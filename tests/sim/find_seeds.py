@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tests.sim.kinds import PULL_SEEDS
 from tests.sim.mutants import MUTANTS
-from tests.sim.plan import GATE_SEEDS, HOST_SEEDS, ROOT_SEEDS
+from tests.sim.plan import GATE_SEEDS, HOST_SEEDS, OVERLAP_SEEDS, ROOT_SEEDS
 from tests.sim.run import first_bad
 
 SAVED = Path(__file__).parent / "seeds.json"
 LIMIT, CHUNK = 25_000, 500
-STARTS = (0, PULL_SEEDS, HOST_SEEDS, GATE_SEEDS, ROOT_SEEDS)
+STARTS = (0, PULL_SEEDS, HOST_SEEDS, GATE_SEEDS, ROOT_SEEDS, OVERLAP_SEEDS)
 
 
 def find(names: list[str]) -> None:

@@ -32,7 +32,7 @@ from functools import partial
 from epee.backend.hosts.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
-from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
+from epee.view.protocol.messages import DEAD, FOREVER, LEFT, Decision, LaneState
 from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
@@ -75,7 +75,9 @@ class Call:
         is_completing: it was withdrawn here, but a peer has completed it.
         is_decided: this process has said that it completes it.
         is_told: its program got an error before its end was known.
-        root: the slot of its root, of a kind that has one; else -1. It was chosen in the view of epoch `planned_in`.
+        is_refused: it was given up before it was published: it has ended, but for a header.
+        members: the slots that take part in it in the epoch in which it runs.
+        root: the slot of its root, of a kind that has one; else -1.
         undecided: who may still complete it, at the last look of one that has withdrawn it.
     """
 
@@ -84,26 +86,26 @@ class Call:
         "is_completing",
         "is_decided",
         "is_published",
+        "is_refused",
         "is_told",
         "kind",
+        "members",
         "moved_at",
         "need",
         "place",
-        "planned_in",
         "root",
         "seq",
         "steps",
         "undecided",
     )
 
-    def __init__(self, seq: int, kind: Kind, now: float, planned_in: int, root: int) -> None:
-        self.given_up = 0
-        self.planned_in, self.root = planned_in, root
+    def __init__(self, seq: int, kind: Kind, now: float, place: CallState, members: tuple[int, ...], root: int) -> None:
+        self.given_up, self.root = 0, root
         self.undecided: list[int] = []
-        self.is_completing = self.is_decided = self.is_told = False
+        self.is_completing = self.is_decided = self.is_told = self.is_refused = False
         self.seq = seq
         self.kind = kind
-        self.place = CallState(0, False)
+        self.place, self.members = place, members
         self.steps: Iterator[int] | None = None
         self.is_published = False
         self.need = (TAG, 0)
@@ -144,7 +146,7 @@ class Engine:
         self.dead: set[tuple[int, int]] = set()
         self.removed: set[tuple[int, int]] = set()
         self.unheard: set[tuple[int, int]] = set()
-        self.must_judge = False
+        self.must_judge = self.is_changing = joined
         self.news: deque[Decision] = deque()
         self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
         self.now = 0.0
@@ -203,19 +205,17 @@ class Engine:
     def issue(self, now: float) -> None:
         """Issue the next call."""
         self.now = now
-        kind, planned_in, root = kind_of(self.shared.seed, self.issued + 1), 0, -1
+        kind, root = kind_of(self.shared.seed, self.issued + 1), -1
+        planned_in, slots = self.shown()
         if kind.root:
-            planned_in, slots = self.shown()
             root = root_of(self.shared.seed, self.issued + 1, slots)
             self.shared.roots[self.slot, self.incarnation, self.issued + 1] = root
         self.issued += 1
-        call = Call(self.issued, kind, now, planned_in, root)
+        call = Call(self.issued, kind, now, CallState(planned_in, False), slots, root)
+        call.steps = self._steps(call)
         self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
         self.calls.append(call)
-        if self.unheard or self.must_judge or self.is_gated:
-            self.must_judge = True  # in order: those before it are to be judged first
-        else:
-            self._settle(call)
+        self.must_judge |= self.is_changing
 
     def shown(self) -> tuple[int, tuple[int, ...]]:
         """Return the epoch and the slots with which the next call is planned, as `_next_box` in `membership/boxes.py`.
@@ -314,25 +314,33 @@ class Engine:
         self.own(decision.epoch)
         for box in self.shared.boxes_of(self.slot, self.incarnation):
             box.store(self.now, VIEW, decision.epoch)
-        self.must_judge |= self.course.add(decision)
+        if self.course.add(decision):
+            self.must_judge = self.is_changing = True
         if self.gate is not None and self._brings_in(decision):
             self.placed = decision.epoch
             self.gate.end()
         self.epoch = decision.epoch
-        if self.shared.judges_at_once:
-            self.heed()
         self._say_through()
 
     def heed(self) -> None:
-        """Find out where the pending calls stand, if there is news of that and all is here that was said before."""
-        if self.unheard or self.is_gated or not self.must_judge:
-            return
-        self.must_judge = False
-        for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
-            if call in self.unsettled:
-                call.place = self._place(call)
-            else:
-                self._settle(call)
+        """Find out where the oldest call stands, if there is news of that and all is here that was said before.
+
+        As `heed` in `backend/membership/judge.py`: of the others it is asked when they are the oldest.
+        """
+        while self.must_judge and not (self.unheard or self.is_gated):
+            self.must_judge = False
+            self._ask_again()
+            if self.calls:
+                self._settle(self.calls[0])  # where it ends, the next one is to be judged
+
+    def _ask_again(self) -> None:
+        """Ask about calls that have ended here, before any later one."""
+        for past in list(self.unsettled):
+            past.place = self._place(past)
+            if past.place.rootless:
+                self.course.ended_on_the_way(past.seq, past.place.rootless)
+            if past.place.rootless or past.place.failed:
+                self.unsettled.remove(past)
 
     def put_out(self, now: float) -> None:
         """Take no part any more: what is pending ends with an error."""
@@ -352,50 +360,48 @@ class Engine:
                 mirror.see_all()
 
     def _place(self, call: Call) -> CallState:
-        return self.course.place(call.seq, self.whole, call.place.epoch or None)
+        def has_root(epoch: int) -> bool:
+            is_before = epoch < call.place.epoch
+            return call.root < 0 or is_before or call.root in self.course.contributors(call.seq, epoch)
+
+        ran_in = call.place.epoch if max(call.place.epoch, self.course.base) > self.joined_in else None
+        return self.course.place(call.seq, self.whole, ran_in, has_root)
 
     def parties(self, call: Call) -> tuple[int, ...]:
         """Return the slots with a part in a call where it stands, ascending."""
-        slots = self.course.contributors(call.seq, call.place.epoch)
-        return tuple(slot for slot in slots if slot not in call.place.without)
+        return tuple(slot for slot in call.members if slot not in call.place.without)
 
     def _settle(self, call: Call) -> None:
-        if call.is_decided:
+        if call.is_decided or call.is_refused:
             return
         place = self._place(call)
-        ends_in = self._loses_root(call, place)
-        if ends_in:
+        if place.rootless:
             self._clear(call)
-            self.course.ended_on_the_way(call.seq, ends_in)
-            # where calls overlap, who knows nothing more of the first view without the root ends it in a later one
-            self._end(call, ROOTLESS, ends_in if self.shared.shows else 0, 1 << call.root)
+            call.is_told = False  # for all it has ended, so nobody asks about it any more
+            self.course.ended_on_the_way(call.seq, place.rootless)
+            self._end(call, ROOTLESS, place.rootless, 1 << call.root)
+        elif call.is_told and place.via:  # nobody waits for it any more
+            self._clear(call)
+            self._end(call, call.given_up, call.place.epoch)
         elif place.failed:
             self._clear(call)
             self._end(call, FAILED, place.epoch)
-        elif place.epoch != call.place.epoch and call.is_told:  # nobody waits for it any more
-            self._clear(call)
-            call.place = place
-            self._end(call, call.given_up, place.epoch)
         elif place.epoch != call.place.epoch:
-            call.place = place
-            call.undecided = []
-            call.is_published = call.is_completing = False
-            call.given_up *= not call.place.epoch
-            call.steps = self._steps(call)
-            call.moved_at = self.now
+            self._renew(call, place)
         elif place.without != call.place.without:  # it goes on among those who remain
             call.place, call.undecided, call.moved_at = place, [], self.now
             call.steps = self._go_on(call, self.own(place.epoch))
         if call in self.calls and self._is_lost_here(call):
             self._lose(call)
 
-    def _loses_root(self, call: Call, place: CallState) -> int:
-        """Return the first epoch to which a call moves and in which its root has no part; 0: there is none."""
-        if not call.kind.root or call.is_told:
-            return 0
-        views = (*place.via, place.epoch) if not place.failed else place.via
-        later = (epoch for epoch in views if epoch > call.planned_in)
-        return next((epoch for epoch in later if call.root not in self.course.contributors(call.seq, epoch)), 0)
+    def _renew(self, call: Call, place: CallState) -> None:
+        """Run a call again in a later epoch."""
+        call.place, call.members = place, self.course.contributors(call.seq, place.epoch)
+        call.undecided = []
+        call.is_published = call.is_completing = False
+        call.given_up = 0
+        call.steps = self._steps(call)
+        call.moved_at = self.now
 
     def _is_lost_here(self, call: Call) -> bool:
         """Return whether a part of a call that counts, because somebody has completed it, has not come to this host."""
@@ -426,7 +432,7 @@ class Engine:
         if status == OK:
             self.completed = call.seq
             self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
-        elif status not in (FAILED, LOST, ROOTLESS):
+        elif call.is_told or status not in (FAILED, LOST, ROOTLESS):
             self.unsettled.append(call)
         self._say_through()
         record = Record(
@@ -434,7 +440,10 @@ class Engine:
         )
         self.records.append(record)
         through = self.through()  # of what is unsettled later decisions are still asked
-        self.course.forget(min(through, self.unsettled[0].seq - 1) if self.unsettled else through)
+        epoch = min((call.place.epoch for call in (*self.unsettled, *self.calls)), default=FOREVER)
+        self.course.forget(min(through, self.unsettled[0].seq - 1) if self.unsettled else through, epoch)
+        self.is_changing = self._is_changing()
+        self.must_judge |= self.is_changing
         if self.shared.shows and status in (OK, ROOTLESS) and not self.calls:
             shown_in, slots = self.shown()
             mask, where = sum(1 << slot for slot in slots), (LANE, call.seq, shown_in)
@@ -446,6 +455,15 @@ class Engine:
         for box in self.shared.boxes_of(self.slot, self.incarnation):
             if through > box.words[CONSUMED]:
                 box.store(self.now, CONSUMED, through)
+
+    def _is_changing(self) -> bool:
+        """Return whether a change of the view is known to come for a call: then calls are begun one by one.
+
+        As CHANGING in `backend/membership/epochs.py`.
+        """
+        epoch, course = self.course.base, self.course
+        is_over = not (course.turns or self.news or self.unheard) and max(course.starts(epoch)) <= self.through() + 1
+        return not is_over or any(call.place.epoch != epoch for call in self.calls)
 
     def through(self) -> int:
         """Return the last call that this process is through with, and with all before it."""
@@ -467,9 +485,10 @@ class Engine:
             outcome = next(call.steps, None)
             if outcome is None:
                 moved = True  # the call has ended
+                self.heed()
                 continue
             if outcome == BLOCKED:
-                if not call.is_published:
+                if not (call.is_published or call.is_refused) or not self._may_begin_more():
                     break
                 position += 1
                 continue
@@ -489,15 +508,16 @@ class Engine:
             box.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
             box.store(self.now, cell + TAG, 0)
             box.fence()
-        elif call.place.epoch:
-            call.steps = self._steps(call)  # what was half published gets no tag
+        else:
+            call.is_refused = True
+            call.steps = self._refuse(call)  # what was half published gets no tag
 
     def interrupt(self) -> None:
         """An exception comes out of the youngest call: its program cannot reach it any more, and may repeat it."""
         if self.calls and not self.calls[-1].is_told:
             call = self.calls[-1]
             self.give_up(call, GAVE_UP)
-            call.is_told = True
+            call.is_told = not call.is_refused
 
     def may_issue(self) -> bool:
         """Return whether the program can issue a call: the end of an unclaimed one must be known first."""
@@ -530,13 +550,10 @@ class Engine:
     def _steps(self, call: Call) -> Iterator[int]:
         """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
         seq, box = call.seq, self.own(call.place.epoch)
-        while not (self._may_publish(call) and self._has_room(call, box)):
+        while not self._has_room(call, box):
             yield BLOCKED
         if not box.first_seq:
             box.first_seq = seq
-        if call.given_up:
-            yield from self._refuse(call, box)
-            return
         yield from self._publish(call, box)
         yield from self._go_on(call, box)
 
@@ -554,7 +571,7 @@ class Engine:
                 if peer.words[cell + GAVE] == tag:
                     self.give_up(call, GAVE_UP)
                 elif self._ended_without(call):
-                    self._clear(call)
+                    box.store(self.now, cell + GAVE, tag)
                     self._end(call, GAVE_UP, epoch)
                     return
                 if not (yield from self._blocked(call)):
@@ -648,6 +665,7 @@ class Engine:
             for slot in slots
             if past.seq < call.seq
             and incarnations.get((past.place.epoch, slot)) == incarnations[epoch, slot]
+            and (slot, incarnations[epoch, slot]) not in self.removed  # what it has left counts for both, or for none
             and not self.whole(slot, past.place.epoch, past.seq)
         ]
 
@@ -719,9 +737,18 @@ class Engine:
                 return not self.news
         return False
 
-    def _refuse(self, call: Call, box: Outbox) -> Iterator[int]:
-        """Tell the peers that nothing will come of a call; it ends here."""
-        cell = self.cell(call.seq)
+    def _refuse(self, call: Call) -> Iterator[int]:
+        """Tell the peers, in its turn, that nothing will come of a call; it ends here.
+
+        Who is lost makes no room: then the peers see that this process is through and has put nothing into it.
+        """
+        cell, box = self.cell(call.seq), self.own(call.place.epoch)
+        while self.calls[0] is not call or not (self._has_lost_one_of(call) or self._has_room(call, box)):
+            yield BLOCKED
+        if self._has_lost_one_of(call):
+            self._end(call, call.given_up, call.place.epoch)
+            return
+        box.first_seq = box.first_seq or call.seq
         box.store(self.now, cell + TAG, 0)
         yield MOVED
         for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 1)):
@@ -733,9 +760,13 @@ class Engine:
         """Return whether what was read belonged to the call: nobody writes a cell anew without clearing its tag."""
         return all(tag in (words[cell + TAG], words[cell + GAVE]) for words in (peer.sync(self.now) for peer in peers))
 
-    def _may_publish(self, call: Call) -> bool:
-        oldest = self.calls[0]
-        return self.course.may_publish(call.seq, call.place.epoch, oldest.seq, oldest.place.epoch)
+    def _may_begin_more(self) -> bool:
+        """Return whether calls behind the oldest one may be published: they run as they were planned."""
+        return not self.is_changing
+
+    def _has_lost_one_of(self, call: Call) -> bool:
+        epoch = call.place.epoch
+        return any((slot, self.incarnations[epoch, slot]) in self.removed for slot in call.members)
 
     def _has_room(self, call: Call, box: Outbox) -> bool:
         """Return whether everybody has read what the call's cell held before."""
@@ -746,8 +777,7 @@ class Engine:
         epoch = call.place.epoch
         if box.words[CONSUMED] < past:
             return False
-        readers = self.course.contributors(past, epoch)
-        return all(slot == self.slot or self.look(slot, epoch)[CONSUMED] >= past for slot in readers)
+        return all(slot == self.slot or self.look(slot, epoch)[CONSUMED] >= past for slot in call.members)
 
     def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
         cell = self.cell(call.seq)
@@ -766,7 +796,7 @@ class Engine:
         if not call.kind.has_payload or (call.kind.root == PUTS and call.root != self.slot):
             return
         base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS
-        targets = self.course.contributors(call.seq, call.place.epoch) if call.kind.is_pairwise else (0,)
+        targets = call.members if call.kind.is_pairwise else (0,)
         for dst in targets:
             what = value(self.slot, self.incarnation, call.seq, k, dst)
             box.store(self.now, base + 2 * dst, what)

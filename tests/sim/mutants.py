@@ -333,9 +333,9 @@ class WitnessedAnyway(Engine):
 class JudgesUntold(Engine):
     """Judges calls before its host has been told all that lost ranks of others had said."""
 
-    def heed(self) -> None:
+    def step(self, now: float, budget: int) -> bool:
         self.unheard.clear()
-        super().heed()
+        return super().step(now, budget)
 
 
 class TakesLostBack(Engine):
@@ -416,6 +416,13 @@ class _ByWords(Course):
 
 
 class _HitsOnTheWay(Course):
+    def place(
+        self, seq: int, whole: Whole, epoch: int | None = None, has_root: Callable[[int], bool] = bool
+    ) -> CallState:
+        place = super().place(seq, whole, epoch)
+        rootless = next((view for view in place.via if not has_root(view)), 0)
+        return place._replace(rootless=rootless, failed=place.failed and not rootless)
+
     def ended_on_the_way(self, seq: int, epoch: int) -> None:
         pass
 
@@ -429,8 +436,9 @@ class HitsOnTheWay(Engine):
 class MovesOnWithoutRoot(Engine):
     """Runs a call whose root is lost in the newest view that it knows, and ends it there."""
 
-    def _loses_root(self, call: Call, place: CallState) -> int:
-        return place.epoch if super()._loses_root(call, place) else 0
+    def _place(self, call: Call) -> CallState:
+        place = super()._place(call)
+        return place._replace(rootless=self.course.turns[-1].epoch) if place.rootless else place
 
 
 class ShowsTheForgotten(Engine):
@@ -439,6 +447,29 @@ class ShowsTheForgotten(Engine):
     def shown(self) -> tuple[int, tuple[int, ...]]:
         epoch = max(self.course.base, self.joined_in)
         return epoch, self.course.contributors(self.issued + 1, epoch)
+
+
+class _MissesTheFirst(Course):
+    def forget(self, done: int, epoch: int = FOREVER) -> None:
+        super().forget(done)
+
+
+class MissesTheFirst(Engine):
+    """Asks about a call from the newest view that calls before it have reached, and so misses its end (our mistake)."""
+
+    course_type = _MissesTheFirst
+
+    def _place(self, call: Call) -> CallState:
+        place = super()._place(call)
+        is_there = call.root < 0 or place.failed or call.root in self.course.contributors(call.seq, place.epoch)
+        return place if is_there or place.rootless else place._replace(rootless=place.epoch)
+
+
+class WaitsForTheGone(Engine):
+    """Waits for room for the header of a call that was given up, also where a dead process keeps it (our mistake)."""
+
+    def _has_lost_one_of(self, call: Call) -> bool:
+        return False
 
 
 class MixesRoots(Engine):
@@ -582,8 +613,8 @@ class StartsAtCompleted(Engine):
 class PublishesEarly(Engine):
     """Publishes for newcomers before what they do not see has ended (a mistake of ours)."""
 
-    def _may_publish(self, call: Call) -> bool:
-        return True
+    def _may_begin_more(self) -> bool:
+        return len({call.place.epoch for call in self.calls}) == 1
 
 
 class KeepsItsHeader(Engine):
@@ -680,6 +711,8 @@ MUTANTS: dict[str, type] = {
         MovesOnWithoutRoot,
         ShowsTheForgotten,
         MixesRoots,
+        MissesTheFirst,
+        WaitsForTheGone,
         CutIgnored,
         Intersection,
         AmongWhoeverPromised,

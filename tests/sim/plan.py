@@ -30,6 +30,7 @@ AFTER_SEND = 100
 HOST_SEEDS = 1 << 31  # seeds from here on are about several hosts
 GATE_SEEDS = 3 << 30  # and from here on about processes that come into these
 ROOT_SEEDS = 1 << 32  # and from here on about calls with a root, on one host or several: see `roots.py`
+OVERLAP_SEEDS = 5 << 30  # and from here on about such calls, several open at once, in mode "raise"
 SILENT_S = 0.4  # how long a host, or a process that nobody accuses, may be silent
 
 
@@ -137,7 +138,9 @@ def make_plan(seed: int) -> Plan:
         plan = with_joins(plan, rng) if is_gated(seed) else plan
     if seed >= ROOT_SEEDS:
         plan = with_roots(plan, rng)
-        is_interrupted = seed % 3 == 1 and not is_over_hosts(seed)  # there no call is given up
+        is_interrupted = (seed % 3 == 1 or seed >= OVERLAP_SEEDS) and not is_over_hosts(
+            seed
+        )  # there no call is given up
         return plan._replace(faults=_with_interrupts(plan, rng)) if is_interrupted else plan
     if seed >= HOST_SEEDS:
         return plan

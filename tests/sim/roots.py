@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from random import Random
 
-from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, LEAVE, PART, STOP, Fault, Plan
+from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, LEAVE, OVERLAP_SEEDS, PART, STOP, Fault, Plan
 
 NUM_SLOTS = 12
 
@@ -26,6 +26,8 @@ def with_roots(plan: Plan, rng: Random) -> Plan:
         raises=rng.random() < 0.25,
         num_calls=max(8, plan.num_calls),
     )
+    if plan.seed >= OVERLAP_SEEDS:
+        plan = plan._replace(window=rng.choice((2, 3)), raises=True, is_patient=True)
     if rng.random() < 0.25:
         return plan
     plan = plan._replace(num_members=max(4, plan.num_members), think_s=rng.choice((0.0005, 0.002, 0.01)))

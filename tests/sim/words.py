@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from epee.backend.bootstrap.home import Offer
 from epee.memory.signals import SEQ_BITS
 
-from .plan import ROOT_SEEDS, is_gated
+from .plan import is_gated
 
 if TYPE_CHECKING:
     from .lane import Engine
@@ -106,7 +106,6 @@ class Shared:
         settle: a process knows that one was removed; returns whether all is there that it will ever see of it.
         heir: of one that was removed in the lane of an epoch; -1: there is none.
         is_gated: views with newcomers wait for the gate (`gates.py`).
-        judges_at_once: calls are judged by each decision as it is taken over; else when they move next, by all of them.
         shows: the programs call one by one, so between two calls all are shown the same.
         roots: of calls that have one, per slot, since when it takes part, and seq.
         turns, told: the process of an engine tells that it has turned; what it knows of the others.
@@ -124,7 +123,6 @@ class Shared:
         self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
         self.is_gated = is_gated(seed)
         self.shows = False
-        self.judges_at_once = seed < ROOT_SEEDS
         self.roots: dict[tuple[int, int, int], int] = {}
         self.turns: Callable[[Engine, int], None] = lambda engine, epoch: None
         self.told: Callable[[Engine], dict[int, Offer]] = lambda engine: {}

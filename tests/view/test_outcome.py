@@ -131,8 +131,11 @@ def test_a_call_that_ends_on_its_way_is_not_what_a_later_decision_hits() -> None
     def look(slot: int, epoch: int, seq: int) -> bool:
         return seq < 5 if slot == 3 else epoch == 1 or seq == 6
 
-    assert [early.place(5, look).via, late.place(5, look).via] == [(2,), (2, 3)]
+    def has_root(epoch: int) -> bool:
+        return epoch < 2
+
     for one in (early, late):
+        assert one.place(5, look, 1, has_root) == CallState(2, False, (), (2,), (), 2)
         one.ended_on_the_way(5, 2)
         one.forget(5)
     early.add(third)
@@ -160,7 +163,7 @@ def test_behind_a_call_that_ended_on_its_way_all_plan_alike_whatever_a_later_los
     whole = whole_up_to(3)
     assert [one.place(4, whole).epoch for one in (early, late)] == [2, 3]
     for one in (early, late):
-        one.place(5, whole)
+        assert one.place(5, whole, 1, lambda epoch: epoch < 2).rootless == 2
         one.ended_on_the_way(5, 2)
         one.forget(3)
         assert one.planned_in(6) == 2
@@ -179,11 +182,26 @@ def test_what_has_hit_the_call_behind_one_that_ended_on_its_way_is_behind_those_
     """Calls overlap: 5 has ended in epoch 2, and 6, which the second loss has hit, is open in epoch 3."""
     second = after(FIRST, {3: DEAD}, issued=6)
     one = course(False, second, after(second, {2: DEAD}, issued=6))
-    assert one.place(5, lambda slot, epoch, seq: slot == 2).epoch == 2
+    assert one.place(5, lambda slot, epoch, seq: slot == 2, 1, lambda epoch: epoch < 2).rootless == 2
     one.ended_on_the_way(5, 2)
     assert one.planned_in(6) == 2
     assert one.place(6, whole_up_to(5)).epoch == 3
     assert one.planned_in(6) == 3
+
+
+def test_what_an_open_call_has_yet_to_go_through_is_not_forgotten() -> None:
+    """Calls overlap: 6 was planned in epoch 1 with root 3, two losses have hit 5, which has ended in epoch 3."""
+    second = after(FIRST, {3: DEAD}, issued=6)
+    one = course(False, second, after(second, {2: DEAD}, issued=6))
+    assert one.place(5, whole_up_to(4)).epoch == 3
+    one.forget(5, 1)
+    assert (one.base, one.planned_in(6)) == (1, 3)
+    assert one.place(6, whole_up_to(4), 1)[:4] == (3, False, (), (2, 3))
+    assert one.place(6, whole_up_to(4), 1, lambda epoch: epoch < 2) == CallState(2, False, (), (2,), (), 2)
+    one.forget(5, 2)
+    assert one.base == 2
+    one.forget(6)
+    assert (one.base, one.turns) == (3, [])
 
 
 @pytest.mark.parametrize(("ended", "planned_in"), [(4, 1), (5, 1), (6, 2)])
@@ -229,14 +247,6 @@ def test_decisions_that_do_not_touch_a_lane_change_nothing(decision: Decision) -
     one = Course(LANE, FIRST, True, frozenset({0, 1}))
     assert not one.add(decision)
     assert places(one, 0, range(1, 9)) == [(1, False)] * 8
-
-
-def test_calls_of_newcomers_are_published_after_those_that_they_do_not_see() -> None:
-    one = course(False, after(FIRST, issued=6, joins=(4,)))
-    assert one.may_publish(6, 1, 5, 1)
-    assert not one.may_publish(7, 2, 6, 1)
-    assert not one.may_publish(7, 2, 6, 2)
-    assert one.may_publish(8, 2, 7, 2)
 
 
 @pytest.mark.parametrize("raises", [False, True])

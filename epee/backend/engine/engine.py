@@ -378,7 +378,7 @@ class Engine:
             return False
         if not head.published and not head.publish(head.box):
             return True
-        return bool(self.unsettled.behind(head.box))
+        return bool(self.unsettled.behind(head.box, head.lost))
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue, in order, and say that this rank is through with them."""
@@ -411,7 +411,13 @@ class Engine:
             self._publish_waiting()
 
     def _publish_failed(self, op: Operation) -> bool:
-        """A call that failed before it was published: its peers must still find a header. False: no room yet."""
+        """A call that failed before it was published: its peers must still find a header. False: no room yet.
+
+        A member that is lost makes no room any more. Then there is no header: others see that this rank is through
+        (`Survival.ended_without`).
+        """
+        if self.survival is not None and self.survival.has_lost_one_of(op.box):
+            return True
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         return Operation(plan, op.seq, op.box, 0.0).publish(op.box)

@@ -44,7 +44,9 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
         unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
-        silent = unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box) or silent
+        silent = (
+            unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box, head.lost) or silent
+        )
     awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
     found = engine.watch.look(sorted(awaited))
     if found and engine.survival is not None:
@@ -115,7 +117,7 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
 
 def _waits_for_the_lost(engine: EngineFace, head: Operation) -> bool:
     """Return whether an earlier call holds `head` up of which nobody can tell any more that a lost rank settled it."""
-    held_by = engine.unsettled.behind(head.box)
+    held_by = engine.unsettled.behind(head.box, head.lost)
     return bool(held_by) and not head.missing() and set(held_by) <= set(head.lost)
 
 

@@ -418,6 +418,10 @@ class Survival(LaneBirth):
         self.heed(op)  # the last decision may not have been looked at for this call
         return [box.members[peer] for peer in through] if op.box is box and not op.done else []
 
+    def has_lost_one_of(self, box: Outboxes) -> bool:
+        """Return whether a member of `box` has gone since."""
+        return not self._occupants.removed_after(box.epoch).isdisjoint(box.members)
+
     def removed_in(self, epoch: int) -> list[int]:
         """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""
         return self._occupants.removed_in(epoch)
@@ -425,7 +429,9 @@ class Survival(LaneBirth):
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
         past = self._engine.unsettled.calls  # of these later decisions are still asked, in the epochs that they ran in
-        self._course.forget(min(seq, past[0].seq - 1) if past else seq)
+        boxes = (*(call.box for call in past), *(op.box for op in self._engine.queue))
+        epoch = min((box.epoch for box in boxes), default=FOREVER)
+        self._course.forget(min(seq, past[0].seq - 1) if past else seq, epoch)
         is_last, box = self._boxes.retired(seq), self._boxes.box
         is_over = is_last and not self.hooks.decisions and self._arrival.is_over(box)
         is_over = is_over and (self._settling is None or self._settling.is_over)

@@ -10,7 +10,6 @@ Who writes, who reads: the calls of this process are changed, under the engine's
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,8 +21,6 @@ from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .occupants import Occupants
 from .unsettled import Past, past_of
-
-_log = logging.getLogger("epee")
 
 LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
 
@@ -43,10 +40,14 @@ class Judge:
             return
         self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
         place = self._place(past_of(op))
-        for epoch in place.via:
+        for epoch in place.via if place.failed else (*place.via, place.epoch):
             box = self._boxes.box_for(epoch, op.seq)
-            if op.box is not box and op.box.epoch <= epoch:  # else it was planned in a later one: see `Boxes.show`
-                self._move(op, box)
+            if op.box is box or op.box.epoch > epoch:  # planned in a later one: see `Boxes.show`
+                continue
+            if op.told is not None:
+                self._leave(op, op.told, place)
+            else:
+                self._move(op, box, place.rootless == epoch)
             if op.done:
                 return
         if place.failed:
@@ -55,11 +56,7 @@ class Judge:
             if self._engine.untold is not None and self._engine.untold.epoch == place.epoch:
                 self._engine.untold = None  # told now
             return
-        box = self._boxes.box_for(place.epoch, op.seq)
-        if op.box is box:
-            self._mark_lost(op)
-        else:
-            self._move(op, box)
+        self._mark_lost(op)
         if op.box.host_of and not op.done and op.lost:
             self._end_if_unheard(op)
 
@@ -95,7 +92,9 @@ class Judge:
         """Ask about calls that have ended here, before any later one, and say where they would run now."""
         for past in calls:
             place = self._place(past)
-            if place.failed:
+            if place.rootless:  # it has ended there for everybody, so nobody asks about it any more
+                self._course.ended_on_the_way(past.seq, place.rootless)
+            elif place.failed:
                 self._engine.untold = self._lost_by(past, place)
             else:
                 box = past.box if place.epoch <= past.box.epoch else self._boxes.box_for(place.epoch, past.seq)
@@ -115,10 +114,18 @@ class Judge:
         engine.untold = error
 
     def _place(self, past: Past) -> CallState:
-        ran_in = max(past.box.epoch, self._course.base)  # it may have been issued before a change long over
-        if ran_in <= max(self._boxes.joined_in, self._boxes.shown_epoch):
-            ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
-        return self._course.place(past.seq, lambda slot, epoch, seq: self._is_whole(past, slot, epoch), ran_in)
+        ran_in: int | None = past.box.epoch
+        if max(past.box.epoch, self._course.base) <= max(self._boxes.joined_in, self._boxes.shown_epoch):
+            ran_in = None  # it was planned in a change that no call has been asked about: ask from before that
+
+        def is_whole(slot: int, epoch: int, seq: int) -> bool:
+            return self._is_whole(past, slot, epoch)
+
+        def has_root(epoch: int) -> bool:
+            is_before = epoch < past.box.epoch  # it was planned later, with who takes part there
+            return past.root < 0 or is_before or past.root in self._boxes.box_for(epoch, past.seq).members
+
+        return self._course.place(past.seq, is_whole, ran_in, has_root)
 
     def _mark_lost(self, op: Operation) -> None:
         """Tell a call which of its members read nothing any more."""
@@ -137,51 +144,36 @@ class Judge:
             or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
         )
 
-    def _move(self, op: Operation, box: Outboxes) -> None:
-        """Run a call again with the members of a later epoch."""
+    def _move(self, op: Operation, box: Outboxes, is_rootless: bool) -> None:
+        """Run a call again with the members of a later epoch; where its root is none of them it ends, for everybody."""
         gone = [rank for rank in op.box.members if rank not in box.members]
         op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
-        if op.told is not None:
-            self._leave(op, op.told, box)
-            return
-        if op.make is None:
-            op.renew(box, op.plan)
-            return
         try:
-            op.renew(box, op.make(box))
-        except InvalidArgument as exc:  # here only: others knew that the group grows, so they must find a header
-            op.renew(box, op.plan)
-            op.fail(
-                MismatchError(
-                    f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts "
-                    f"{box.group_size} ranks (group.num_slots): {exc}"
-                )
-            )
-        except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
-            op.fail(exc)
-            op.by_view = True
-            self._course.ended_on_the_way(op.seq, box.epoch)
-        self._mark_lost(op)
+            plan = op.plan if op.make is None else op.make(box)
+        except Exception as exc:  # noqa: BLE001 - it belongs to that call
+            if is_rootless:
+                op.fail(exc)
+                op.by_view = True
+                self._course.ended_on_the_way(op.seq, box.epoch)
+            else:  # here only, so the others must find a header
+                op.renew(box, op.plan)
+                op.fail(_misfit(op, box, exc) if isinstance(exc, InvalidArgument) else exc)
+        else:
+            op.renew(box, plan)
 
-    def _leave(self, op: Operation, told: BaseException, box: Outboxes) -> None:
+    def _leave(self, op: Operation, told: BaseException, place: CallState) -> None:
         """End a call that would move, whose caller has got another error: nobody waits for it, its tensors may be used.
 
         Others go on with it, miss this rank's part, and end it without a result: it is unsettled for all (`unsettled`),
-        so all go on asking about it, and what it has hit of later turns stays. But where it ends with this move for
-        everybody (its root is lost, say) nobody asks about it any more, so this rank must not either: else it would
-        find another first call that a later turn hits, and in mode "raise" report that loss once more than others.
+        so all go on asking about it, and what it has hit of later turns stays. But where it ends on its way for
+        everybody, as its root is lost, nobody asks about it any more, so this rank must not either: else it would find
+        another first call that a later turn hits, and in mode "raise" report that loss once more than others.
         """
         op.fail(told)
         op.by_view = True
-        if op.make is None:
-            return
-        try:
-            op.make(box)
-        except RankFailedError:
+        if place.rootless:
             op.told = None
-            self._course.ended_on_the_way(op.seq, box.epoch)
-        except Exception as exc:  # noqa: BLE001 - on this rank alone: its tensors are its caller's again
-            _log.debug("a call that was left cannot be planned for epoch %d any more: %s", box.epoch, exc)
+            self._course.ended_on_the_way(op.seq, place.rootless)
 
     def _failure(self, op: Operation, place: CallState) -> PeerError:
         elapsed = time.monotonic() - op.started if op.started else 0.0
@@ -202,6 +194,13 @@ class Judge:
         kind, cause = self._occupants.kind_of_loss(ranks)
         text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
         return kind(text, ranks, name, seq, place.epoch, cause)
+
+
+def _misfit(op: Operation, box: Outboxes, exc: InvalidArgument) -> MismatchError:
+    return MismatchError(
+        f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts {box.group_size} "
+        f"ranks (group.num_slots): {exc}"
+    )
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -22,13 +22,13 @@ that has the cell now, and NUM_CELLS of them are enough.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from ...memory.signals import tag
 from ...view.protocol.outcome import is_whole
 from ..collectives.plan import RefusedPlan
-from ..collectives.signature import REFUSED
+from ..collectives.signature import REFUSED, unpack
 from ..engine.operation import Operation
 from ..outbox import (
     FILLED,
@@ -51,6 +51,7 @@ class Past(NamedTuple):
         box: the outboxes with which it ran.
         rounds: how many it has; 0: not known here (refused, or ended before all headers had come).
         is_merged: its reduced shares are fetched as well.
+        root: the rank that is its root, as far as it is known here; -1: none. Where that is lost, it ends for all.
     """
 
     seq: int
@@ -58,6 +59,7 @@ class Past(NamedTuple):
     box: Outboxes
     rounds: int
     is_merged: bool
+    root: int = -1
 
     def has_ended(self, words: memoryview) -> bool:
         """Return whether the rank of these words contributes nothing more: it is through, or has given the call up."""
@@ -83,13 +85,15 @@ class Past(NamedTuple):
 
     def moved(self, box: Outboxes) -> Past:
         """Return the call as it would run with other outboxes, for which nobody has planned it here."""
-        return self if box is self.box else Past(self.seq, self.cell, box, 0, False)
+        return self if box is self.box else self._replace(box=box, rounds=0, is_merged=False)
 
 
 def past_of(op: Operation) -> Past:
     """Return what to look for in the words of the members of a call."""
-    is_known = op.rounds_known and not isinstance(op.plan, RefusedPlan)
-    return Past(op.seq, op.cell, op.box, op.plan.rounds * is_known, is_known and op.plan.merge_bytes > 0)
+    plan, is_refused = op.plan, isinstance(op.plan, RefusedPlan)
+    is_known = op.rounds_known and not is_refused
+    root = -1 if is_refused else unpack(plan.signature).root
+    return Past(op.seq, op.cell, op.box, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
 
 
 class UnsettledCalls:
@@ -109,9 +113,12 @@ class UnsettledCalls:
         """Replace what is known of these calls."""
         self.calls = deque(calls, NUM_CELLS)
 
-    def behind(self, box: Outboxes) -> list[int]:
-        """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls."""
-        return sorted({rank for past in self.calls for rank in _behind(past, box)})
+    def behind(self, box: Outboxes, lost: Collection[int] = ()) -> list[int]:
+        """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls.
+
+        Those who are `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
+        """
+        return sorted({rank for past in self.calls for rank in _behind(past, box) if rank not in lost})
 
 
 def _behind(past: Past, box: Outboxes) -> Iterator[int]:

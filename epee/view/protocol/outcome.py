@@ -8,9 +8,9 @@ that epoch's outboxes, and those who are members then contribute. A decision tha
               (mode "raise": calls up to the last that anybody had issued, at least L+1, so that no failure passes
               unnoticed; later ones run in the new epoch)
 
-A process publishes a call only when its earlier calls with other contributors have ended (`may_publish`). So whoever
-has contributed to a call that a newcomer takes part in has contributed to all calls before the newcomer's first, and
-L means the same to those who have not seen these calls.
+While a change of the view is known to come for its calls, a process publishes the oldest one alone. So whoever has
+contributed to a call that a newcomer takes part in has contributed to all calls before the newcomer's first, and L
+means the same to those who have not seen these calls.
 
 A slot that died has contributed to what its outbox shows as whole; that memory no longer changes, so everybody who
 looks sees the same. A slot that was voted out alive counts up to its cut, whatever its memory shows now. L never lies
@@ -60,8 +60,9 @@ class CallState(NamedTuple):
     """The state of a call. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`.
 
     `via` are the epochs to which it moves, in order. Whoever hears of several decisions at once goes through all of
-    them, because a call may find its end on the way (its root is lost, say), and then it ends there for everybody.
-    `without`: slots of its epoch that have no part in it (AMONG).
+    them, because a call may find its end on the way, and then it ends there for everybody. `rootless`: the epoch in
+    which that is so because its root takes no part; 0: there is none. `without`: slots of its epoch that have no part
+    in it (AMONG).
     """
 
     epoch: int
@@ -69,6 +70,7 @@ class CallState(NamedTuple):
     lost: tuple[int, ...] = ()
     via: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
+    rootless: int = 0
 
 
 class EpochChange:
@@ -249,8 +251,14 @@ class Course:
             self._last = turn.last
         self._latest = turn.epoch
 
-    def place(self, seq: int, whole: Whole, epoch: int | None = None) -> CallState:
-        """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
+    def place(
+        self, seq: int, whole: Whole, epoch: int | None = None, has_root: Callable[[int], bool] = lambda epoch: True
+    ) -> CallState:
+        """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far.
+
+        `has_root`: whether the root of the call takes part in an epoch. Where the call moves to one without it, it ends
+        there, so no later turn hits it: it hits the first call after it, as for those who hear of it later.
+        """
         epoch = self.base if epoch is None else max(epoch, self.base)
         via: tuple[int, ...] = ()
         without: tuple[int, ...] = ()
@@ -267,6 +275,8 @@ class Course:
                     continue
                 epoch = turn.epoch
                 via, without = (*via, epoch), ()
+                if not has_root(epoch):
+                    return CallState(epoch, False, (), via, (), epoch)
         return CallState(epoch, False, (), via, without)
 
     def _goes_on(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> bool:
@@ -287,16 +297,12 @@ class Course:
         return tuple(missing)
 
     def ended_on_the_way(self, seq: int, epoch: int) -> None:
-        """Note that call `seq`, which `place` has moved on to later epochs, has ended in `epoch` for everybody (`via`).
+        """Note that call `seq` has ended in `epoch` for everybody (`CallState.rootless`).
 
-        So no later turn has hit it: what these hit is the first call after it, as for those who hear of them later.
-        And the next call is planned in `epoch`, also where a later turn has hit an earlier call, given up and still
-        asked about: who has not heard of that turn cannot plan it elsewhere. It moves on when it is asked about itself.
+        The next call is planned there, also where a later turn has hit an earlier call, given up and still asked about:
+        who has not heard of that turn cannot plan it elsewhere. It moves on when it is asked about itself.
         """
         self._on_the_way = (seq, epoch)
-        for turn in self.turns:
-            if turn.epoch > epoch and turn.hit == seq:
-                turn.hit = None
 
     def claimed(self, issued: int) -> int:
         """Return what to tell as the last call issued, where `issued` is the truth.
@@ -344,15 +350,15 @@ class Course:
         parts = ((members.get(slot, (0, 0)), incarnation, cut) for slot, incarnation, cut in turn.removed)
         return any(part[0] == incarnation and part[1] <= seq and cut < seq for part, incarnation, cut in parts)
 
-    def may_publish(self, seq: int, epoch: int, oldest_seq: int, oldest_epoch: int) -> bool:
-        """Return whether a call may be published while an earlier one, the oldest that has not ended, is pending."""
-        starts = self._members[epoch].values()
-        return epoch == oldest_epoch and not any(oldest_seq < start <= seq for _, start in starts)
+    def forget(self, done: int, epoch: int = FOREVER) -> None:
+        """Drop what no call after `done` can need: no decision will be asked about those up to `done`.
 
-    def forget(self, done: int) -> None:
-        """Drop what no call after `done` can need: no decision will be asked about those up to `done`."""
-        self.base, num_passed = self.planned_in(done + 1), self._num_passed(done + 1)
-        del self.turns[:num_passed]
+        Those that are known already run in `epoch` or later; they have yet to go through what has come after that.
+        """
+        num_passed = self._num_passed(done + 1, epoch)
+        if num_passed:
+            self.base = self.turns[num_passed - 1].epoch
+            del self.turns[:num_passed]
         kept = {self.base, self._latest, *(turn.epoch for turn in self.turns)}
         self._members = {epoch: members for epoch, members in self._members.items() if epoch in kept}
         known = {(slot, since) for members in self._members.values() for slot, (since, _) in members.items()}
@@ -366,9 +372,9 @@ class Course:
         num_passed = self._num_passed(seq)
         return self.turns[num_passed - 1].epoch if num_passed else self.base
 
-    def _num_passed(self, seq: int) -> int:
-        """Return of how many turns it is known that `seq` and all calls after it just move on behind them."""
-        passed = [self._is_passed(turn, seq) for turn in self.turns]
+    def _num_passed(self, seq: int, epoch: int = FOREVER) -> int:
+        """Return of how many turns up to `epoch` it is known that `seq` and all calls after it just move on."""
+        passed = [turn.epoch <= epoch and self._is_passed(turn, seq) for turn in self.turns]
         ends = (i + 1 for i in reversed(range(len(passed))) if passed[i] and (not self.raises or all(passed[:i])))
         return next(ends, 0)
 

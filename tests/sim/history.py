@@ -113,14 +113,25 @@ def _never(lane: int, seq: int) -> bool:
 
 
 def check(
-    history: History, expected: Expected, voted_out: set[tuple[int, int]], may_shrink: MayShrink = _never
+    history: History,
+    expected: Expected,
+    voted_out: set[tuple[int, int]],
+    may_shrink: MayShrink = _never,
+    mixed_from: float = float("inf"),
 ) -> list[Violation]:
-    """Return what is wrong with a history; `voted_out` are the processes (slot, incarnation) removed while alive."""
+    """Return what is wrong with a history.
+
+    Args:
+        expected: the result of a call.
+        voted_out: the processes (slot, incarnation) removed while alive.
+        may_shrink: calls that can do without who is lost.
+        mixed_from: calls overlap, and this one was made with different roots: from here on losses may be told unlike.
+    """
     found: list[Violation] = []
     _check_views(history, found)
     for process, records in history.by_process.items():
         _check_process(process, records, history, expected, may_shrink, found)
-    _check_uniform(history, voted_out | history.evicted, found)
+    _check_uniform(history, voted_out | history.evicted, mixed_from, found)
     return found
 
 
@@ -202,14 +213,17 @@ def _check_result(
         found.append(Violation("C-10", f"not the result of its contributors: {record}"))
 
 
-def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: list[Violation]) -> None:
+def _check_uniform(
+    history: History, voted_out: set[tuple[int, int]], mixed_from: float, found: list[Violation]
+) -> None:
     """C-3: everybody but those voted out alive ends a call alike: with a result or without, whatever the error.
 
     A result has the same (epoch, contributors) for all, and calls that end at a decision, or with the same lost root,
     end at the same; a program is shown the same behind it (C-12). Nobody who is
     in a result ends the call with an error. Those who died or left later are held to it as well, but not where somebody
     was voted out or put out alive: what such a one had contributed may have been used by them alone, who cannot tell
-    any more. A call that a process says is lost may have ended otherwise elsewhere.
+    any more. A call that a process says is lost may have ended otherwise elsewhere. Behind a call that was made with
+    different roots while others were open, errors may be of different epochs (docs/limits.md): results are held to it.
     """
     first: dict[tuple[int, int, int, int], Record] = {}
     errors: list[Record] = []
@@ -229,7 +243,7 @@ def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: lis
                 continue
             if record.status != OK:
                 errors.append(record)
-            if record.status > FAILED and record.status != ROOTLESS:
+            if record.status not in (OK, FAILED, ROOTLESS) or (record.status != OK and record.seq >= mixed_from):
                 continue
             key = (record.lane, record.seq, record.status, record.contributors if record.status == ROOTLESS else 0)
             other = first.setdefault(key, record)

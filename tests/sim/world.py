@@ -559,7 +559,15 @@ class World:
             return is_pull(seed, seq)
 
         cut = stalled | self._put_out() | self._unwitnessed() | self.settlement.untold
-        self.violations += check(History(self.records(), members), expected, cut, may_shrink)
+        self.violations += check(History(self.records(), members), expected, cut, may_shrink, self._mixed_from())
+
+    def _mixed_from(self) -> float:
+        """Return the first call that processes have made with different roots while others were open; else infinity."""
+        roots: dict[int, set[int]] = {}
+        for (_, _, seq), root in self.shared.roots.items():
+            roots.setdefault(seq, set()).add(root)
+        mixed = (seq for seq, found in roots.items() if len(found) > 1 and self.plan.window > 1)
+        return min(mixed, default=NEVER)
 
     def _unwitnessed(self) -> set[tuple[int, int]]:
         """Return who has gone with no witness that counts: what it alone had completed is lost with it.

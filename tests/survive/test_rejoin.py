@@ -85,13 +85,16 @@ def replaced(slot: int, num_processes: int, folder: str, mode: str) -> Any:
 def test_a_replacement_takes_the_place_of_a_dead_rank(mode: str) -> None:
     results = run_mortal(replaced, 4, mode, dead={1}, timeout_s=60)
     assert results[1] == DEAD
+    epochs = set()
     for rank, result in ((0, results[0]), (2, results[2]), (1, results[3])):
         sums, active, epoch, got, gathered = result
         assert sums == [3] * 5
         assert active == [1, 1, 1]
-        assert epoch == 3
+        epochs.add(epoch)
         assert got == {0: 2.0, 1: 1.0, 2: 0.0}[rank]
         assert gathered == [0, 10, 20]
+    assert len(epochs) == 1
+    assert epochs.pop() >= 3  # a join that a slow agent keeps waiting is put off by decisions that change nothing
 
 
 def refused(slot: int, num_processes: int, folder: str) -> str:

@@ -66,7 +66,7 @@ def replaced(slot: int, num_processes: int, folder: str) -> Any:
     if slot == SHORT:
         with shortage.descriptors(0):
             _say_short(folder)
-            until(lambda: runtime.view().epoch == 3, "the agent has not heard of the newcomer")
+            until(lambda: _newcomer(runtime.view()) > 1, "the agent has not heard of the newcomer")
             until(lambda: group._engine.flags & NEWS, "the lane has not heard of the newcomer")
             for _ in range(3):
                 try:
@@ -87,6 +87,11 @@ def replaced(slot: int, num_processes: int, folder: str) -> Any:
     return view.epoch, seen, errors, sums, group.epoch, health
 
 
+def _newcomer(view: Any) -> int:
+    """Return the epoch in which the newcomer has joined; later than 3 if an agent was slow, and the join put off."""
+    return {member.slot: member.incarnation for member in view.members}.get(VICTIM, 0)
+
+
 def _say_short(folder: str) -> None:
     """Reach a stage without a descriptor."""
     os.mkdir(f"{folder}/stage-short")
@@ -96,15 +101,17 @@ def test_a_rank_that_is_out_of_descriptors_takes_nobody_for_dead_and_works_again
     results = run_mortal(replaced, 4, dead={VICTIM}, timeout_s=60)
     assert results[VICTIM] == DEAD
     views = {(epoch, tuple(seen)) for epoch, seen, *_ in (results[0], results[SHORT], results[NEWCOMER])}
-    assert views == {(3, ((0, 1), (1, 1), (2, 3)))}, "one view, with the newcomer, while rank 1 was short"
+    joined = results[0][0]
+    assert joined >= 3
+    assert views == {(joined, ((0, 1), (1, 1), (2, joined)))}, "one view, with the newcomer, while rank 1 was short"
     errors = results[SHORT][2]
     assert len(errors) == 3
     for error in errors:
         assert "rank 2 (process" in error
-        assert "has joined in epoch 3" in error
+        assert f"has joined in epoch {joined}," in error
         assert "Too many open files" in error
     for slot in (0, SHORT, NEWCOMER):
         _, _, _, sums, epoch, health = results[slot]
         assert sums == [111.0] * 4
-        assert epoch == 3
+        assert epoch == joined
         assert health in ("running", "busy"), "the agent watches it now"

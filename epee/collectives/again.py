@@ -8,7 +8,7 @@ addresses; what depends on those (whether input and output meet) is looked at in
 Whatever is not as it was (another stream or GPU, a graph, a report, other buffers on the GPU, arguments that look
 otherwise) gives None, before anything has happened: the call goes the ordinary way, which checks it and makes it, or
 raises. It tells what was made (`remember`), where that was one move of the tensors as they came: one kernel, or the
-three of a large call of mode "mask", for which a sum in place is copied first. A plan is made when a key comes for
+two of a large call of mode "mask", with memory for a copy of a sum in place. A plan is made when a key comes for
 the second time, as it costs more than it saves once. At most `MAX_PLANS` are kept, then it begins anew.
 
 Who calls: the thread of a call, with the lock of the group's device half.
@@ -81,16 +81,17 @@ class ReadyCall:
             launches = self._fit(answer, timeout_s)
         copy = None  # lives until the call is queued
         if self._is_tried:
-            again, own = addresses, addresses[self._rank]
+            again, own, place = addresses, addresses[self._rank], 0
             if self._is_sum and own == addresses[self._num_ranks + self._rank]:
                 try:
-                    copy = written.detach().clone()
+                    copy = torch.empty_like(written)
                 except RuntimeError:  # no memory: peers must hear of it
                     return False
                 place = copy.data_ptr()
                 again = tuple([place if at == own else at for at in addresses[: self._num_ranks]])
                 again += addresses[self._num_ranks :]
-            self._pack(launches[2].kernel.args, self._at, *again)
+            self._pack(launches[1].kernel.args, self._at, *again)
+            launches[0].kernel.args.saved = place
         if count is not None:
             _put_counted(launches[-1].kernel.args, COUNTED_OFFSET, count.address, count.stamp)
         self._pack(launches[0].kernel.args, self._at, *addresses)
@@ -214,11 +215,12 @@ class KnownCalls:
 
     def _reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
         op = opts.reduceOp
-        ready = self._pair("reduce_scatter", output, x, 0 if op == _SUM else reduce_code(op))
+        at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), output.nbytes, self._num_ranks
+        is_in_place = out == at + self._rank * size
+        ready = self._pair("reduce_scatter", output, x, (0 if op == _SUM else reduce_code(op), is_in_place))
         if ready is None:
             return None
-        at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), output.nbytes, self._num_ranks
-        if out != at + self._rank * size and out < at + num_ranks * size and at < out + size:
+        if not is_in_place and out < at + num_ranks * size and at < out + size:
             return None
         return ready, tuple(range(at, at + num_ranks * size, size)) + (out,) * num_ranks, output
 
@@ -234,7 +236,7 @@ class KnownCalls:
         size = whole // self._num_ranks
         return ready, tuple(range(at, at + whole, size)) + tuple(range(out, out + whole, size)), output
 
-    def _pair(self, op: str, output: torch.Tensor, x: torch.Tensor, more: int) -> ReadyCall | None:
+    def _pair(self, op: str, output: torch.Tensor, x: torch.Tensor, more: Hashable) -> ReadyCall | None:
         """Return the plan for an input and an output of some elements each."""
         if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg() or not x.numel():
             return None

@@ -54,12 +54,12 @@ class Prepared:
             tensor.copy_(scratch)
 
     def again(self, move: Move) -> Move:
-        """Return a move as it may be made again: a row that it writes over comes from a copy, queued now."""
+        """Return a move as it may be made again: what it writes over from other memory, to which its kernel copies."""
         own, is_taker = move.inputs[self.rank], move.takers >> self.rank & 1
         if move.kind == moves.MOVED or not own or not is_taker or own != move.outputs[self.rank]:
             return move
         there = [tensor for tensor in self._given if tensor.data_ptr() == own]  # coalesced ones may overlap
-        copy = max(there, key=lambda tensor: tensor.nbytes).clone()
+        copy = torch.empty_like(max(there, key=lambda tensor: tensor.nbytes))
         self._kept.append(copy)
         return move._replace(inputs=tuple(copy.data_ptr() if at == own else at for at in move.inputs))
 

@@ -2,7 +2,7 @@
 
 Data path: `csrc/kernels/collective/call.cuh` and the heads of the kernel files. This module owns the lent region
 and, in its `GpuDevice`, the words of the host; it decides by size which kernel does a call, and launches it on the
-platform's current stream: one kernel, in mode "mask" three for a large call. A call returns when they are queued. All
+platform's current stream: one kernel, in mode "mask" two for a large call. A call returns when they are queued. All
 ranks make the same calls in the same order; a call on another stream than the last one runs behind that. In a graph
 nothing but launches is recorded: numbers, view and addresses of peers are read from memory.
 
@@ -177,7 +177,7 @@ class Collectives:
 
         Args:
             move: the call.
-            again: the same from rows that it does not write over; needed where `is_tried`, if `move` does.
+            again: the same from memory for a copy of the row that it writes over, needed where `is_tried`.
             count: mode "mask": is told who is in the result.
 
         Raises:
@@ -200,7 +200,7 @@ class Collectives:
         return stream
 
     def is_tried(self, move: Move) -> bool:
-        """Whether a call takes a try and a vote, and what makes it again: three kernels (`mask/tries.cuh`)."""
+        """Whether a call takes a try, and a vote with what makes it again: two kernels (`mask/tries.cuh`)."""
         return self.config.is_masked and not self.is_small(move)
 
     def _vote_here(self) -> Move:
@@ -210,16 +210,16 @@ class Collectives:
         return moves.vote(num_ranks, moves.Stretch(own + layout.offset("ballot"), nbytes), ballots)
 
     def fit(self, move: Move, num_sms: int, is_alone: bool) -> list[Fitted]:
-        """Choose the launches of a call, one or (`is_tried`) three; its kernels are loaded.
+        """Choose the launches of a call, one or (`is_tried`) two; its kernels are loaded.
 
         Args:
-            move: the call; where its rows lie does not matter in mode "mask".
+            move: the call; in mode "mask" it only matters of its rows whether this rank's is written over.
             num_sms: most multiprocessors.
             is_alone: nobody else is to find room beside it.
         """
         launches = [self._fit(move, num_sms, is_alone)]
         if self.is_tried(move):
-            launches += self._fit(self._vote, num_sms, is_alone), self._fit(move, num_sms, is_alone, is_again=True)
+            launches.append(self._fit(move, num_sms, is_alone, is_again=True))
         return launches
 
     def _fit(self, move: Move, num_sms: int, is_alone: bool, is_again: bool = False) -> Fitted:
@@ -231,8 +231,9 @@ class Collectives:
         per_sm = 1 if is_again else self._blocks_per_sm(num_sms)
         name, grid, block, sizes = self._shape(move, num_sms, per_sm)
         if is_again:
-            name, block = name.replace("try", "mend"), mend_threads(plan.pipeline)
-            sizes = (*sizes[:-2], 0, 0)  # threads store
+            name = name.replace("try", "mend").replace("saving", "reduced")
+            block = mend_threads(plan.pipeline)
+            sizes = (*sizes[:-2], 0, sizes[-1])  # threads store
         mode, width = plan.launch, -(-grid // per_sm) if sizes is not _NO_SIZES else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
@@ -249,13 +250,14 @@ class Collectives:
         if len(launches) == 1:
             self._fill(launches[0], move, told)
             return
-        first, vote, last = launches
-        self._fill(first, move)
-        self._fill(vote, self._vote)
+        first, last = launches
+        self._fill(first, move, saved=saved_at(move, again, self.config.rank))
         self._fill(last, again, told)
         self._fill(last, self._vote, at=MendParams.vote.offset)
 
-    def _fill(self, fitted: Fitted, move: Move, told: tuple[int, int] = NOBODY_ASKS, at: int = 0) -> None:
+    def _fill(
+        self, fitted: Fitted, move: Move, told: tuple[int, int] = NOBODY_ASKS, at: int = 0, saved: int = 0
+    ) -> None:
         """Write the arguments of one kernel, those that begin `at` bytes behind the first."""
         CALL_FORM.pack_into(
             fitted.kernel.args,
@@ -275,7 +277,7 @@ class Collectives:
         )
         if isinstance(fitted.kernel.args, (MaskedParams, MendParams)):
             (shown, num_shown), is_one_row = self.shown, int(move.op in ONE_ROW)
-            masked = self.told.address, shown, *told, num_shown, is_one_row, int(self.fills_absent), 0
+            masked = saved, self.told.address, shown, *told, num_shown, is_one_row, int(self.fills_absent), 0
             MASKED_FORM.pack_into(fitted.kernel.args, at + MASKED_OFFSET, *masked)
 
     def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:
@@ -304,12 +306,17 @@ class Collectives:
             parts = lanes * (max(1, move.takers.bit_count()) if has_gather else 1) * plan.min_chunks
             chunk = min(config.chunk_bytes, plan.chunk_bytes, max(1024, -(-size // parts)))
         vecs, direct = -(-chunk // 128) * 8, plan.direct_lanes[is_both]
-        sizes = config.chunk_bytes, lanes, config.num_slots, vecs, int(has_gather), roles
+        cut = max(1, config.chunk_bytes // (16 * vecs))  # a slot has room for so many chunks
+        num_slots = cut * config.num_slots
+        sizes = config.chunk_bytes // cut // 128 * 128, lanes, num_slots, vecs, int(has_gather), roles
+        slots = num_slots * (config.num_ranks if move.sources.bit_count() == 1 else 1)
         if direct and self.lies_in_pool(move):
-            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, 0, 0)
+            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, 0, slots)
         stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.pushes(move, config.rank) else 0
         way = "try" if config.is_masked else "pipeline"
-        return f"collective_{way}_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, 0)
+        if config.is_masked and move.kind is not MOVED and move.inputs[config.rank] == move.outputs[config.rank]:
+            kind = "saving"
+        return f"collective_{way}_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, slots)
 
     def _blocks_per_sm(self, num_sms: int) -> int:
         """Return how many blocks of a pipeline count for a multiprocessor.
@@ -445,6 +452,11 @@ class Collectives:
             for region in (*self._regions, *self._pools, self.pool):
                 if region is not None:
                     region.close()
+
+
+def saved_at(move: Move, again: Move, rank: int) -> int:
+    """Return where a rank's row of `move` is when `again` is made, if that is another place, else 0."""
+    return again.inputs[rank] if again.inputs[rank] != move.inputs[rank] else 0
 
 
 def most_sms(machine: Collectives, is_async: bool) -> int:

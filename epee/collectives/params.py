@@ -95,9 +95,9 @@ class CollectiveParams(ctypes.Structure):
     `inputs`: the row for each rank; `outputs`: where the row of each rank goes, of a reduction this rank's own is the
     one; `num_bytes`: of a row, where all are as long. Pipelines: `has_gather`: two crossings, the row is cut into
     shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
-    `chunk_vecs` vectors of 16 bytes; `roles`: what this rank does (`SENDER` ...); `direct_lanes`: lanes of a call whose
-    rows all lie in pools; `stage_bytes`: of a block's dynamic shared memory, in which this rank's bulk copies are
-    staged, or 0: its threads store.
+    `chunk_vecs` vectors of 16 bytes; `scatter_slots`: as `num_slots`, in the first crossing; `roles`: what this rank
+    does (`SENDER` ...); `direct_lanes`: lanes of a call whose rows all lie in pools; `stage_bytes`: of a block's
+    dynamic shared memory, in which this rank's bulk copies are staged, or 0: its threads store.
     """
 
     _fields_ = (
@@ -105,14 +105,15 @@ class CollectiveParams(ctypes.Structure):
         ("inputs", _PTR * MAX_RANKS),
         ("outputs", _PTR * MAX_RANKS),
         *_fields(_LONG, "num_bytes slot_bytes"),
-        *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles direct_lanes stage_bytes unused"),
+        *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles direct_lanes stage_bytes scatter_slots"),
     )
 
 
 class MaskedParams(ctypes.Structure):
     """Arguments of the kernels of mode "mask", those of every kernel first.
 
-    `kept_offset`: where a rank keeps its rows in a region; `told`: a pinned word that the ranks which calls have left
+    `kept_offset`: where a rank keeps its rows in a region; `saved`: where a try copies a row that it writes over, or 0;
+    `told`: a pinned word that the ranks which calls have left
     out are written to; `shown`: the program's own mask on this GPU, int32 `[num_shown]`, or 0; `is_one_row`: all ranks
     get the same row; `fills_absent`: places of ranks that take no part are filled with zeros. `counted`: a pinned word
     that `stamp`, with a bit for each rank in this call's result, is written to, or 0.
@@ -121,7 +122,7 @@ class MaskedParams(ctypes.Structure):
     _fields_ = (
         ("base", CollectiveParams),
         *_fields(_WORD, "kept_offset"),
-        *_fields(_PTR, "told shown counted"),
+        *_fields(_PTR, "saved told shown counted"),
         *_fields(_WORD, "stamp"),
         *_fields(_INT, "num_shown is_one_row fills_absent unused"),
     )
@@ -142,8 +143,8 @@ CALL_OFFSET = CollectiveCall.timeout_ns.offset
 assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 
 # What follows them in mode "mask".
-MASKED_FORM = struct.Struct("=4Q4i")
-MASKED_OFFSET = MaskedParams.told.offset
+MASKED_FORM = struct.Struct("=5Q4i")
+MASKED_OFFSET = MaskedParams.saved.offset
 COUNTED_FORM = struct.Struct("=2Q")  # a part of it
 COUNTED_OFFSET = MaskedParams.counted.offset
 assert MASKED_OFFSET + MASKED_FORM.size == ctypes.sizeof(MaskedParams)
@@ -178,6 +179,7 @@ MASKED_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     },
     "kernels/collective/mask/tries.cuh": {
         "collective_try_reduced": MaskedParams,
+        "collective_try_saving": MaskedParams,
         "collective_try_placed": MaskedParams,
         "collective_mend_reduced": MendParams,
         "collective_mend_placed": MendParams,

@@ -25,8 +25,8 @@ class CollectivePlan:
             `min_chunks`.
         direct_lanes: of calls whose rows lie in pools, and of reductions among them that all ranks get, at most
             `2 * MAX_LANES`; 0: there are no such calls.
-        bulk_bytes: least bytes that a rank sends in a call and, in a broadcast, that the row has, from which on it
-            pushes them into slots with the copy engines of its multiprocessors; below, its threads store them. Nobody
+        bulk_bytes: least bytes that a rank sends in a call, but a broadcast, from which on it pushes them into slots
+            with the copy engines of its multiprocessors; below, and in a broadcast, its threads store them. Nobody
             need agree with it: who reads slots finds the same chunks, flags and order either way (`slots.cuh`).
         pipeline: threads of a pipeline's block, two warps of which only wait, and its blocks on a multiprocessor.
         launch: mode of launches where the GPU has room, as in `jit.kernel.Kernel`.
@@ -42,19 +42,18 @@ class CollectivePlan:
     chunk_bytes: int = 32 << 10
     min_chunks: int = 2
     direct_lanes: tuple[int, int] = (132, 264)
-    bulk_bytes: tuple[int, int] = (32 << 20, 256 << 20)
+    bulk_bytes: int = 32 << 20
     pipeline: tuple[int, int] = (384, 2)
     launch: str = "early"
 
     def pushes(self, move: Move, rank: int) -> bool:
         """Whether a rank pushes in bulk what it sends in a call that goes through slots."""
-        of_any, of_broadcast = self.bulk_bytes
         if move.is_whole and move.root >= 0:
-            return move.num_bytes >= of_broadcast
+            return False
         sent = sum(move.in_bytes) - move.in_bytes[rank]
         if move.is_whole:  # a share for each
             sent //= move.takers.bit_count()
-        return sent >= of_any
+        return sent >= self.bulk_bytes
 
 
 class Fitted(NamedTuple):

@@ -19,6 +19,7 @@ from epee.collectives import half as halves
 from epee.collectives import meeting
 from tests.backend.test_staging import CALLS, _call, _plain, on_gpu
 from tests.collectives.cases import CountedCalls, again, closed_at_end, give_half, look_soon
+from tests.csrc.collective_mask import LARGE_FILE
 
 LARGE = 40_000  # elements of a row that packets do not hold here
 SMALL = 24
@@ -244,7 +245,7 @@ def no_room_for_a_copy(rank: int, num_ranks: int, folder: str) -> None:
     half = init(rank, num_ranks, folder)
     check_calls(rank, num_ranks, range(num_ranks), SMALL)
 
-    def broken(tensor: torch.Tensor) -> torch.Tensor:
+    def broken(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no GPU memory is left")
 
     for num_before in (0, 4):
@@ -254,7 +255,7 @@ def no_room_for_a_copy(rank: int, num_ranks: int, folder: str) -> None:
         x = on_gpu(torch.ones(LARGE))
         if rank == 0:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.Tensor, "clone", broken)
+                patch.setattr(torch, "empty_like", broken)
                 with pytest.raises(torch.OutOfMemoryError, match="no GPU memory is left"):
                     dist.all_reduce(x)
         else:
@@ -284,11 +285,11 @@ def dies_behind(rank: int, num_ranks: int, folder: str, count: int) -> None:
     half.close(False)
 
 
-def dies_within(rank: int, num_ranks: int, folder: str, path: str, build: int, passes: int) -> tuple[list[Any], int]:
+def dies_within(rank: int, num_ranks: int, folder: str, place: int, passes: int) -> tuple[list[Any], int]:
     """A rank dies somewhere in large calls that look like earlier ones: who is in each says its work as the group.
 
     Args:
-        path, build, passes: where, as in `EmulatedPlatform.die_in`.
+        place, passes: where, as in `EmulatedPlatform.die_in`.
 
     Returns who was in each call, and how many went the short way.
     """
@@ -300,7 +301,7 @@ def dies_within(rank: int, num_ranks: int, folder: str, path: str, build: int, p
     for number in range(NUM_WHOLE + 6):
         if number == NUM_WHOLE and rank == victim:
             platform: Any = half._machine.platform  # type: ignore[union-attr]
-            platform.die_in(path, passes, 0, build)
+            platform.die_in(LARGE_FILE, passes, place)
         rows = [row_of(src, LARGE * num_ranks) + number for src in range(num_ranks)]
         x, wide = on_gpu(rows[rank][:LARGE]), on_gpu(rows[rank])
         for way in ("all_reduce", "reduce_scatter"):

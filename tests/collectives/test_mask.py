@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.collectives import mask_cases as cases
-from tests.csrc.collective_mask import FILE, LARGE_FILE
 from tests.csrc.emulated import has_compiler
 from tests.harness import DEAD, run_mortal
 
@@ -75,17 +74,17 @@ def test_who_dies_behind_a_call_is_in_it_for_its_work_too(count: int) -> None:
 
 @pytest.mark.parametrize("passes", [5, 18, 22, 70])
 def test_known_calls_that_lose_a_rank_on_its_way_are_made_again_from_the_inputs(passes: int) -> None:
-    dies_within(LARGE_FILE, -1, passes)  # in the tries of sums, at their begin or amid their chunks
+    dies_within(0, passes)  # in the tries of sums, at their begin or amid their chunks
 
 
-@pytest.mark.parametrize("passes", [1, 6])
-def test_a_rank_that_dies_in_the_vote_is_in_the_call_for_its_work_too(passes: int) -> None:
-    assert 2 in dies_within(FILE, 0, passes)[2 * cases.NUM_WHOLE]
+@pytest.mark.parametrize(("place", "passes"), [(1, 3), (1, 4), (6, 1)])  # before its first and second word, and behind
+def test_a_rank_that_dies_in_the_vote_is_in_the_call_for_its_work_too(place: int, passes: int) -> None:
+    assert 2 in dies_within(place, passes)[2 * cases.NUM_WHOLE]
 
 
-def dies_within(path: str, build: int, passes: int) -> list[tuple[int, ...]]:
-    """Let rank 2 die there; returns who was in each call."""
-    (first, num_short), (second, _), _ = run_mortal(cases.dies_within, 3, path, build, passes, dead={2}, timeout_s=200)
+def dies_within(place: int, passes: int) -> list[tuple[int, ...]]:
+    """Let rank 2 die at a place of the kernels of large sums; returns who was in each call."""
+    (first, num_short), (second, _), _ = run_mortal(cases.dies_within, 3, place, passes, dead={2}, timeout_s=200)
     assert first == second
     assert first[-1] == (0, 1)
     assert num_short >= 2 * (cases.NUM_WHOLE - 2), "most calls look like earlier ones"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from epee.collectives import moves
 from epee.collectives.calls import Prepared
+from epee.collectives.machine import Collectives
 from epee.collectives.moves import Move, Stretch
+from epee.collectives.params import CollectiveConfig
 from epee.collectives.plan import CollectivePlan
 
 MIB = 1 << 20
@@ -37,16 +41,17 @@ def test_who_sends_much_pushes_it(op: str) -> None:
             assert plan.pushes(move_of(op, nbytes * MIB, num_ranks, rank), rank) == wanted, (nbytes, num_ranks)
 
 
-def test_broadcasts_are_pushed_from_larger_rows_on_and_who_sends_nothing_pushes_nothing() -> None:
+def test_broadcasts_are_stored_by_threads_and_who_sends_nothing_pushes_nothing() -> None:
     plan = CollectivePlan()
     for rank in range(3):
-        assert not plan.pushes(move_of("broadcast", 255 * MIB, 3, rank), rank)
-        assert plan.pushes(move_of("broadcast", 256 * MIB, 3, rank), rank)
+        assert not plan.pushes(move_of("broadcast", 256 * MIB, 3, rank), rank)
         assert plan.pushes(move_of("reduce", 256 * MIB, 3, rank), rank) == (rank != 1)
 
 
 @pytest.mark.parametrize("first_is_short", [False, True])
-def test_the_copy_of_a_sum_in_place_has_all_of_the_row_where_coalesced_tensors_overlap(first_is_short: bool) -> None:
+def test_the_memory_for_a_copy_of_a_sum_in_place_has_room_for_all_of_the_row_where_coalesced_tensors_overlap(
+    first_is_short: bool,
+) -> None:
     whole = torch.arange(8, dtype=torch.float32, device="cpu")
     given = [whole[:3], whole] if first_is_short else [whole, whole[:3]]
     prepared = Prepared(0, 2)
@@ -55,6 +60,20 @@ def test_the_copy_of_a_sum_in_place_has_all_of_the_row_where_coalesced_tensors_o
     move = Move("all_reduce", (torch.float32, "sum"), 0, at, at, (32, 32), (32, 32), 32, 3, 3)
     again = prepared.again(move)
     (copy,) = prepared._kept
-    assert torch.equal(copy, whole)
+    assert copy.nbytes == whole.nbytes
     assert again.inputs == (copy.data_ptr(),) * 2 != move.inputs
     assert again.outputs == move.outputs
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_only_source_of_a_call_has_the_slots_of_all_ranks_and_small_chunks_have_more(num_ranks: int) -> None:
+    config = CollectiveConfig(1, num_ranks)
+    machine = Collectives.__new__(Collectives)  # the arithmetic only
+    machine.plan, machine.config, machine.pool = CollectivePlan(), config, None
+    machine.platform = SimpleNamespace(limits=SimpleNamespace(num_sms=132))  # type: ignore[assignment]
+    for op, nbytes in (("broadcast", 256 * MIB), ("all_reduce", 256 * MIB), ("all_reduce", 5 * MIB)):
+        slot_bytes, _, num_slots, vecs, *_, scatter_slots = machine._shape(move_of(op, nbytes, num_ranks, 1), 132, 1)[3]
+        assert 16 * vecs <= slot_bytes, "a chunk fits"
+        assert slot_bytes * num_slots <= config.chunk_bytes * config.num_slots, "and all in the memory of a source"
+        assert slot_bytes * (num_slots + 1) > config.chunk_bytes * config.num_slots or nbytes < 256 * MIB
+        assert scatter_slots == num_slots * (num_ranks if op == "broadcast" else 1)

@@ -23,7 +23,7 @@ from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 SMALL = {"packet_bytes": 8 << 10, "num_lanes": 2, "num_slots": 2, "chunk_bytes": 1024}
 PLAN = CollectivePlan(
     one_shot_bytes=2 << 10, two_shot_bytes=8 << 10, exchange_bytes=2 << 10, max_blocks=3, chunk_bytes=1024,
-    min_chunks=1, direct_lanes=(5, 5), bulk_bytes=(0, 0), pipeline=(96, 1), width=4,
+    min_chunks=1, direct_lanes=(5, 5), bulk_bytes=0, pipeline=(96, 1), width=4,
 )  # fmt: skip
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FULL = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what halves are reduced in
@@ -56,7 +56,7 @@ def make(
     """The machine of a rank with the kernels that `calls` need; `pushers`: a bit for each rank that sends in bulk."""
     kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
     config = CollectiveConfig(rank, num_ranks, **SMALL, is_masked=is_masked)
-    plan = PLAN if pushers >> rank & 1 else replace(PLAN, bulk_bytes=(NEVER, NEVER))
+    plan = PLAN if pushers >> rank & 1 else replace(PLAN, bulk_bytes=NEVER)
     machine = Collectives(platform, config, kinds, plan, stall_one_in)
     if any(call.in_pool >> rank & 1 for call in calls):
         machine.lend(POOL_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -169,6 +170,37 @@ def other_call(rank: int, num_ranks: int, mine: Call, others: Call) -> str:
     play(machine, Call("all_reduce", 9, seed=4), range(num_ranks))
     all_gather_bytes(b"done")
     return told[0] if told else ""
+
+
+def other_call_told(rank: int, num_ranks: int, way: Way, is_late: bool, is_masked: bool) -> str:
+    """The last rank makes another call, of which no word comes to rank 0: the ranks between must tell it.
+
+    Rank 0 waits in the call then, or begins it when the others have lost it.
+    """
+    last = num_ranks - 1
+    call = Call("all_reduce", dtype=torch.float16 if rank == last else torch.bfloat16, **way)
+    machine = make(EmulatedPlatform(), rank, num_ranks, [call, Call("all_reduce", 9)], is_masked=is_masked)
+    nowhere = torch.zeros(machine.nbytes, dtype=torch.uint8)
+    if rank == last:
+        machine._set("peers", [nowhere.data_ptr()])
+    if is_late and rank == 0:
+        all_gather_bytes(b"late")
+    told = ""
+    for seed in range(2):  # who does not wait for the odd word finds it in the next call
+        try:
+            play(machine, replace(call, seed=seed), range(num_ranks))
+        except AssertionError:
+            continue  # the values of a call that was none
+        except EpeeError as error:
+            told = f"{type(error).__name__}: {error}"
+            break
+    if is_late and rank != 0:
+        all_gather_bytes(b"late")
+    all_gather_bytes(b"over")
+    start(machine, 20)
+    play(machine, Call("all_reduce", 9, seed=4), range(num_ranks))
+    all_gather_bytes(b"done")
+    return told
 
 
 CASES = [(op, way) for op in OPS[:5] for way in WAYS if way != "two shots" or op in ("all_reduce", "broadcast")]

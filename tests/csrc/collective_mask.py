@@ -82,12 +82,12 @@ def watch(machine: Collectives) -> DeathNotifier:
     return notifier
 
 
-def again_of(move: Move, rank: int, before: torch.Tensor) -> Move:
-    """The move from a copy of what it writes over, as `Prepared.again` has it."""
+def again_of(move: Move, rank: int, spare: torch.Tensor) -> Move:
+    """The move from memory for what it writes over, as `Prepared.again` has it."""
     own = move.inputs[rank]
     if move.kind == moves.MOVED or own != move.outputs[rank]:
         return move
-    return move._replace(inputs=tuple(before.data_ptr() if at == own else at for at in move.inputs))
+    return move._replace(inputs=tuple(spare.data_ptr() if at == own else at for at in move.inputs))
 
 
 def play(machine: Collectives, call: Call, out_before: set[int]) -> tuple[int, ...]:
@@ -115,7 +115,8 @@ def play(machine: Collectives, call: Call, out_before: set[int]) -> tuple[int, .
     move = masked(move_of(call, rank, num_ranks, x, out), rank, num_ranks, num_ranks)
     count = machine.counts.take()
     assert count is not None
-    machine.run(move, again_of(move, rank, before), count)
+    spare = torch.full((out.nbytes,), 0xA5, dtype=torch.uint8)
+    machine.run(move, again_of(move, rank, spare), count)
     check(machine)
     there = ranks_of(machine.contributors())
     assert rank in there

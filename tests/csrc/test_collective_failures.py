@@ -14,6 +14,7 @@ from tests.csrc.collective_failures import (
     gone_on,
     left_out,
     other_call,
+    other_call_told,
     root_left_out,
     silent,
     stopped,
@@ -90,3 +91,13 @@ def test_ranks_that_make_different_calls_are_told(others: Call, way: str) -> Non
         return
     told = run_ranks(other_call, 2, mine, others, timeout_s=50)
     assert told == ["MismatchError"] * 2, "who finds that the other has lost the call finds why, too"
+
+
+@pytest.mark.parametrize(
+    ("way", "is_masked"), [*((way, False) for way in WAYS), ("one shot", True), ("pipeline", True)]
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_call_that_differs_is_told_by_who_has_found_it(way: str, is_masked: bool, is_late: bool) -> None:
+    told = run_ranks(other_call_told, 3, WAYS[way], is_late, is_masked, timeout_s=100)
+    assert all(text.startswith("MismatchError") for text in told), told
+    assert "rank 2 makes another call" in told[0], "of which rank 0 has no word"

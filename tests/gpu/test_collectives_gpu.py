@@ -360,6 +360,31 @@ def test_calls_that_differ_and_ranks_that_are_late_are_told(count: int) -> None:
     run_ranks(_differ, 2, count, backend="epee", timeout_s=200)
 
 
+def _differ_unheard(rank: int, num_ranks: int, count: int) -> str:
+    """The last rank makes another call, of which no word comes to rank 0."""
+    device, half = _begin(rank)
+    last = num_ranks - 1
+    nowhere = torch.zeros(half._machine.nbytes, dtype=torch.uint8, device=device)
+    if rank == last:
+        half._machine._set("peers", [nowhere.data_ptr()])
+    torch.cuda.synchronize()
+    dist.barrier()
+    x = torch.ones(count, dtype=torch.float64 if rank == last else torch.float32, device=device)
+    with pytest.raises(epee.MismatchError, match="ranks disagree") as caught:
+        cases.look_soon(lambda: dist.all_reduce(x), half)
+    dist.all_reduce(y := torch.ones(count, device=device))
+    assert torch.equal(y, torch.full_like(y, num_ranks))
+    half.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("count", [100, 200_000, 5 << 20])
+def test_a_call_that_differs_is_told_by_who_has_found_it(count: int) -> None:
+    told = run_ranks(_differ_unheard, 3, count, backend="epee", timeout_s=200)
+    assert "rank 2 makes another call" in told[0], told
+
+
 def _subgroups(rank: int, num_ranks: int) -> None:
     """Two groups with ranks in common, on streams of their own."""
     device, half = _begin(rank)

@@ -4,7 +4,7 @@
 // writer, named by its index:
 //   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
 //   places  *[number % 4][rank][2]        where in its pool the rank's input for us, and its output, begin
-//   gone    *[rank]                       a call that the rank has lost since the ranks met last, and for whose death
+//   gone    *[rank]                       a call that the rank has lost since the ranks met last, and for what
 //                                         (`loss_of`), else 0
 //   left    *[rank]                       mode "mask": not 0 when the rank has left the group, all its calls behind it
 //   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
@@ -45,9 +45,10 @@
 // whichever block is first: who finds that a rank has gone finds at the same time whether its call was another one.
 //
 // Cause. A death is heard of at different times: one rank's host has told its kernels, another one's will in a while.
-// So whoever loses a call for a death says whose it was, in the word that tells of the loss, and who loses a call for
-// that word reports the death, not the rank that told it, and says the same in turn. The first failure of a call on a
-// GPU decides, in one atomic (`report_failure`): all its blocks tell the peers, and its host, the same.
+// So is another call than one's own: a rank's word of it may have come to one peer, and be under way to another. So
+// whoever loses a call for one of these says whose death it was, or whose call, in the word that tells of the loss; who
+// loses a call for that word reports the cause, not the rank that told it, and says the same in turn. The first failure
+// of a call on a GPU decides, in one atomic (`report_failure`): all its blocks tell the peers, and its host, the same.
 //
 // Everything that decides who takes part is read from memory (tags, peers, view), so a graph replays into the view of
 // its day. The host sets view and peers, and on all ranks alike a tag above all calls made and `joined` to match, while
@@ -87,6 +88,7 @@ constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 constexpr u64 kPlaced = 1;  // of a word `joined`: `places` lie in front of it
 constexpr int kCauseBits = 8;
 constexpr u64 kCauseMask = (1ull << kCauseBits) - 1;
+constexpr u64 kOtherCall = 1ull << (kCauseBits - 1);
 
 /// What the death of a rank is for a call: a failure; noted, and what waits for others goes on, as the call mends
 /// itself; noted, and the call ends, as it is but a try. In mode "mask" a rank that has left is as one that is dead.
@@ -121,8 +123,13 @@ DEVICE u64* expected_at(const CollectiveCall& call, u64 tag, int rank) {
   return own_words(call, kRegionExpectedOffset) + tag % 4 * kMaxRanks + rank;
 }
 
-/// A word of `gone`, and of `failed`: the call that was lost, and 1 + the rank whose death is the cause, or 0.
+/// A word of `gone`, and of `failed`: the call that was lost, and why.
 DEVICE u64 loss_of(u64 tag, u64 cause) { return tag << kCauseBits | cause; }
+/// The cause: 1 + the rank that is dead, with `kOtherCall` the rank that makes another call; 0: none that others share.
+DEVICE u64 cause_of(u32 code, int peer) {
+  const u64 number = static_cast<u64>(peer) + 1;
+  return code == kPeerDead ? number : code == kMismatch ? kOtherCall | number : 0;
+}
 
 /// Whether a call has failed on this GPU.
 DEVICE bool has_failed(const CollectiveCall& call, u64 tag) {
@@ -135,7 +142,7 @@ constexpr int kNumMarks = 8;  // a launch makes two calls at most
 DEVICE_COLD void report_words(const CollectiveCall& call, u64 tag, u32 code, int peer, u64 expected, u64 got,
                               u64 where) {
   u64* words = own_words(call, kRegionFailedOffset);
-  const u64 loss = loss_of(tag, code == kPeerDead ? static_cast<u64>(peer) + 1 : 0);
+  const u64 loss = loss_of(tag, cause_of(code, peer));
   u64 before = ld_relaxed_sys(words), found = 0;
 #pragma unroll 1
   for (int i = 0; i < kNumMarks; ++i, before = found) {  // again where another block has marked another call
@@ -172,19 +179,23 @@ DEVICE_COLD u64 other_call_of_leaver(const CollectiveCall& call, u64 tag, int ra
   return is_other_call(call, tag, tag - 1, rank) ? tag - 1 : 0;
 }
 
-/// Reports that a rank has lost a call: the death that it, or another one that has, gives as the cause; else that it
-/// has given up.
+/// Reports that a rank has lost a call: the cause that it, or another one that has, gives; else that it has given up.
 DEVICE_COLD void report_gone(const CollectiveCall& call, u64 tag, u32 active, int rank, u64 where) {
-  int dead = -1;
+  u32 code = kPeerGaveUp;
+  int blamed = rank;
 #pragma unroll 1
-  for (int n = 0; n < kNumRanks && dead < 0; ++n) {
+  for (int n = 0; n < kNumRanks && code == kPeerGaveUp; ++n) {
     const int teller = rank_behind(rank, n);
     if (!is_in(active, teller) || teller == call.rank) continue;
-    dead = static_cast<int>(ld_relaxed_sys(own_words(call, kRegionGoneOffset) + teller) & kCauseMask) - 1;
-    if (dead >= kNumRanks || dead == call.rank) dead = -1;  // whatever was written there
+    const u64 cause = ld_relaxed_sys(own_words(call, kRegionGoneOffset) + teller) & kCauseMask;
+    const int named = static_cast<int>(cause & ~kOtherCall) - 1;
+    if (named < 0 || named >= kNumRanks) continue;  // none, or whatever was written there
+    const bool is_other_call = cause & kOtherCall, is_me = named == call.rank;
+    if (is_me && !is_other_call) continue;
+    code = is_other_call ? kMismatch : kPeerDead;
+    blamed = is_me ? teller : named;
   }
-  const bool is_known = dead >= 0;
-  report_words(call, tag, is_known ? kPeerDead : kPeerGaveUp, is_known ? dead : rank, tag, 0, where);
+  report_words(call, tag, code, blamed, tag, 0, where);
 }
 
 constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU

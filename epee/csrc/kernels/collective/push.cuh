@@ -92,10 +92,11 @@ DEVICE_COLD bool wait_load_timed(const CollectiveCall& call, u64 tag, u64* barri
 }
 
 /// Sends rank `d`, this thread's, its piece. `slot(k)` is where chunk `k` goes; `has_slot(k)` looks whether it may, and
-/// `await_slot(k)` waits for it, false when the call is lost; `tell(k)` releases the flag for `k` chunks.
-template <class Slot, class HasSlot, class AwaitSlot, class Tell>
-DEVICE void push_piece(const CollectiveParams& p, Meeting& s, const Piece& r, int n, Outbox& box, Slot slot,
-                       HasSlot has_slot, AwaitSlot await_slot, Tell tell) {
+/// `await_slot(k)` waits for it, false when the call is lost; `tell(k)` releases the flag for `k` chunks. What is sent
+/// is also stored where `saved` is for the row's begin, unless that is 0. Returns how many vectors were sent.
+template <bool kSaves, class Slot, class HasSlot, class AwaitSlot, class Tell>
+DEVICE i64 push_piece(const CollectiveParams& p, Meeting& s, const Piece& r, u64 saved, int n, Outbox& box, Slot slot,
+                      HasSlot has_slot, AwaitSlot await_slot, Tell tell) {
   const Units w = Units::of(p, r);
   const u8* from = reinterpret_cast<const u8*>(r.at) + r.begin * 16;
   u8* stages = dynamic_shared() + (n - 1) * kPushStages * w.unit_bytes;
@@ -125,7 +126,7 @@ DEVICE void push_piece(const CollectiveParams& p, Meeting& s, const Piece& r, in
     for (; num_loads < w.count && num_loads <= u + kPushAhead; ++num_loads) load(num_loads);
     const int k = u / w.num_per_chunk;
     if (u % w.num_per_chunk == 0) perhaps_stall(s.tag, p.call.rank, 5);
-    if (u % w.num_per_chunk == 0 && k >= p.num_slots) {
+    if (u % w.num_per_chunk == 0 && k >= p.scatter_slots) {
       if (!has_slot(k)) {
         bulk_wait<0>();
         told(u);
@@ -139,9 +140,14 @@ DEVICE void push_piece(const CollectiveParams& p, Meeting& s, const Piece& r, in
     }
     const int bytes = w.size(u), whole = bytes & ~15;
     if (whole) bulk_store(slot(k) + w.offset(u), stage(u), static_cast<u32>(whole));
+    u8* copy = reinterpret_cast<u8*>(saved) + r.begin * 16 + w.at(u);
+    if (kSaves && saved && whole) bulk_store(copy, stage(u), static_cast<u32>(whole));
     bulk_commit();
-    if (bytes > whole)
-      store_ragged(slot(k) + w.offset(u) + whole, bytes - whole, load_user(from, w.at(u) + whole, w.num_bytes));
+    if (bytes > whole) {
+      const Vec16 last = load_user(from, w.at(u) + whole, w.num_bytes);
+      store_ragged(slot(k) + w.offset(u) + whole, bytes - whole, last);
+      if (kSaves && saved) store_ragged(copy + whole, bytes - whole, last);
+    }
     bulk_wait<kPushBehind>();
     told(u + 1 - kPushBehind);
   }
@@ -150,6 +156,7 @@ DEVICE void push_piece(const CollectiveParams& p, Meeting& s, const Piece& r, in
   bulk_wait<0>();
   told(u);
   box.num_loads[n] = before + static_cast<u32>(num_loads);
+  return w.at(u) / 16;
 }
 
 /// Begins to push the staged result of a chunk to a slot.

@@ -25,6 +25,8 @@ struct Cut {
   u32 sources, owners;  // with two crossings owners are takers
   u32 placed;           // sources whose rows, if they are only moved, are not where they belong already
   int lane;
+  u64 saved;                 // where the row that the output is written over is copied to, or 0
+  i64 num_saved[kMaxRanks];  // vectors of `in` that were, by who pushes; below 0: threads move them
 };
 
 DEVICE i64 aligned_part(i64 total, int parts) {
@@ -60,6 +62,7 @@ DEVICE void cut_rows(const CollectiveParams& p, u32 active, int lane, int num_la
     }
     c.in[rank] = piece_of(p, in, in_bytes, in_vecs, lane, num_lanes);
     c.out[rank] = piece_of(p, out, out_bytes, out_vecs, lane, num_lanes);
+    c.num_saved[rank] = -1;
   }
   if (rank == 0) {
     c.sources = sources;
@@ -87,6 +90,10 @@ DEVICE Vec16 load_piece(const CollectiveParams& p, const Piece& r, int k, int i)
 }
 DEVICE void store_piece(const CollectiveParams& p, const Piece& r, int k, int i, const Vec16& v) {
   store_user(reinterpret_cast<u8*>(r.at), vector_at(p, r, k, i) * 16, r.num_bytes, v);
+}
+/// Copies vector `i` of a piece of this rank's own row to where that is saved.
+DEVICE void save_vector(const CollectiveParams& p, const Cut& c, const Piece& r, i64 i, const Vec16& v) {
+  store_user(reinterpret_cast<u8*>(c.saved + (r.at - p.inputs[p.call.rank])), i * 16, r.num_bytes, v);
 }
 /// The vectors of a chunk of `limit` that a thread moves at once: `first`, `first + step` ...; which of some ranks have
 /// each.
@@ -148,8 +155,8 @@ DEVICE void take_sources(const CollectiveParams& p, const Cut& c, int k, const B
 DEVICE Vec16 vector_of(const Words<4>& w) { return {{w.word[0], w.word[1], w.word[2], w.word[3]}}; }
 
 /// Reduces, or places, this thread's vectors of chunk `k` of what an owner owns; results also go to `send(i, vector)`.
-/// Vectors of others come from `load(src, i)`.
-template <bool kIsPlaced, class Load, class Send>
+/// Vectors of others come from `load(src, i)`. With `kSaves` own ones are saved before they are written over.
+template <bool kIsPlaced, bool kSaves = false, class Load, class Send>
 DEVICE void own_chunk(const CollectiveParams& p, const Cut& c, int k, Batch b, Load load, Send send) {
   const Piece& mine = c.out[p.call.rank];
 #pragma unroll 1
@@ -159,6 +166,8 @@ DEVICE void own_chunk(const CollectiveParams& p, const Cut& c, int k, Batch b, L
     take_sources(
         p, c, k, b, load,
         [&](int j, int src, const Words<4>& w) {
+          if (kSaves && src == p.call.rank && c.saved)
+            save_vector(p, c, c.in[src], vector_at(p, c.in[src], k, b.at(j)), vector_of(w));
           if (kIsPlaced)
             store_piece(p, c.out[src], k, b.at(j), vector_of(w));
           else

@@ -1,14 +1,15 @@
 // Collectives of mode "mask", for rows above packet size: tries and votes. No host waits.
 //
 // No rank keeps such a row where others find it, so a kernel that loses a rank cannot end the call over those who are
-// left, as smaller ones do (`settle.cuh`). But nothing that a rank sends is written over before the call ends: rows are
-// where they were, or in a copy that the stream has made in front of the call (sums in place). So what has lost a rank
-// is made again without it, from the start. One call of the group is several here, with numbers of their own:
+// left, as smaller ones do (`settle.cuh`). But nothing that a rank sends is lost before the call ends: rows are where
+// they were, or in a copy that the first try has made of what it writes over (sums in place, `slots.cuh`). So what has
+// lost a rank is made again without it, from the start. One call of the group is several here, with numbers of their
+// own:
 //
 //   n      try    the rows go through slots, as in `pipeline.cuh`. A rank whose part is not whole, because a wait has
 //                 met a death, writes the number to its `ballot`
 //   n + 1  vote   a small call of mode "mask" (`mended.cuh`): each sends its ballot to all
-//   n + 2  try    if the vote wants it, and so on: all in one kernel (`mend`)
+//   n + 2  try    if the vote wants it, and so on
 //
 // Verdict, of a vote at n + 1: well, if no ballot in it has the number n; else again. Why all survivors find the same,
 // and it is right:
@@ -33,9 +34,9 @@
 // A failure (time, another call, a lost root) ends a try as a call of mode "raise": it is told to all (`gone`), so the
 // vote fails on all, and `mend` does nothing more.
 //
-// The kernel `mend` is queued with each call, and ends at once where the verdict is "well". Its blocks meet at the
-// copies of the number (`tags`): the first block votes when all others have ended the try; they have by then taken the
-// vote's number for theirs, and wait until its copy has it, too.
+// The first try is a kernel, the first vote and all that may follow another one, `mend`, which ends behind that vote
+// where the verdict is "well". Its blocks meet at the copies of the number (`tags`): the first block votes when all
+// others have ended the try; they take the vote's number for theirs, and wait until its copy has it, too.
 #include "mended.cuh"
 #include "../slots.cuh"
 
@@ -68,42 +69,40 @@ DEVICE void clear_places(const CollectiveParams& p, u32 ranks) {
   }
 }
 
-/// A try, up to its end; `begun` took part in the first one. All threads.
-template <bool kIsPlaced>
+/// A try, up to its end; `begun` took part in the first one, which may save rows. All threads.
+template <bool kIsPlaced, bool kSaves>
 DEVICE void make_try(const MaskedParams& m, Meeting& s, Cut& c, Outbox* box, u32 begun) {
   const CollectiveParams& p = m.base;
   const bool is_open = open_call<false, kTries>(p.call, s, 0);
   const bool is_whole = is_open && !s.has_deaths;
   __syncthreads();  // all have looked before a wait may meet a death
-  if (is_whole) {
-    if (kIsPlaced && is_in(static_cast<u32>(p.call.takers), p.call.rank))
-      clear_places(p, lost_of(m, begun & ~s.active, s.active));
-    move_in_chunks<kIsPlaced>(p, s, c, box);
-  }
+  if (is_whole && kIsPlaced && is_in(static_cast<u32>(p.call.takers), p.call.rank))
+    clear_places(p, lost_of(m, begun & ~s.active, s.active));
+  if (is_whole || (kSaves && m.saved)) move_in_chunks<kIsPlaced, kSaves>(p, s, c, box, m.saved, !is_whole);
   __syncthreads();
   if (threadIdx.x == 0 && (!is_open || s.has_deaths || s.lost_at != kNeverLost))
     st_relaxed_sys(ballot_of(p.call), s.tag);
 }
 
-template <bool kIsPlaced>
+template <bool kIsPlaced, bool kSaves = false>
 DEVICE void try_first(const MaskedParams& m) {
   __shared__ Meeting s;
   __shared__ Cut c;
   __shared__ Outbox box;
   open_outbox(box);
   wait_previous_kernel();
-  make_try<kIsPlaced>(m, s, c, &box, 0);
+  make_try<kIsPlaced, kSaves>(m, s, c, &box, 0);
   if (blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(ballot_of(m.base.call) + 1, s.active);
   close_call<true>(m.base.call, s);
 }
 
-/// Waits until the first block has voted. All threads of another one, which has ended the try.
-DEVICE void await_vote(const CollectiveCall& call, const Meeting& s, u64 vote) {
+/// Waits until the first block has voted. All threads of another one.
+DEVICE void await_vote(const CollectiveCall& call, u64 vote) {
   write_number<true>(call, vote);
   const u64* first = own_words(call, kRegionTagsOffset);
   if (threadIdx.x != 0) return;
   if (!bounded_wait_here(kVoteTimeouts * call.timeout_ns, [&] { return ld_acquire_gpu(first) >= vote; }))
-    report_failure(call, vote, {kTimeout, call.rank, vote, s.tag, kWaitBlocks});
+    report_failure(call, vote, {kTimeout, call.rank, vote, ld_relaxed_sys(first), kWaitBlocks});
 }
 
 template <bool kIsPlaced>
@@ -115,24 +114,25 @@ DEVICE void mend(const MendParams& q) {
   const MaskedParams& m = q.again;
   const CollectiveCall& call = m.base.call;
   wait_previous_kernel();
-  u64 vote = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x);
+  u64 vote = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x) + 1;
   const u32 begun = static_cast<u32>(ld_relaxed_sys(ballot_of(call) + 1));
   u32 active = begun;
+  __syncthreads();  // before the block's copy of the number moves
 #pragma unroll 1
   for (int num_tries = 1;; ++num_tries) {
+    if (blockIdx.x == 0)
+      make_masked<true>(q.vote, s, z);
+    else
+      await_vote(call, vote);
+    __syncthreads();
     if (threadIdx.x == 0) verdict = verdict_of(call, vote);
     __syncthreads();
     if (verdict != kAgain || num_tries == kMostTries) break;
-    make_try<kIsPlaced>(m, s, c, nullptr, begun);
+    make_try<kIsPlaced, false>(m, s, c, nullptr, begun);
     active = s.active;
     vote = s.tag + 1;
     if (blockIdx.x == 0) await_blocks(m, s);  // what they have lost stands in the ballot then
     close_call<true>(call, s);
-    if (blockIdx.x == 0)
-      make_masked<true>(q.vote, s, z);
-    else
-      await_vote(call, s, vote);
-    __syncthreads();
   }
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   if (verdict == kWell) tell_counted(m, vote, active);
@@ -144,6 +144,12 @@ namespace epee {
 __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
     collective_try_reduced(const __grid_constant__ MaskedParams m) {
   try_first<false>(m);
+}
+
+/// A sum in place. One of its own, as the code that saves costs others some percent.
+__global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
+    collective_try_saving(const __grid_constant__ MaskedParams m) {
+  try_first<false, true>(m);
 }
 
 __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)

@@ -97,13 +97,13 @@ def test_ddp_raises_when_a_rank_leaves(tmp_path: Path) -> None:
     assert "left the group" in run_ranks(ddp_error, 2, str(tmp_path), backend="epee")[0]
 
 
-def meshes(rank: int, num_ranks: int) -> None:
+def meshes(rank: int, num_ranks: int, device: str = "cpu") -> None:
     quiet()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("data", "model"))
-    whole = torch.arange(64.0).view(8, 8)
+    mesh = init_device_mesh(device, (2, num_ranks // 2), mesh_dim_names=("data", "model"))
+    whole = torch.arange(64.0, device=device).view(8, 8)
     sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     assert torch.equal(sharded.full_tensor(), whole)
     assert torch.equal(sharded.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
@@ -114,7 +114,7 @@ def meshes(rank: int, num_ranks: int) -> None:
     assert product.placements[1] == Partial()
     torch.testing.assert_close(product.full_tensor(), whole @ whole)
     for name in ("data", "model"):
-        x = torch.ones(3)
+        x = torch.ones(3, device=device)
         dist.all_reduce(x, group=mesh.get_group(name))
         assert x[0].item() == 2
     assert type(mesh.get_group("data")).__name__ == "ProcessGroup"

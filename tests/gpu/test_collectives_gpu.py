@@ -5,6 +5,7 @@ Ranks share a GPU where there are fewer GPUs than ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.collectives import meeting
+from epee.collectives.machine import Collectives
 from tests.backend.test_staging import CALLS, _call
 from tests.collectives import cases
 from tests.harness import run_ranks
 from tests.messages import cases as message_cases
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
+STALL_ONE_IN = 24
 SIZES = (0, 1, 7, 1023, 65_537, 131_072, (1 << 20) + 3, 9_000_001)  # elements of a row, of two bytes
 
 
@@ -186,9 +190,14 @@ def test_each_process_sees_one_gpu_only() -> None:
     run_ranks(_one_visible, 2, backend="epee", timeout_s=200)
 
 
-def _random(rank: int, num_ranks: int, how_many: int) -> None:
-    """Calls in random order on two streams, each behind work that takes its time, and looked at only at the end."""
+def _random(rank: int, num_ranks: int, how_many: int, stall_one_in: int) -> None:
+    """Calls in random order on two streams, some behind work that takes its time, and looked at only at the end.
+
+    One in `stall_one_in` places of warps stands still for up to 20 us (`csrc/common/stall.cuh`).
+    """
+    pytest.MonkeyPatch().setattr(meeting, "Collectives", functools.partial(Collectives, stall_one_in=stall_one_in))
     device, half = _begin(rank)
+    assert half._machine._stall_one_in == stall_one_in
     pick = random.Random(1)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     found = []
@@ -206,8 +215,9 @@ def _random(rank: int, num_ranks: int, how_many: int) -> None:
     half.check()
 
 
-def test_random_calls_on_two_streams() -> None:
-    run_ranks(_random, 2, 1000, backend="epee", timeout_s=220)
+@pytest.mark.parametrize("stall_one_in", [0, STALL_ONE_IN])
+def test_random_calls_on_two_streams(stall_one_in: int) -> None:
+    run_ranks(_random, 2, 10_000, stall_one_in, backend="epee", timeout_s=220)
 
 
 def _graphs(rank: int, num_ranks: int) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from epee.backend.collectives.plan import refused
 from epee.backend.collectives.signature import pack
+from epee.backend.engine.engine import Engine
+from epee.backend.engine.operation import Operation
 from epee.backend.membership.judge import Judge
 from epee.backend.membership.unsettled import UnsettledCalls
 from epee.backend.outbox import CONSUMED, CONSUMED_TOO
@@ -187,6 +190,16 @@ def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises
             ends[0] = ranks[0].judged(again[0])  # the loss that the others have been told by the call that it gave up
         assert ends[0] == ends[1]
     assert raises or rootless > 100
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_call_that_failed_before_it_was_told_waits_for_room_but_not_for_a_lost_rank(is_lost: bool) -> None:
+    box: Any = SimpleNamespace(epoch_bits=0, first_cell=CELLS, num_ranks=2, cells_free_until=0)
+    box.least_consumed = lambda: 0  # of a rank that reads nothing any more
+    op = Operation(refused("all_reduce", RuntimeError("interrupted")), 1000, box, 0.0)
+    op.fail(KeyboardInterrupt())
+    engine: Any = SimpleNamespace(survival=SimpleNamespace(has_lost_one_of=lambda asked: is_lost and asked is box))
+    assert Engine._publish_failed(engine, op) is is_lost
 
 
 @pytest.mark.parametrize("is_rootless", [False, True])

@@ -745,7 +745,7 @@ class Engine:
         cell, box = self.cell(call.seq), self.own(call.place.epoch)
         while self.calls[0] is not call or not (self._has_lost_one_of(call) or self._has_room(call, box)):
             yield BLOCKED
-        if self._has_lost_one_of(call):
+        if not self._has_room(call, box):
             self._end(call, call.given_up, call.place.epoch)
             return
         box.first_seq = box.first_seq or call.seq

@@ -413,14 +413,13 @@ class Engine:
     def _publish_failed(self, op: Operation) -> bool:
         """A call that failed before it was published: its peers must still find a header. False: no room yet.
 
-        A member that is lost makes no room any more. Then there is no header: others see that this rank is through
+        A member that is lost makes no room any more: then there is none, and others see that this rank is through
         (`Survival.ended_without`).
         """
-        if self.survival is not None and self.survival.has_lost_one_of(op.box):
-            return True
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
-        return Operation(plan, op.seq, op.box, 0.0).publish(op.box)
+        has_room = Operation(plan, op.seq, op.box, 0.0).publish(op.box)
+        return has_room or (self.survival is not None and bool(self.survival.has_lost_one_of(op.box)))
 
     def settle(self) -> None:
         """Bring the books in order after an interrupt; the lock is held."""

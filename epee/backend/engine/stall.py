@@ -62,9 +62,7 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
             return  # the next step finds out what becomes of it
         head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
-    if isinstance(head, Operation) and not head.done and _waits_for_the_lost(engine, head):
-        is_late = True  # they settle nothing any more: the call ends like one that is given up, alike on all ranks
-    elif is_late and isinstance(head, Operation) and engine.survival is not None:
+    if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.insist(head, silent, now)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
@@ -113,12 +111,6 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
             )
         )
     engine.retire_heads()
-
-
-def _waits_for_the_lost(engine: EngineFace, head: Operation) -> bool:
-    """Return whether an earlier call holds `head` up of which nobody can tell any more that a lost rank settled it."""
-    held_by = engine.unsettled.behind(head.box, head.lost)
-    return bool(held_by) and not head.missing() and set(held_by) <= set(head.lost)
 
 
 def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) -> None:

@@ -3,7 +3,7 @@
 The program chooses the root among those that it is shown (`Engine.shown`). Where that one is lost before the call is
 whole, the call moves to a view without its root, so it ends there, for everybody. A process that hears of the next loss
 at the same time must end it there, too, and not take it for a call that the second loss has hit
-(`Course.ended_on_the_way`): what is shown behind the call, and where the next one runs, is the same for all (C-12).
+(`Course.place`, "rootless"): what is shown behind the call, and where the next one runs, is the same for all (C-12).
 
 Runs of seeds from ROOT_SEEDS on are about that: on one host, over several, and with newcomers there. In three of four
 programs call one by one; where they do not, somebody may choose a root that others know to be lost. Then all find two

@@ -419,7 +419,7 @@ class Engine:
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         has_room = Operation(plan, op.seq, op.box, 0.0).publish(op.box)
-        return has_room or (self.survival is not None and bool(self.survival.has_lost_one_of(op.box)))
+        return has_room or (self.survival is not None and self.survival.has_lost_one_of(op.box))
 
     def settle(self) -> None:
         """Bring the books in order after an interrupt; the lock is held."""

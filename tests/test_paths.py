@@ -1,0 +1,75 @@
+"""The number of files and functions that a call enters, and the weight of the package: both may only fall.
+
+The ceilings are what `python -m tests.paths` printed when they were written; whoever lowers a count lowers its ceiling.
+Timing adds steps on a busy machine, so a case that is above a ceiling is measured again, and the smaller count stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import pytest
+
+from tests.paths import code_lines, measure, package_code_lines
+
+# call: (files, functions), from the slowest of several runs on a 2-core CPU machine
+CEILINGS = {
+    "cpu": {
+        "dispatch cpu": (28, 146),
+        "combine cpu": (28, 119),
+        "all_reduce 16 B cpu": (14, 28),
+        "all_reduce 16 MiB cpu": (24, 79),
+    },
+    "hosts": {
+        "dispatch hosts": (48, 212),
+        "combine hosts": (43, 167),
+        "all_reduce 16 B hosts": (22, 53),
+        "all_reduce 16 MiB hosts": (36, 141),
+    },
+    "cuda": {
+        "dispatch cuda, first": (31, 143),
+        "combine cuda, first": (42, 200),
+        "dispatch cuda, repeated": (22, 86),
+        "combine cuda, repeated": (25, 81),
+        "latency dispatch cuda, first": (29, 99),
+        "latency combine cuda, first": (23, 79),
+        "latency dispatch cuda, repeated": (22, 54),
+        "latency combine cuda, repeated": (20, 52),
+    },
+    "kill": {"all_reduce, peer killed": (57, 465)},
+}
+MAX_CODE_LINES = 44_833
+ATTEMPTS = 3
+
+
+@functools.cache
+def fewest(case: str) -> dict[str, tuple[int, int]]:
+    """Return the counts of each call of a case, measured again while one is above its ceiling."""
+    counts: dict[str, tuple[int, int]] = {}
+    for _ in range(ATTEMPTS):
+        for call, (files, functions) in measure(case).items():
+            before = counts.get(call, (len(files), functions))
+            counts[call] = (min(before[0], len(files)), min(before[1], functions))
+        if all(counts[call][i] <= ceiling[i] for call, ceiling in CEILINGS[case].items() for i in (0, 1)):
+            break
+    return counts
+
+
+@pytest.mark.parametrize(("case", "call"), [(case, call) for case, calls in CEILINGS.items() for call in calls])
+def test_a_call_enters_no_more_files_and_functions_than_before(case: str, call: str) -> None:
+    if case == "cuda" and shutil.which("g++") is None:
+        pytest.skip("no g++ here, and the emulated kernels need it")
+    files, functions = fewest(case)[call]
+    assert files <= CEILINGS[case][call][0]
+    assert functions <= CEILINGS[case][call][1]
+
+
+def test_the_package_grows_by_no_code_line() -> None:
+    assert package_code_lines() <= MAX_CODE_LINES
+
+
+def test_blanks_comments_and_docstrings_are_no_code_lines() -> None:
+    module = '"""Module."""\n\n# why\nx = (\n    1,  # one\n)\n\n\n'
+    text = module + 'def f():\n    """Doc\n    string."""\n    return """a\nb"""\n'
+    assert code_lines(text) == 6

@@ -1,7 +1,9 @@
-"""The memory that calls touch, as ranges of addresses, and the edges between calls that touch the same.
+"""The memory that calls touch, and the edges between calls that touch the same elements.
 
-A view of a tensor counts from its first byte to its last. `engine/overlap.py` finds which earlier calls are in the way
-of a later one and notes an `Edge` for each; a call that is about to begin asks here whether it may (`is_free`).
+Memory is compared by ranges of addresses first. Where two ranges meet and a strided view is among them, its elements
+decide (`numpy.shares_memory`, which reads strides and no memory): two columns of a matrix are disjoint. A search that
+would take long ends with "they meet". `engine/overlap.py` finds which earlier calls are in the way of a later one and
+notes an `Edge` for each; a call that is about to begin asks here whether it may (`is_free`).
 
 Plain values and this process's own state; nothing is locked here.
 """
@@ -12,12 +14,33 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from ..errors import EpeeError
 from .outbox import Outboxes
-from .tensors import span
+from .tensors import Array, span
 
 MIN_RANGES = 64
-Spans = tuple[tuple[int, int], ...]  # ranges of addresses, ascending and disjoint
+MAX_PAIRS = 1 << 16  # pairs of views that are compared by their elements for two calls; about 1 us each
+MAX_WORK = 10_000  # steps of the search for an element that two views share
+
+Parts = tuple[Array, ...] | None  # the views of a range, as arrays that are never read; None: it is used byte by byte
+Spans = tuple[tuple[int, int, Parts], ...]  # start, end and parts of each range, ascending and disjoint
+
+
+class _Layout:
+    """Address, shape and strides of a view, for numpy. The memory is neither read nor kept alive."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, start: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__array_interface__ = {
+            "data": (start, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{itemsize}",
+            "version": 3,
+        }
 
 
 def spans_of(tensors: Any) -> Spans:
@@ -29,44 +52,81 @@ def spans_of(tensors: Any) -> Spans:
             tensors = tensors[0]
     if not isinstance(tensors, (list, tuple)) and tensors.is_contiguous():  # the usual case in one go
         start, nbytes = tensors.data_ptr(), tensors.nbytes
-        return ((start, start + nbytes),) if nbytes else ()
-    found: list[tuple[int, int]] = []
+        return ((start, start + nbytes, None),) if nbytes else ()
+    found: list[tuple[int, int, Parts]] = []
     _collect(tensors, found)
     if len(found) < 2:
         return tuple(found)
-    found.sort()
-    merged = [found[0]]
-    for start, end in found[1:]:
-        if start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+    found.sort(key=lambda entry: entry[:2])
+    merged = [[found[0]]]
+    end = found[0][1]
+    for entry in found[1:]:
+        if entry[0] <= end:
+            merged[-1].append(entry)
         else:
-            merged.append((start, end))
-    return tuple(merged)
+            merged.append([entry])
+        end = max(end, entry[1])
+    return tuple(_joined(entries) for entries in merged)
 
 
-def _collect(tensors: Any, found: list[tuple[int, int]]) -> None:
+def _collect(tensors: Any, found: list[tuple[int, int, Parts]]) -> None:
     if isinstance(tensors, (list, tuple)):
         for item in tensors:
             _collect(item, found)
         return
-    place = span(tensors)
-    if place[0] < place[1]:
-        found.append(place)
+    start, end = span(tensors)
+    if start < end:
+        found.append((start, end, None if tensors.nbytes == end - start else (_layout(tensors, start),)))
+
+
+def _layout(tensor: Any, start: int) -> Array:
+    size = tensor.itemsize
+    steps = [(e, s * size) for e, s in zip(tensor.shape, tensor.stride(), strict=True) if e > 1 and s]
+    shape, strides = tuple(extent for extent, _ in steps), tuple(step for _, step in steps)
+    return np.asarray(_Layout(start, size, shape, strides))
+
+
+def _joined(entries: list[tuple[int, int, Parts]]) -> tuple[int, int, Parts]:
+    """Return ranges that meet as one."""
+    start, end = entries[0][0], max(entry[1] for entry in entries)
+    if all(parts is None for _, _, parts in entries):
+        return start, end, None
+    return start, end, tuple(part for entry in entries for part in _parts_of(entry))
+
+
+def _parts_of(entry: tuple[int, int, Parts]) -> tuple[Array, ...]:
+    start, end, parts = entry
+    return (np.asarray(_Layout(start, 1, (end - start,), (1,))),) if parts is None else parts
 
 
 def meet(first: Spans, second: Spans) -> bool:
-    """Return whether two lists of ranges have a byte in common."""
+    """Return whether two lists of ranges have an element in common, or may have and are too many to compare."""
     if not first or not second or first[-1][1] <= second[0][0] or second[-1][1] <= first[0][0]:
         return False
     i = j = 0
     while i < len(first) and j < len(second):
-        if first[i][1] <= second[j][0]:
-            i += 1
-        elif second[j][1] <= first[i][0]:
-            j += 1
-        else:
+        one, other = first[i], second[j]
+        if one[1] > other[0] and other[1] > one[0] and _share_element(one, other):
             return True
+        if one[1] <= other[1]:
+            i += 1
+        else:
+            j += 1
     return False
+
+
+def _share_element(first: tuple[int, int, Parts], second: tuple[int, int, Parts]) -> bool:
+    """Return whether the views of two ranges that meet have an element in common."""
+    if first[2] is None and second[2] is None:
+        return True
+    ones, others = _parts_of(first), _parts_of(second)
+    if len(ones) * len(others) > MAX_PAIRS:
+        return True
+    search: Any = np.shares_memory  # numpy's stubs know two values of `max_work`
+    try:
+        return any(search(one, other, max_work=MAX_WORK) for one in ones for other in others)
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
 
 
 class Written:
@@ -83,15 +143,15 @@ class Written:
             self._ranges = [entry for entry in self._ranges if entry[2] > num_retired]
             self._limit = MIN_RANGES + 2 * len(self._ranges)
             self._longest = max((end - start for start, end, _ in self._ranges), default=0)
-        for start, end in spans:
+        for start, end, _ in spans:
             insort(self._ranges, (start, end, seq))
             if end - start > self._longest:
                 self._longest = end - start
 
     def may_meet(self, spans: Spans, num_retired: int) -> bool:
-        """Return whether a call after `num_retired` writes there."""
+        """Return whether a call after `num_retired` writes there, by ranges of addresses."""
         ranges = self._ranges
-        for start, end in spans:
+        for start, end, _ in spans:
             first, last = bisect_left(ranges, (start - self._longest,)), bisect_left(ranges, (end,))
             for entry in ranges[first:last]:
                 if entry[1] > start and entry[2] > num_retired:
@@ -111,9 +171,15 @@ class Edge(NamedTuple):
 
 
 class Held(Protocol):
-    """A call that others may be in the way of."""
+    """A call that others may be in the way of.
+
+    Attributes:
+        before: the calls that are in its way.
+        was_held_by: names of those that were, once it has begun; "" where none was.
+    """
 
     before: Sequence[Edge]
+    was_held_by: str
 
     def describe(self, box: Outboxes, **facts: object) -> str:
         """Name the call and its place for a message."""
@@ -131,6 +197,27 @@ def is_free(call: Held, box: Outboxes) -> bool:
         if edge.is_read and edge.call.error is not None:
             raise not_run(call.describe(box), edge.call.error)
     return True
+
+
+def let_begin(call: Held) -> None:
+    """Note that nothing is in the way of `call` any more. The calls that were are not kept, only their names."""
+    if call.before:
+        call.was_held_by = names_of([edge.call for edge in call.before])
+    call.before = ()
+
+
+def holdups(call: Held) -> dict[str, str]:
+    """Return the facts for an error of `call`: what holds it back, or what has done so until it began."""
+    holders = [edge.call for edge in call.before if not edge.is_over(edge.call)]
+    if holders:
+        return {"held_back_by": names_of(holders)}
+    return {"was_held_back_by": call.was_held_by} if call.was_held_by else {}
+
+
+def names_of(calls: Sequence[Any]) -> str:
+    """Return the first of some calls by name, and the number of the others."""
+    more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+    return f"{calls[0].label()}{more}" if calls else ""
 
 
 def not_run(told: str, error: BaseException) -> EpeeError:

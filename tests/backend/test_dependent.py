@@ -351,6 +351,77 @@ def _wait(work: Any) -> None:
     work.wait()
 
 
+def interleaved(rank: int, num_ranks: int, folder: str) -> int:
+    """A receive into one view and a send of another one whose range meets it; both ranks alike, so order would hang."""
+    _init(rank, num_ranks, folder, op_timeout=20.0)
+    other, num_pairs = 1 - rank, 0
+    for got_part, sent_part in INTERLEAVED:
+        matrix = torch.arange(48.0).view(6, 8) + 100 * rank
+        wanted, theirs = matrix.clone(), torch.arange(48.0).view(6, 8) + 100 * other
+        got_part(wanted).copy_(sent_part(theirs))
+        received = dist.irecv(got_part(matrix), other)
+        sent = dist.isend(sent_part(matrix), other)
+        for work in (sent, received):
+            work.wait()
+        assert torch.equal(matrix, wanted), num_pairs
+        num_pairs += 1
+    column = dist.irecv(matrix[:, 0], other)
+    dist.all_reduce(matrix[:, 1])  # blocks: rank 1 sends afterwards only
+    dist.isend(matrix[:, 1], other).wait()
+    column.wait()
+    assert torch.equal(matrix[:, 0], matrix[:, 1])
+    dist.destroy_process_group()
+    return num_pairs
+
+
+INTERLEAVED: list[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = [
+    (lambda m: m[:, 0], lambda m: m[:, 1]),
+    (lambda m: m[:, :3], lambda m: m[:, 5:]),  # rows of some elements
+    (lambda m: m[1:, 3], lambda m: m[:-1, 4]),  # ranges that begin in other rows
+    (lambda m: m[::2, 1:3], lambda m: m[1::2, 1:3]),
+    (lambda m: m.view(-1)[::2], lambda m: m.view(-1)[1::2]),
+    (lambda m: m.view(3, 2, 8)[:, 0], lambda m: m.view(3, 2, 8)[:, 1]),
+    (lambda m: m.t()[2:4], lambda m: m.t()[6:]),  # columns of the transposed one
+    (lambda m: m.view(-1)[::6], lambda m: m.view(-1)[1:32:4]),  # other steps
+    (lambda m: m[:2, 4], lambda m: m[0, 5:7]),  # a strided view and a contiguous one within its range
+]
+
+
+def test_views_without_a_common_element_do_not_hold_each_other_back(tmp_path: Path) -> None:
+    assert run_ranks(interleaved, 2, str(tmp_path), backend=None) == [len(INTERLEAVED)] * 2
+
+
+def named(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Both ranks wait for a message that the other one holds back."""
+    _init(rank, num_ranks, folder, op_timeout=1.0)
+    x = torch.full((4, 2), rank + 1.0)
+    got, sent = dist.irecv(x[:, 0], 1 - rank), dist.isend(x, 1 - rank)
+    told = []
+    for work, timeout in ((sent, cases.timedelta(seconds=0.1)), (got, None), (sent, None)):
+        with pytest.raises(CommTimeoutError) as caught:
+            work.wait(*([timeout] if timeout else []))
+        told.append(str(caught.value))
+    if rank == 0:
+        behind = [dist.irecv(x, 1, tag=5), dist.irecv(x[1:2], 1, tag=6)]
+        behind[0].wait()
+        with pytest.raises(CommTimeoutError) as caught:
+            behind[1].wait()
+        told.append(str(caught.value))
+    else:
+        dist.send(x, 0, tag=5)
+    stages.meet(folder, "over", rank, range(num_ranks))
+    dist.destroy_process_group()
+    return told
+
+
+def test_the_error_of_a_call_says_what_overlap_held_back(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(named, 2, str(tmp_path), backend=None)):
+        assert f"held_back_by=recv from rank {1 - rank}" in told[0]
+        assert f"holds_back=send to rank {1 - rank}" in told[1]
+        assert "not run: it reads what an earlier call was to write" in told[2]
+        assert len(told) < 4 or "was_held_back_by=recv from rank 1" in told[3]
+
+
 def crossed(rank: int, num_ranks: int, folder: str, is_blocking: bool) -> None:
     """Each rank's first call waits for the other's second one: on NCCL for ever."""
     engine = _init(rank, num_ranks, folder, op_timeout=0.5)
@@ -455,7 +526,7 @@ def test_calls_made_again_for_those_who_remain_read_the_right_values(is_strided:
 # ---- random programs
 
 NUM_UNITS = 16
-VIEWS = [slice(0, 8), slice(4, 12), slice(7, 15), slice(0, 16, 2)]  # of units; 8 of them each
+VIEWS = [slice(0, 8), slice(4, 12), slice(7, 15), slice(0, 16, 2), slice(1, 16, 2)]  # of units; 8 of them each
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "message", "swap")
 
 step = st.fixed_dictionaries(
@@ -569,8 +640,37 @@ def test_two_lists_of_ranges_meet_when_they_share_a_byte(first: Any, second: Any
     assert all(a[1] < b[0] for some in spans for a, b in itertools.pairwise(some))
 
 
-def test_a_strided_view_counts_from_its_first_byte_to_its_last() -> None:
+views = st.lists(
+    st.tuples(st.integers(0, 12), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3)), max_size=3
+)
+
+
+@settings(max_examples=300, database=None, derandomize=True)
+@given(views, views)
+def test_strided_views_meet_when_they_share_an_element(first: Any, second: Any) -> None:
+    memory = torch.zeros(120, dtype=torch.int16)
+    places = torch.arange(120)
+
+    def view_of(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
+        start, steps = spec
+        return tensor.as_strided([extent for extent, _ in steps], [step for _, step in steps], start)
+
+    lists = [[view_of(memory, spec) for spec in some] for some in (first, second)]
+    spans = [spans_of(some) for some in lists]
+    used = [{int(i) for spec in some for i in view_of(places, spec).reshape(-1)} for some in (first, second)]
+    assert meet(*spans) == meet(*reversed(spans)) == bool(used[0] & used[1])
+
+
+def test_views_that_are_too_many_to_compare_meet() -> None:
+    matrix = torch.zeros(3, 600)
+    evens, odds = ([matrix[:, i] for i in range(first, 600, 2)] for first in (0, 1))
+    assert not meet(spans_of(evens[:50]), spans_of(odds[:50]))
+    assert meet(spans_of(evens), spans_of(odds))
+
+
+def test_the_memory_of_a_call_is_measured_without_its_holes() -> None:
     matrix = torch.zeros(4, 6)
     start = matrix.data_ptr()
-    assert spans_of(matrix[:, 2]) == ((start + 8, start + 8 + 3 * 24 + 4),)
-    assert spans_of([[], matrix[:0], [matrix[1:2], matrix[2:3]]]) == ((start + 24, start + 72),)
+    assert spans_of(matrix.t()) == spans_of(matrix) == ((start, start + 96, None),)
+    assert spans_of([[], matrix[:0], [matrix[1:2], matrix[2:3]]]) == ((start + 24, start + 72, None),)
+    assert not meet(spans_of(matrix[:, 2]), spans_of([matrix[:, 1], matrix[0, 3:], matrix[3, 3:]]))

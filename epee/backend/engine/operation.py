@@ -54,7 +54,7 @@ from ..outbox import (
     unsealed,
 )
 from ..p2p.message import Message
-from ..ranges import is_free
+from ..ranges import holdups, is_free, let_begin
 from ..wake import publish_word
 from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
@@ -97,6 +97,8 @@ class Operation:
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
     withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
     before: Sequence[Any] = ()  # what it waits for before it is published, see `overlap.py`
+    was_held_by = ""
+    holds_back = ""  # names of the calls that wait for this one, once it is late
     tensors: Tensors = NOTHING
     touched: Any = None
     completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
@@ -120,7 +122,7 @@ class Operation:
             if not is_free(self, box):
                 return False
             self.plan = self.plan if self.make is None else self.make(box)  # its copies of the input were too early
-            self.before = ()
+            let_begin(self)
         plan = self.plan
         cell = self.cell
         if self.seq > box.cells_free_until:
@@ -473,7 +475,12 @@ class Operation:
     def describe(self, box: Outboxes, **facts: object) -> str:
         """Name the call and its place for a message."""
         box = self.box
+        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
         return context(self.plan.name, rank=box.members[box.rank], seq=self.seq, epoch=box.epoch, **facts)
+
+    def label(self) -> str:
+        """Name the call for the error of another one."""
+        return f"{self.plan.name} seq {self.seq}"
 
     def missing(self) -> list[int]:
         """Return the ranks whose header has not arrived."""

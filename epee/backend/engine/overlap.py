@@ -22,9 +22,9 @@ that is held back is in `Mailroom.held`, in neither end's books. Whoever drives 
 (`foremost`), and looks there for trouble: so calls that wait for each other, across ranks, end by the time-out of the
 first of them.
 
-Memory is compared as ranges of addresses: a view counts from its first byte to its last. Messages of one
-`batch_isend_irecv` are not ordered against each other. Everything runs under the engine's lock. Only this process's
-own state is read and written here.
+Memory is compared by elements where views are strided (`ranges.py`). Messages of one `batch_isend_irecv` are not
+ordered against each other. Everything runs under the engine's lock. Only this process's own state is read and written
+here. The error of a call says what holds it back, or held it back, and a time-out also says which calls it holds back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 
 from ..engine_face import EngineFace
 from ..p2p.message import ANY, Message
-from ..ranges import Edge, Spans, is_free, meet, spans_of
+from ..ranges import Edge, Spans, is_free, meet, names_of, spans_of
 from ..tensors import carrier_of, source
 from ..work import Work
 from .operation import Driven, Operation
@@ -194,6 +194,12 @@ def foremost(engine: EngineFace, op: Driven) -> Driven:
         if edge is None:
             return op
         op = edge.call
+
+
+def held_by(engine: EngineFace, call: Driven) -> str:
+    """Return the names of the open calls that wait for `call`; "" where none does."""
+    calls: list[Driven] = [*engine.queue, *engine.mail.held]
+    return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
 
 
 def release(engine: EngineFace) -> None:

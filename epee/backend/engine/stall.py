@@ -14,6 +14,7 @@ from ..engine_face import EngineFace
 from ..membership.epochs import Survival
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
+from . import overlap
 from .ending import leavers
 from .operation import Block, Driven, Operation
 from .withdrawal import withdrawn
@@ -64,6 +65,8 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.insist(head, silent, now)
+    if is_late:
+        head.holds_back = overlap.held_by(engine, head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
     elif is_late and isinstance(head, Message):

@@ -45,6 +45,7 @@ from __future__ import annotations
 from ...errors import PeerError
 from ..engine.operation import Block
 from ..outbox import Outboxes
+from ..ranges import let_begin
 from .message import ANY, MATCHED, STAYS_OPEN, Absence, Message
 from .recv import Receiver
 from .send import Sender
@@ -88,7 +89,7 @@ class Mailroom:
         """Post a message that was held back. After an interrupt in the midst of it `settle` finds out how far it is."""
         if not message.done:
             self.ends[message.is_send].post(message)
-        message.before = ()
+        let_begin(message)
         self.held.remove(message)
 
     def involving(self, peer: int) -> list[Message]:
@@ -186,7 +187,7 @@ class Mailroom:
         for message in list(self.held):
             is_posted = message in self.ends[message.is_send].pending()
             if message.number or message.done or (is_posted and message.is_send):
-                message.before = ()
+                let_begin(message)
                 self.held.remove(message)
             elif is_posted:  # it may not have looked at what has arrived: it is posted again
                 self._receiver.cancel(message)

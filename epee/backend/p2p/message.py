@@ -14,6 +14,7 @@ from ...errors import MismatchError, PeerError, context
 from ..collectives.plan import NOTHING, Tensors
 from ..collectives.signature import unpack
 from ..outbox import Outboxes
+from ..ranges import holdups
 from ..tensors import Array, Target
 
 ANY = -1
@@ -54,6 +55,8 @@ class Message:
     num_waiters = 0
     started = deadline = 0.0
     before: Sequence[Any] = ()  # what it waits for before it is posted, see `overlap.py`
+    was_held_by = ""
+    holds_back = ""  # names of the calls that wait for this one, once it is late
     tensors: Tensors = NOTHING
     is_early = False  # made while other calls were open, which may have ended before it was posted
     touched: Any = None
@@ -104,7 +107,14 @@ class Message:
         """Name the call and its place for a message."""
         other: object = "any" if self.wanted == ANY else self.wanted
         ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
+        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
         return context(self.name, rank=box.rank, **ends, tag=self.user_tag, epoch=box.epoch, **facts)
+
+    def label(self) -> str:
+        """Name the message for the error of another call."""
+        if self.wanted == ANY:
+            return "recv from any rank"
+        return f"{'send to' if self.is_send else 'recv from'} rank {self.wanted}"
 
 
 _NOWHERE = Target(np.empty(0, BYTE))  # a send has nothing to finish

@@ -74,19 +74,22 @@ class CallsOfView:
     def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
         """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
 
-        All ranks get the same answer: a rank counts as ready when every member has heard of it.
+        All ranks get the same answer. A rank takes part if it took part in this call itself, so one that had died
+        before is False; a rank is ready when every member has heard of a process that waits for it.
 
         Args:
             ranks: 0 ... 63; those that have never been there may ask to come in, too.
         """
         _check_ranks(ranks, "get_peer_state")
-        known = self.ready_ranks()
-        state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
+        survival = self._engine.survival
+        ready = set() if survival is None else survival.admission.joining()
+        state = torch.tensor([int(rank in ready) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         options.asyncOp = False
         self.allreduce([state], options)
-        return [bool(state[rank]) for rank in ranks]
+        present = self._engine.contributors  # of this call
+        return [rank in present or bool(state[rank]) for rank in ranks]
 
     def get_num_synced_ranks(self) -> int:
         """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""

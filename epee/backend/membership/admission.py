@@ -71,6 +71,12 @@ class Admission:
         asking = self.waiting()  # before the view, see `Loop._decide`
         return {*asking, *self._occupants.present(self._runtime.view())}
 
+    def joining(self) -> set[int]:
+        """Return the ranks for which a process asks to come in, or has been taken in and takes part in a later call."""
+        asking, box = self.waiting(), self._engine.members  # asking before the view, see `Loop._decide`
+        since = self.since()
+        return {*asking, *(rank for rank, when in since.items() if rank not in box.members or when > box.epoch)}
+
     def expected(self) -> tuple[set[int], set[int]]:
         """Return the ranks that take part in the newest view or ask to come in, and those that have left meanwhile.
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from epee.backend.hosts import report
 from epee.backend.hosts.report import Progress, look_at_groups
 from epee.cli.main import app
 from epee.doctor import hang
@@ -116,6 +117,15 @@ def test_a_dead_rank_is_seen() -> None:
         assert last.endswith(" for which 0, 1 wait: its process has ended")
         shown = CliRunner().invoke(app, ["doctor", "--pid", str(pids[1])])
         assert "rank 2: dead, how far it was is not known" in shown.output
+
+
+def test_a_rank_that_ends_while_its_memory_is_read_is_dead_without_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hanging_group() as pids:
+        look_until(pids[1], is_stuck)
+        monkeypatch.setattr(report, "process_state", lambda pid: "Z" if pid == pids[VICTIM] else "S")
+        (group,) = look_at_groups(pids[1])
+        assert group[VICTIM] == Progress(VICTIM, 0, "dead", -1, -1, "")
+        assert [rank.health for rank in group[:VICTIM]] == ["elsewhere", "running"]
 
 
 def test_a_process_without_a_group_has_none() -> None:

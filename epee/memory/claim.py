@@ -8,25 +8,47 @@ descriptors. Only "there is no such process" means that it has ended: where the 
 left, looking is forbidden) nobody is taken for dead. The cookie is random and also lies at the start of the region's
 memory, so a descriptor that was closed and reused is found out once the memory is mapped.
 
-A crash leaves nothing here: the bytes are plain, and whoever reads them late learns that the owner has ended.
+A crash leaves nothing here: the bytes are plain, and whoever reads them late learns that the owner has ended. An owner
+may also end at any moment while a peer opens its memory. Each step then fails in a way of its own (no such
+descriptor, a refused connection, another start time, an error of the GPU's driver), and some fail while the process
+is still on its way out: the kernel takes its descriptors before it says that the process has ended. `naming_death`
+goes around all those steps and turns what they raise into `OwnerEndedError`, once the owner is proved dead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import struct
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import AuthError, ProtocolError, ResourceError, shortage
+from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
 
 _CLAIM = struct.Struct("<8sqqqq16s")
 CLAIM_BYTES = _CLAIM.size
 COOKIE_BYTES = 16
 MAX_REGION_BYTES = 1 << 46
 _INT_LIMIT = 1 << 31  # pids and descriptors are C ints; a larger number would wrap in a system call
+DYING_S = 5.0  # the longest wait until all threads of a dying process have let go of its memory
+
+
+class OwnerEndedError(ResourceError):
+    """The process whose memory was to be opened has ended.
+
+    Attributes:
+        pid: of the process.
+        start_time: when it started, in clock ticks since boot.
+    """
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        super().__init__(f"process {pid} has ended, or runs in another PID namespace; its memory is out of reach")
+        self.pid = pid
+        self.start_time = start_time
 
 
 class Claim(NamedTuple):
@@ -91,6 +113,72 @@ def _stat_of(pid: int) -> list[bytes]:
     return stat[stat.rindex(b")") + 2 :].split()  # the command's name may hold spaces and brackets
 
 
+def is_torn_down(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, has threads but no address space: it stores nothing.
+
+    False also when the process has gone altogether; a pidfd says that. One that nobody has waited for counts.
+    """
+    try:
+        if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: what all but the dying show
+            return False
+        threads = set(os.listdir(f"/proc/{pid}/task"))
+        if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
+            return False
+        # a thread that was not listed can only come from one that was, and would be listed by now
+        return set(os.listdir(f"/proc/{pid}/task")) == threads and started_at(pid) == start_time
+    except (OSError, ResourceError):
+        return False
+
+
+def is_leaving(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, has gone, is dead, or has a first thread that is dying.
+
+    `/proc/PID/fd` of such a process is empty or, since it then belongs to root, closed to others. No proof that it
+    stores nothing any more: other threads may go on (`is_torn_down`).
+    """
+    try:
+        return _has_no_memory(f"/proc/{pid}/statm") or started_at(pid) != start_time
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except (OSError, ResourceError):
+        return False
+
+
+def _has_no_memory(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 2) == b"0 "
+    finally:
+        os.close(fd)
+
+
+def is_proved_dead(pid: int, start_time: int, wait_s: float = DYING_S) -> bool:
+    """Return whether a process is dead; where it is dying, wait at most `wait_s` for the proof."""
+    until = time.monotonic() + wait_s
+    while not (has_ended(pid, start_time) or is_torn_down(pid, start_time)):
+        if not is_leaving(pid, start_time) or time.monotonic() > until:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+@contextlib.contextmanager
+def naming_death(claim: Claim) -> Iterator[None]:
+    """Turn every error of the steps inside, which open the memory of `claim`, into its owner's death where it is dead.
+
+    Raises:
+        OwnerEndedError: a step failed, and the owner has ended; the cause is the error of the step.
+    """
+    try:
+        yield
+    except OwnerEndedError:
+        raise
+    except (EpeeError, OSError) as exc:
+        if claim.pid != os.getpid() and is_proved_dead(claim.pid, claim.start_time):
+            raise OwnerEndedError(claim.pid, claim.start_time) from exc
+        raise
+
+
 def make_claim(magic: bytes, fd: int, nbytes: int) -> Claim:
     """Return a claim of this process with a fresh cookie."""
     pid = os.getpid()
@@ -137,12 +225,14 @@ def require_own(pid: int) -> None:
 
     Raises:
         AuthError: it is another user's.
-        ResourceError: it has ended.
+        ResourceError: it has ended, or the kernel does not say.
     """
     try:
         user = os.stat(f"/proc/{pid}").st_uid
-    except OSError as exc:
+    except (FileNotFoundError, ProcessLookupError) as exc:
         raise ResourceError(f"process {pid} has ended; its memory is out of reach ({exc})") from exc
+    except OSError as exc:
+        raise shortage(f"cannot see whose process {pid} is", exc) from exc
     if user != os.geteuid():
         raise AuthError(
             f"process {pid} runs as user {user}, and memory is taken from processes of user {os.geteuid()} only; run "
@@ -151,24 +241,15 @@ def require_own(pid: int) -> None:
 
 
 def require_alive(claim: Claim) -> None:
-    """Raise `ResourceError` unless the claim's owner runs, in this PID namespace, and the kernel says so.
+    """Raise unless the claim's owner runs, in this PID namespace, as this user, and the kernel says so.
+
+    It is called before a descriptor is taken from the owner, and again before that descriptor is used.
 
     Raises:
+        OwnerEndedError: the owner has ended; its number may be another process's by now.
         AuthError: it is another user's process.
-    """
-    if process_start_time(claim.pid) != claim.start_time:
-        raise ResourceError(
-            f"process {claim.pid} has ended, or runs in another PID namespace; its memory is out of reach"
-        )
-    require_own(claim.pid)
-
-
-def require_unchanged(claim: Claim) -> None:
-    """Raise `ProtocolError` when the owner's pid changed hands since `require_alive`, `AuthError` when its user did.
-
-    Raises:
         ResourceError: the kernel does not say.
     """
     if process_start_time(claim.pid) != claim.start_time:
-        raise ProtocolError(f"process {claim.pid} changed while its memory was being opened")
+        raise OwnerEndedError(claim.pid, claim.start_time)
     require_own(claim.pid)

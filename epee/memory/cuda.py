@@ -28,7 +28,7 @@ import torch
 
 from ..errors import InvalidArgument, InvalidState, ProtocolError, UnsupportedError
 from ..jit.driver import check, driver
-from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive
+from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, naming_death, parse_claim, require_alive
 from .cuda_mapping import (
     Mapping,
     create_ipc,
@@ -141,14 +141,15 @@ class CudaRegion:
 
         Raises:
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
-            ResourceError: the owner is gone, or the system forbids every way to its memory.
+            OwnerEndedError: the owner has ended, be it while its memory was being opened.
+            ResourceError: the system forbids every way to its memory.
             UnsupportedError: `device` does not reach the owner's GPU.
             InvalidState: `EPEE_CUDA_SHARE` differs between the ranks.
         """
         claim, tail = _parse(data)
         ways = choose(Way(tail.ways), claim)
-        require_alive(claim)
-        with on_device(device):
+        with naming_death(claim), on_device(device):
+            require_alive(claim)
             require_reach(device, tail.uuid, claim.pid)
             mapping, way = _map_peer(claim, tail, ways, device)
             with contextlib.ExitStack() as undo:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import env
 from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, shortage
-from .claim import Claim, require_alive, require_unchanged
+from .claim import Claim, naming_death, require_alive
 from .passing import fetch_descriptor
 
 _SYS_PIDFD_GETFD = 438
@@ -131,9 +131,15 @@ def obtain_descriptor(claim: Claim, ways: Way, socket_fd: int) -> tuple[int, Way
     Returns:
         The descriptor, to be closed by the caller, and the way by which it came.
     Raises:
-        ResourceError: the owner has ended, or every way is refused.
-        ProtocolError: the owner has no such descriptor, or its pid changed hands.
+        OwnerEndedError: the owner has ended.
+        ResourceError: every way is refused.
+        ProtocolError: the owner has no such descriptor.
     """
+    with naming_death(claim):
+        return _obtain(claim, ways, socket_fd)
+
+
+def _obtain(claim: Claim, ways: Way, socket_fd: int) -> tuple[int, Way]:
     require_alive(claim)
     if claim.pid == os.getpid():
         return _duplicate(claim), Way.PIDFD
@@ -176,7 +182,7 @@ def _copy_from_owner(claim: Claim) -> int:
     finally:
         os.close(pidfd)
     try:
-        require_unchanged(claim)
+        require_alive(claim)
     except EpeeError:
         os.close(fd)
         raise

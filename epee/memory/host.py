@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from ..errors import AuthError, EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError
-from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive, require_unchanged
+from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, naming_death, parse_claim, require_alive
 from .claim import process_start_time as process_start_time  # detectors of deaths import it from here
 from .layout import CACHE_LINE_BYTES, align_up
 
@@ -132,9 +132,15 @@ class HostRegion:
         Raises:
             AuthError: the owner is a process of another user, or the memory was made by one.
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
-            ResourceError: the owner is gone, or the system forbids opening its descriptor.
+            OwnerEndedError: the owner has ended, be it while its memory was being opened.
+            ResourceError: the system forbids opening the owner's descriptor, or has no memory or descriptor left.
         """
         claim = parse_claim(data, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
+        with naming_death(claim):
+            return cls._attach(claim, is_writable)
+
+    @classmethod
+    def _attach(cls, claim: Claim, is_writable: bool) -> HostRegion:
         fd = _open_peer_fd(claim, is_writable)
         try:
             _check_file(fd, claim)
@@ -281,7 +287,7 @@ def _open_peer_fd(claim: Claim, is_writable: bool = True) -> int:
 
 
 def _check_file(fd: int, claim: Claim) -> None:
-    require_unchanged(claim)
+    require_alive(claim)
     nbytes, user = os.fstat(fd).st_size, os.fstat(fd).st_uid
     if user != os.geteuid():  # a process may have been given it by another user's
         raise AuthError(

@@ -7,7 +7,7 @@ Who may: the socket is bound in a private folder (0700) with mode 0600, opened a
 once, so there is no name that could be guessed, squatted or left behind. Peers connect through the owner's
 `/proc/PID/fd/FD`, which the kernel allows to processes of the same user only. On top of that both sides ask the
 kernel who the other is (`SO_PEERCRED`): the owner wants its own user, the peer wants the pid of the claim, with the
-claim's start time before and after.
+claim's start time before and after. Whatever fails because the owner ends meanwhile is raised as its death.
 
 Bounds: the owner gives each peer a second, the peer waits a few. A crash of either side ends the connection; a crash
 of the owner closes the socket, and only a crash in the microseconds between bind and unlink could leave an empty
@@ -28,7 +28,7 @@ import threading
 import time
 
 from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
-from .claim import COOKIE_BYTES, Claim, require_alive, require_unchanged
+from .claim import COOKIE_BYTES, Claim, naming_death, require_alive
 
 PATIENCE_S = 5.0  # how long a peer waits for the owner
 _SERVE_S = 1.0  # how long the owner waits for a peer that has connected
@@ -146,10 +146,16 @@ def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
         claim: of the region.
         socket_fd: the owner's `DescriptorServer.socket_fd`.
     Raises:
-        ResourceError: the owner has ended, has closed the region, or does not answer; or no descriptor is left here.
+        OwnerEndedError: the owner has ended.
+        ResourceError: the owner has closed the region, or does not answer; or no descriptor is left here.
         AuthError: the owner is another user's process, or another process than the owner listens there.
         ProtocolError: the answer is not one descriptor.
     """
+    with naming_death(claim):
+        return _fetch(claim, socket_fd)
+
+
+def _fetch(claim: Claim, socket_fd: int) -> int:
     require_alive(claim)
     try:
         made = socket.socket(socket.AF_UNIX, _KIND)
@@ -175,7 +181,7 @@ def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
                 "closed the region? the ranks must run as one user, dumpable, in one PID namespace"
             ) from exc
     try:
-        require_unchanged(claim)
+        require_alive(claim)
     except EpeeError:
         os.close(fd)
         raise

@@ -63,7 +63,7 @@ def _wrong_claims(rank: int, num_ranks: int) -> list[str]:
 
 def test_start_time_and_cookie_are_checked() -> None:
     for late, cookie in run_ranks(_wrong_claims, 2, timeout_s=100):
-        assert late.startswith("ResourceError") and "has ended" in late  # noqa: PT018
+        assert late.startswith("OwnerEndedError") and "has ended" in late  # noqa: PT018
         assert cookie.startswith("ProtocolError") and "cookie differs" in cookie  # noqa: PT018
 
 

@@ -170,7 +170,7 @@ def _wrong_claims(rank: int, num_ranks: int, way: str) -> list[str]:
 
 def test_wrong_claims_are_refused_and_leave_nothing() -> None:
     for start, closed, other, larger, cookie, is_clean in run_ranks(_wrong_claims, 2, "pidfd"):
-        assert start.startswith("ResourceError: process") and "has ended" in start  # noqa: PT018
+        assert start.startswith("OwnerEndedError: process") and "has ended" in start  # noqa: PT018
         assert closed.startswith("ProtocolError") and "no descriptor 900" in closed  # noqa: PT018
         assert other.startswith("ResourceError: import GPU memory of process")
         assert larger.startswith("ResourceError: map 1073741824 bytes")

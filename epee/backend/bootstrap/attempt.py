@@ -5,9 +5,10 @@ its own, and those that others may be waiting for. Then it sets LIFE_FAILED in i
 have read all records and wait for words. So all ranks fail at once and name the rank and its reason, wherever they
 wait. What all ranks find in the records by themselves (another version, another host) is not told again.
 
-An error record is JSON of three fields, of bounded length, checked before use. Writers race and may overwrite each
-other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all ranks. It needs no
-proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of it.
+An error record is JSON of three fields, of bounded length, checked before use; a fourth one names the ranks that have
+died, where that is the error, so that ranks which cannot see it (those of other hosts) raise the same. Writers race and
+may overwrite each other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all
+ranks. It needs no proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ...errors import (
     UnsupportedError,
     context,
 )
+from ...memory.claim import OwnerEndedError
 from ...memory.host import HostRegion
 from ...view.job import told_fields
 from ...view.process.detector import DeathWatch
@@ -90,8 +92,10 @@ class BootstrapAttempt:
         """Return what to raise for `error`: what `heard` says if that is more.
 
         Who fails takes its memory, its folder and its part in the job away, and its process may end: each of these is
-        an error of its own here.
+        an error of its own here. A rank that ends while its memory is opened here is dead.
         """
+        if isinstance(error, OwnerEndedError):
+            watch.note_end(error.pid, error.start_time)
         if not isinstance(error, EpeeError) or self.others_know or _of_a_peer(error):
             return error
         return self.heard(watch) or error
@@ -104,11 +108,13 @@ class BootstrapAttempt:
 
     def _tell(self, error: BaseException) -> None:
         """Put an error record where every rank looks next."""
-        record = {
+        record: dict[str, Any] = {
             "failed": self.rank,
             "kind": _plain(type(error).__name__, MAX_KIND_CHARS),
             "reason": _plain(str(error), MAX_REASON_CHARS),
         }
+        if isinstance(error, RankFailedError):
+            record["dead"] = list(error.ranks)
         with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is what counts
             for rank in range(self.num_ranks):
                 for what in WHATS:
@@ -132,13 +138,15 @@ class BootstrapAttempt:
         return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
 
     def heard(self, watch: DeathWatch) -> EpeeError | None:
-        """Return the first error that is told under any key, or the death of a peer, which explains one of its kind."""
+        """Return the first error record under any key, or else the death of a peer; None where there is neither.
+
+        A rank that fails writes its record before it ends, so the dead are asked for first: the record of one that has
+        ended since is the reason, its end is not.
+        """
+        dead = watch.dead()
         every = (self.told_by(peer) for peer in range(self.num_ranks))
         told = next((error for error in every if error is not None), None)
-        dead = watch.dead()
-        if dead and (told is None or getattr(told, "cause", "").startswith(RankFailedError.__name__)):
-            return died(self.rank, dead)
-        return told
+        return died(self.rank, dead) if told is None and dead else told
 
     def failure_of(self, peer: int, watch: DeathWatch) -> EpeeError:
         """Return the error to raise now that `peer` has failed."""
@@ -191,8 +199,10 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
 def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
     """Return what to raise on `rank` for a peer's error record."""
     failed, kind, reason = (fields.get(name) for name in ("failed", "kind", "reason"))
+    dead = fields.get("dead", [])
     good = type(failed) is int and 0 <= failed < num_ranks and isinstance(kind, str) and isinstance(reason, str)
-    if not good or len(fields) != 3:
+    good = good and isinstance(dead, list) and all(type(one) is int and 0 <= one < num_ranks for one in dead)
+    if not good or len(fields) != 3 + ("dead" in fields):
         return ProtocolError(f"an error record in the store cannot be read (fields {list(fields)[:9]}); is it ours?")
     assert isinstance(failed, int)
     assert isinstance(kind, str)
@@ -201,6 +211,10 @@ def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
     where = context("init", rank=rank, peer=failed)
     if kind in _REFUSALS:
         return MismatchError(f"{where}: rank {failed} refused its options, so no group was made: {cause}")
+    if dead and rank not in dead:
+        return RankFailedError(
+            f"{where}: no group was made, as rank {failed} reports: {cause}", dead, "init", cause=cause
+        )
     told = f"{where}: rank {failed} could not make its part, so no group was made: {cause}"
     return PeerError(told, [failed], "init", cause=cause)
 

@@ -22,7 +22,7 @@ def await_all(
         while box.words[peer][LIFE] == LIFE_BORN:
             dead = watch.dead()
             if dead:
-                raise died(this.rank, dead)
+                raise this.heard(watch) or died(this.rank, dead)
             _raise_if_failed(this, box, watch)
             check()
             if time.monotonic() > deadline:

@@ -63,10 +63,10 @@ class StoreLook:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _LOOK_S
+            lost = self._lost()  # first, as in `heard`
             error = self._this.heard(self._watch)
             if error is not None:
                 raise error
-            lost = self._lost()
             if lost:
                 raise died(self._this.rank, lost)
 

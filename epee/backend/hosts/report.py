@@ -164,13 +164,16 @@ def _progress(memory: _Memory, state: bytes) -> Progress:
         num_made += 1
         op = op or dict(enumerate(OPS)).get(cells[cell + SIGNATURE] & 63, "unknown")
     pid, gateway = (0, memory.pid) if memory.is_mirror else (memory.pid, 0)
-    return Progress(memory.rank, pid, _health(memory, words), num_ended, num_made, op, gateway)
+    health = _health(memory, words)
+    if health in ("dead", "unknown"):  # the process ended while its memory was read: the next report cannot open it
+        return Progress(memory.rank, 0, health, -1, -1, "")
+    return Progress(memory.rank, pid, health, num_ended, num_made, op, gateway)
 
 
 def _health(memory: _Memory, words: memoryview) -> str:
     if has_left(words):
         return "left"
     if memory.is_mirror:
-        return "elsewhere"
+        return "unknown" if process_state(memory.pid) in "XZ" else "elsewhere"
     letter = process_state(memory.pid)
     return "dead" if letter in "XZ" else "stopped" if letter in "Tt" else "running"

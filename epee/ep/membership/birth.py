@@ -45,7 +45,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
-from ...memory.claim import has_ended
+from ...memory.claim import OwnerEndedError, has_ended
 from ...view.founding import GroupSeat, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
@@ -242,7 +242,7 @@ def _make(
             undo.callback(entrant.close)
             entrant.offer()
         except EpeeError as exc:
-            problem = exc
+            problem = _death_behind(exc, begun)
         with _naming_deaths(begun):
             _tell_problems(group, problem)
         assert begun is not None  # else all have raised
@@ -250,7 +250,7 @@ def _make(
         try:
             entrant.come_in(time.monotonic() + timeout_s)
         except EpeeError as exc:
-            problem = exc
+            problem = _death_behind(exc, begun)
         with _naming_deaths(begun):
             _tell_problems(group, problem)
         undo.pop_all()
@@ -267,6 +267,13 @@ def death_in_birth(dead: Sequence[int]) -> RankFailedError:
         _OP,
         cause=_ENDED,
     )
+
+
+def _death_behind(error: EpeeError, begun: Begun | None) -> EpeeError:
+    """Return the death of a maker whose memory could not be opened because it has ended; else the error itself."""
+    if isinstance(error, OwnerEndedError) and begun is not None and (dead := begun.deaths()):
+        return death_in_birth(dead)
+    return error
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ import select
 from collections.abc import Sequence
 
 from ...errors import ResourceError, shortage
+from ...memory.claim import is_leaving as is_leaving
+from ...memory.claim import is_torn_down as is_torn_down
 from ...memory.claim import started_at
 
 NUM_LOOKS = 4  # at a time; each costs some 20 us
@@ -69,45 +71,6 @@ def is_readable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def is_torn_down(pid: int, start_time: int) -> bool:
-    """Return whether process `pid`, started at `start_time`, has threads but no address space: it stores nothing.
-
-    False also when the process has gone altogether; a pidfd says that. One that nobody has waited for counts.
-    """
-    try:
-        if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: what all but the dying show
-            return False
-        threads = set(os.listdir(f"/proc/{pid}/task"))
-        if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
-            return False
-        # a thread that was not listed can only come from one that was, and would be listed by now
-        return set(os.listdir(f"/proc/{pid}/task")) == threads and started_at(pid) == start_time
-    except (OSError, ResourceError):
-        return False
-
-
-def is_leaving(pid: int, start_time: int) -> bool:
-    """Return whether process `pid`, started at `start_time`, has gone, is dead, or has a first thread that is dying.
-
-    `/proc/PID/fd` of such a process is empty or, since it then belongs to root, closed to others. No proof that it
-    stores nothing any more: other threads may go on (`is_torn_down`).
-    """
-    try:
-        return _has_no_memory(f"/proc/{pid}/statm") or started_at(pid) != start_time
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except (OSError, ResourceError):
-        return False
-
-
-def _has_no_memory(path: str) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, 2) == b"0 "
-    finally:
-        os.close(fd)
 
 
 class DeathWatch:
@@ -171,6 +134,10 @@ class DeathWatch:
                 found.append(rank)
         self._turn += NUM_LOOKS
         return tuple(found)
+
+    def note_end(self, pid: int, start_time: int) -> None:
+        """Count the watched rank that is process `pid` as dead, which was proved elsewhere; no rank is, nothing."""
+        self._dead.update(rank for rank, process in self._process_of.items() if process == (pid, start_time))
 
     def close(self) -> None:
         """Close every descriptor; idempotent."""

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import AuthError, ProtocolError, ResourceError, shortage
+from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
 from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS
 from .beat import PERIOD_S, BeatView
@@ -272,7 +273,7 @@ class Peers:
                 self._watch(peer)
             if not peer.is_dead and peer.is_mappable:
                 peer.map()
-        except (AuthError, ProtocolError) as exc:  # it dies, or leaves; its end is seen all the same
+        except (AuthError, OwnerEndedError, ProtocolError) as exc:  # it dies, or leaves; its end is seen all the same
             peer.is_mappable = False
             logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
         except ResourceError as exc:

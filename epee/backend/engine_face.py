@@ -44,7 +44,7 @@ class EngineFace(Protocol):
     contributors: tuple[int, ...]
     seq: int
     queue: deque[Operation]
-    messages: list[Message]
+    messages: dict[Message, None]
     mail: Mailroom
     written: Written
     mask: Mask

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,34 @@ def collected(rank: int, num_ranks: int) -> int:
 
 def test_a_destroyed_group_is_collected() -> None:
     assert run_ranks(collected, 2, backend="epee") == [True, True]
+
+
+def released(rank: int, num_ranks: int) -> list[int]:
+    """Messages whose works are waited for in both orders, polled, or dropped; nothing refers to their tensors then."""
+    other, kept = 1 - rank, []
+    for how in range(8):
+        x, y = torch.ones(1000), torch.zeros(1000)
+        works: list[Any] = [dist.isend(x, other), dist.irecv(y, other)]
+        if how % 4 == 0:
+            works.reverse()
+        if how % 4 < 2:
+            for work in works:
+                work.wait()
+        while how % 4 == 2 and not all(work.is_completed() for work in works):
+            time.sleep(0.001)
+        ends = [weakref.ref(x), weakref.ref(y)]
+        del x, y, works
+        work = None
+        until = time.monotonic() + 20
+        while any(end() is not None for end in ends) and time.monotonic() < until:
+            time.sleep(0.01)  # the background thread ends what nobody waits for
+        kept += [how for end in ends if end() is not None]
+    dist.barrier()
+    return kept
+
+
+def test_messages_that_have_ended_release_their_tensors_without_a_further_call() -> None:
+    assert run_ranks(released, 2, backend="epee") == [[], []]
 
 
 def idle(rank: int, num_ranks: int) -> float:

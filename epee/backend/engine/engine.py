@@ -95,7 +95,7 @@ class Engine:
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
         self.written = Written()
-        self.messages: list[Message] = []  # those that are open, and some that have ended since somebody looked
+        self.messages = self.mail.unfinished
         self.helper = Helper(self)
         self.members = box
         self.contributors: tuple[int, ...] = ()
@@ -256,7 +256,7 @@ class Engine:
             else:
                 self.mail.ends[message.is_send].post(message)
             if not message.done:
-                self.messages.append(message)
+                self.messages[message] = None
                 message.started = time.monotonic()
                 message.deadline = message.started + self.timeout_s
                 self.helper.kick()
@@ -281,9 +281,10 @@ class Engine:
                 if not message.before:
                     self.advance(message)
         self.mail.lose(rank, absence, is_told)
-        for message in self.messages:
+        for message in list(self.messages):
             if message.done:  # also what an interrupt has left failed and untold: then all of this is run again
                 self.retire(message)
+                self.messages.pop(message, None)
 
     # ---- waiting
 
@@ -329,8 +330,8 @@ class Engine:
                     self._wait(block, head, op, until)
             if not is_message:
                 self.retire_heads()
-            elif self.messages and self.messages[-1] is op:
-                self.messages = self.messages[:-1]  # a new list, see `overlap.has_moved`
+            elif isinstance(op, Message):
+                self.messages.pop(op, None)  # one that has failed
             if self.mail.held:
                 overlap.release(self)
         finally:
@@ -349,6 +350,7 @@ class Engine:
                 op.fail(exc)
                 self.mail.cancel(op)
                 self.retire(op)
+                self.messages.pop(op, None)
                 block = None
             while self.mail.finished:
                 self.retire(self.mail.finished.pop())

@@ -73,15 +73,13 @@ def touched(call: Driven) -> Touched:
 
 def glance(engine: EngineFace) -> tuple[int, list[Message]]:
     """Note how far the calls are, before the lock is taken, for `has_moved`."""
-    return engine.num_retired, engine.messages
+    return engine.num_retired, list(engine.messages)
 
 
 def has_moved(engine: EngineFace, seen: tuple[int, list[Message]]) -> bool:
     """Return whether a call has ended since `seen`: what was planned in between may hold copies from before that."""
     retired, messages = seen
-    if engine.num_retired != retired or engine.messages is not messages:
-        return True
-    return bool(messages) and any(message.done for message in messages)
+    return engine.num_retired != retired or any(message.done for message in messages)
 
 
 def order(engine: EngineFace, op: Operation) -> None:
@@ -153,9 +151,13 @@ def _read_again(message: Message) -> None:
 
 
 def _open_messages(engine: EngineFace) -> list[Message]:
-    if engine.messages:
-        engine.messages = [message for message in engine.messages if not message.done]
-    return engine.messages
+    if not engine.messages:
+        return []
+    found = list(engine.messages)
+    for message in found:
+        if message.done:  # one that has failed
+            engine.messages.pop(message, None)
+    return [message for message in found if not message.done]
 
 
 def _share_turns(earlier: Message, later: Message) -> bool:
@@ -215,5 +217,6 @@ def release(engine: EngineFace) -> None:
             message.fail(exc)
             mail.cancel(message)
             engine.retire(message)
+            engine.messages.pop(message, None)
     while mail.finished:
         engine.retire(mail.finished.pop())

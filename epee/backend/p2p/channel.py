@@ -61,6 +61,8 @@ class Mailroom:
 
     Attributes:
         finished: messages that have ended while somebody listens; the engine takes them.
+        unfinished: messages that the engine has noted as open; one that ends is taken out, so that its tensors are
+            released. Some that have failed stay until the engine checks.
         held: messages that are not posted yet, because earlier calls are in their way (`overlap.py`), oldest first.
         ends: the receiving and the sending end, indexed by `Message.is_send`. Both have `post` (take a new message and
             move it as far as it goes) and `step` (move one that is not done).
@@ -71,9 +73,11 @@ class Mailroom:
         self._box = box
         self.finished: list[Message] = []
         self.held: list[Message] = []
-        self._sender = Sender(box, self.finished, first)
+        self.unfinished: dict[Message, None] = {}  # in the order of issue
+        books = self.finished, self.unfinished
+        self._sender = Sender(box, books, first)
         self.out: dict[int, Absence] = {}
-        self._receiver = Receiver(box, self.finished, first, self.out)
+        self._receiver = Receiver(box, books, first, self.out)
         self.ends = (self._receiver, self._sender)
 
     def step(self, message: Message) -> Block | None:

@@ -139,15 +139,16 @@ class Absence(NamedTuple):
 
 
 class Books:
-    """What both ends of a lane share: entries that survive an interrupt, and the list of messages that have ended.
+    """What both ends of a lane share: entries that survive an interrupt, the messages that are open or have ended.
 
     Attributes:
         entry: a change of the books that was begun: a function that may be run again, and its arguments.
     """
 
-    def __init__(self, box: Outboxes, finished: list[Message]) -> None:
+    def __init__(self, box: Outboxes, finished: list[Message], unfinished: dict[Message, None]) -> None:
         self._box = box
         self._ended = finished
+        self._open = unfinished
         self.entry: tuple[Callable[..., None], tuple[Any, ...]] | None = None
 
     def book(self, step: Callable[..., None], args: tuple[Any, ...]) -> None:

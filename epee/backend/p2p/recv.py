@@ -76,9 +76,11 @@ def memory_bytes() -> int:
 class Receiver(Books):
     """All lanes that this rank reads, and the receives that wait for them."""
 
-    def __init__(self, box: Outboxes, finished: list[Message], first: int, out: Container[int]) -> None:
+    def __init__(
+        self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int, out: Container[int]
+    ) -> None:
         """Read what comes to this rank from all but those in `out`; lanes begin at number `first`."""
-        super().__init__(box, finished)
+        super().__init__(box, *books)
         self._first = first
         self._out = out
         self._lanes: dict[int, RecvLane] = {}
@@ -423,6 +425,7 @@ class Receiver(Books):
         message.done = True
         if message.on_done:
             self._ended.append(message)
+        self._open.pop(message, None)
 
     def _free(self, peer: int, lane: RecvLane) -> None:
         """Say that the slots read so far may be written again; the sender sleeps on that when the lane is full."""

@@ -71,8 +71,8 @@ class _Fragment(NamedTuple):
 class Sender(Books):
     """All lanes that this rank writes."""
 
-    def __init__(self, box: Outboxes, finished: list[Message], first: int) -> None:
-        super().__init__(box, finished)
+    def __init__(self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int) -> None:
+        super().__init__(box, *books)
         self._first = first
         self._lanes: dict[int, SendLane] = {}
         self._verdicts = box.verdict_base[box.rank]  # the same in every outbox
@@ -199,6 +199,7 @@ class Sender(Books):
             message.done = True
             if message.on_done:
                 self._ended.append(message)
+            self._open.pop(message, None)
         lane.waiting.pop(number, None)
         return None
 
@@ -256,6 +257,7 @@ class Sender(Books):
             message.written = message.done = True
             if message.on_done and message not in self._ended:
                 self._ended.append(message)
+            self._open.pop(message, None)
         message.heir_of = None
         if old in lane.open:
             lane.open.remove(old)

@@ -297,21 +297,10 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
         calls.check_one_dtype(inputs)
-        for outs in output_lists:
-            for position, (out, tensor) in enumerate(zip(outs, inputs, strict=True)):
-                if out.dtype != tensor.dtype or out.numel() != tensor.numel():
-                    raise InvalidArgument(
-                        f"all_gather_coalesced: outputs[r][{position}] must be {tensor.dtype} with {tensor.numel()} "
-                        f"elements like the input, got {out.dtype} with {out.numel()}"
-                    )
-        wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype, device="cpu") for tensor in inputs]
-        make: Make = functools.partial(calls.all_gather_coalesced, outputs=wide, inputs=inputs)
+        make: Make = functools.partial(calls.all_gather_lists, output_lists=output_lists, inputs=inputs)
         if self._counts_present:
             make = functools.partial(_counted, make, size)
-        op = self._engine.run(make, opts, (output_lists, inputs))
-        for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
-            for rank in range(size) if self._counts_present else op.box.members:
-                outs[rank].detach().copy_(gathered.view(size, -1)[rank].view(outs[rank].shape))
+        self._engine.run(make, opts, (output_lists, inputs))
         return DONE
 
     @collective("gather")

@@ -1,8 +1,9 @@
 """Tensors as the data path sees them: flat numpy arrays of a carrier dtype.
 
-numpy is used for what moves bytes because one call costs a fifth of torch's, and because a background thread that is
-inside numpy when the interpreter exits does no harm (inside torch it ends the process with SIGABRT). Dtypes that numpy
-lacks travel as integers of the same size; the reductions know what they stand for (`reduce.py`).
+numpy is used for what moves bytes because one call costs a fifth of torch's, because a background thread that is
+inside numpy when the interpreter exits does no harm (inside torch it ends the process with SIGABRT), and because it
+knows no modes of a thread (`arrays.py`). Dtypes that numpy lacks travel as integers of the same size; the reductions
+know what they stand for (`reduce.py`).
 
 Inputs may have any strides. Outputs may have any strides that do not overlap: they are filled through a contiguous
 copy when the call commits. Everything that cannot be right is refused by name, before anything is sent.
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..arrays import Array as Array  # the other modules of the backend import it from here
+from ..arrays import copy_array, flat_array, strided_array
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from .collectives.signature import DTYPE_CODE
-
-Array = np.ndarray[Any, Any]
 
 
 class NeedsStaging(EpeeError):
@@ -28,11 +29,10 @@ class NeedsStaging(EpeeError):
 
 
 class Carrier(NamedTuple):
-    """How a torch dtype travels: `direct` says that numpy has the type itself."""
+    """The code of a torch dtype in headers, and the numpy dtype of the same size that stands for it."""
 
     code: int
     dtype: np.dtype[Any]
-    direct: bool
 
 
 _DIRECT = {
@@ -51,7 +51,6 @@ _DIRECT = {
     "uint64": np.uint64,
 }
 _BY_SIZE = {1: np.int8, 2: np.int16, 4: np.int32}
-_TORCH_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 MAX_OVERLAP_SEARCH = 1 << 16  # elements; some milliseconds
 
@@ -63,7 +62,7 @@ def _carriers() -> dict[torch.dtype, Carrier]:
         if not isinstance(dtype, torch.dtype):
             continue  # "none", and dtypes that this torch does not have
         carrier = _DIRECT.get(name) or _BY_SIZE[dtype.itemsize]
-        table[dtype] = Carrier(code, np.dtype(carrier), name in _DIRECT)
+        table[dtype] = Carrier(code, np.dtype(carrier))
     return table
 
 
@@ -95,46 +94,72 @@ def carrier_of(tensor: torch.Tensor, name: str) -> Carrier:
     raise InvalidArgument(f"{name} has dtype {tensor.dtype}, which cannot be communicated; convert it first")
 
 
-def _flat(tensor: torch.Tensor, carrier: Carrier) -> Array:
-    """Return a contiguous tensor as a flat array over the same memory."""
-    try:
-        array = tensor.numpy() if carrier.direct else tensor.view(_TORCH_BY_SIZE[tensor.itemsize]).numpy()
-    except RuntimeError:
-        # needs grad (a leaf parameter is a fine argument), or one element with an odd stride, which cannot be viewed as
-        # another dtype; a lazy conjugate or negative bit fails again, and `source` and `target` resolve it
-        plain = tensor.detach().as_strided((tensor.numel(),), (1,))
-        array = plain.numpy() if carrier.direct else plain.view(_TORCH_BY_SIZE[tensor.itemsize]).numpy()
-    return array if array.ndim == 1 else array.reshape(-1)
-
-
 def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
     """Return the values of an input as a flat array: a view when it is contiguous, else a copy."""
-    if tensor.is_contiguous():
-        try:
-            return _flat(tensor, carrier)
-        except (RuntimeError, TypeError):  # a lazy conjugate or negation
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            return _flat(tensor, carrier)
-    return _flat(tensor.detach().contiguous().resolve_conj().resolve_neg(), carrier)
+    lazy = _lazy(tensor)
+    if lazy is None and tensor.is_contiguous():
+        return flat_array(tensor, carrier.dtype)
+    values = np.empty(tuple(tensor.shape), carrier.dtype)
+    copy_array(values, strided_array(tensor, carrier.dtype))
+    flat = values.reshape(-1)
+    if lazy is not None:
+        lazy.apply(flat)
+    return flat
+
+
+class _Lazy(NamedTuple):
+    """What torch has put off for a tensor: its elements are to be seen conjugated, negated or both."""
+
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    def apply(self, values: Array) -> None:
+        """Turn a flat array of elements as they lie in memory into what is seen, or the other way round."""
+        size = self.dtype.itemsize // 2 if self.dtype.is_complex else self.dtype.itemsize
+        if not self.dtype.is_complex and not self.dtype.is_floating_point:
+            np.negative(values, out=values)
+            return
+        bits = values.view(f"i{size}")
+        sign = np.iinfo(bits.dtype).min
+        if self.is_neg:
+            bits ^= sign
+        if self.is_conj:
+            bits[1::2] ^= sign
+
+
+def _lazy(tensor: torch.Tensor) -> _Lazy | None:
+    is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+    return _Lazy(tensor.dtype, is_conj, is_neg) if is_conj or is_neg else None
 
 
 class Target:
-    """Where results go: `array` is what a call writes at commit, `write_back` the tensor it is then copied to."""
+    """Where results go: `array` is what a call writes at commit; `finish` brings it to a tensor with strides.
 
-    __slots__ = ("array", "scratch", "write_back")
+    A result is written by whichever thread ends the call, and nothing may fail then: numpy does it, which neither
+    inference mode nor a dispatch mode of that thread concerns.
+    """
 
-    def __init__(
-        self, array: Array, write_back: torch.Tensor | None = None, scratch: torch.Tensor | None = None
-    ) -> None:
+    __slots__ = ("_lazy", "_seen", "_strided", "array")
+
+    def __init__(self, array: Array, tensor: torch.Tensor | None = None, carrier: Carrier | None = None) -> None:
+        """`tensor`: what `finish` writes, when that is not the array itself; it is of the kind of `carrier`."""
         self.array = array
-        self.write_back = write_back
-        self.scratch = scratch
+        self._strided: Array | None = None
+        self._lazy: _Lazy | None = None
+        if tensor is not None and carrier is not None:
+            self._strided, self._lazy = strided_array(tensor, carrier.dtype), _lazy(tensor)
+            self._seen = array if self._lazy is None else np.empty_like(array)
 
     def finish(self) -> None:
-        """Copy a contiguous scratch result into the strided tensor that the user gave; this allocates nothing."""
-        if self.write_back is not None:
-            assert self.scratch is not None
-            self.write_back.copy_(self.scratch)
+        """Copy a contiguous result into the tensor that the user gave; this allocates nothing, and may be repeated."""
+        strided = self._strided
+        if strided is None:
+            return
+        if self._lazy is not None:
+            np.copyto(self._seen, self.array)
+            self._lazy.apply(self._seen)
+        copy_array(strided, self._seen.reshape(strided.shape))
 
 
 def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
@@ -143,29 +168,26 @@ def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
     Raises:
         InvalidArgument: elements of `tensor` share memory (an expanded or overlapping view).
     """
-    if tensor.is_contiguous():
-        try:
-            return Target(_flat(tensor, carrier))
-        except (RuntimeError, TypeError):  # a lazy conjugate or negation
-            pass
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return Target(flat_array(tensor, carrier.dtype))
     refuse_overlap(tensor, name)
-    plain = tensor.detach()
-    scratch = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    return Target(_flat(scratch, carrier), plain, scratch)
+    return Target(np.empty(tensor.numel(), carrier.dtype), tensor, carrier)
 
 
 def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
-    """Like `target`, for a tensor that is input and output: the scratch holds the present values."""
-    if tensor.is_contiguous():
-        try:
-            return Target(_flat(tensor, carrier))
-        except (RuntimeError, TypeError):
-            pass
+    """Return a place as `target` does, for a tensor that is input and output: a copy has the present values."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return Target(flat_array(tensor, carrier.dtype))
+    return private(tensor, carrier, name)
+
+
+def private(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
+    """Return a copy of the present values of `tensor` as a place for results, which `finish` brings to it."""
     refuse_overlap(tensor, name)
-    plain = tensor.detach()
-    scratch = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    scratch.copy_(plain)
-    return Target(_flat(scratch, carrier), plain, scratch)
+    values = source(tensor, carrier)
+    if tensor.is_contiguous():
+        values = values.copy()
+    return Target(values, tensor, carrier)
 
 
 def refuse_overlap(tensor: torch.Tensor, name: str) -> None:

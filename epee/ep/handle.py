@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from ..arrays import array_of
 from .event import DONE, Event
 from .throughput.order import CombineOrder
 from .throughput.placement import Placement, SendPlan, runs
@@ -276,7 +277,7 @@ class HostHandle(Handle):
     def empty_tokens(self) -> torch.Tensor:
         """`[n]` int64: this rank's tokens that were sent nowhere, ascending."""
         is_empty = np.ones(self.num_tokens, dtype=np.bool_)
-        is_empty[self.plan.tokens.numpy()] = False
+        is_empty[array_of(self.plan.tokens)] = False
         return torch.from_numpy(is_empty.nonzero()[0])
 
     @cached_property

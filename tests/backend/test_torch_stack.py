@@ -79,6 +79,26 @@ def test_ddp_and_fsdp2_train_as_with_gloo() -> None:
     run_ranks(training, 3, backend="gloo", timeout_s=55)
 
 
+def training_fsdp1(rank: int, num_ranks: int, strategy: str) -> None:
+    """FSDP1, which frees its flat parameters by resizing their storage, with gloo and with epee."""
+    quiet()
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    gloo: Any = dist.group.WORLD
+    ours = dist.new_group(list(range(num_ranks)), backend="epee")
+    losses = []
+    for group in (gloo, ours):
+        kind = ShardingStrategy[strategy]
+        net = FullyShardedDataParallel(model(), group, kind, device_id=torch.device("cpu"), use_orig_params=True)
+        losses.append(train(net, rank))
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_fsdp1_trains_as_with_gloo(strategy: str) -> None:
+    run_ranks(training_fsdp1, 2, strategy, backend="gloo", timeout_s=55)
+
+
 def ddp_error(rank: int, num_ranks: int, folder: str) -> str:
     quiet()
     wrapped = nn.parallel.DistributedDataParallel(model())

@@ -25,6 +25,7 @@ from ..tensors import (
     carrier_of,
     in_place,
     overlap,
+    private,
     refuse_shared,
     source,
     target,
@@ -129,10 +130,7 @@ def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrie
     """Return the place for results, a private one when the output shares memory with an input."""
     if not any(overlap(output, tensor) for tensor in inputs):
         return _gathered(output, carrier, name, box)
-    target(output, carrier, name)  # for its checks
-    plain = output.detach()
-    scratch = plain.clone(memory_format=torch.contiguous_format)  # what lost ranks would fill stays as it is
-    return Target(target(scratch, carrier, name).array, plain, scratch)
+    return private(output, carrier, name)  # what lost ranks would fill stays as it is
 
 
 # ---- one function per collective
@@ -261,6 +259,37 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
         sinks[box.num_ranks - 1] = ZeroAfter(sinks[box.num_ranks - 1], zeros, (), first=True)
     plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
     plan.detail = shapes_word(counts)
+    return plan
+
+
+def all_gather_lists(
+    box: Outboxes, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> Plan:
+    """Everybody's list of tensors goes to everybody: `output_lists[r][i]` gets rank r's `inputs[i]`."""
+    name = "all_gather_coalesced"
+    carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
+    if len(output_lists) != box.group_size:
+        raise InvalidArgument(f"{name}: one list per rank ({box.group_size}) is needed, got {len(output_lists)}")
+    flat = np.empty(sum(tensor.numel() for tensor in inputs), carrier.dtype)
+    pack([source(tensor, carrier) for tensor in inputs], flat)
+    sinks: dict[int, Any] = {}
+    absent: list[Target] = []
+    for rank, outputs in enumerate(output_lists):
+        for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
+            label = f"{name}: outputs[{rank}][{position}]"
+            carrier_of(output, label)
+            _same(output, tensor, tensor.numel(), label)
+        if rank in box.members:
+            label = f"{name}: outputs[{rank}]"
+            sinks[box.members.index(rank)] = PackedTensors(outputs, carrier, label, fill=False)
+        elif box.zeroes:
+            absent += [target(output, carrier, f"{name}: outputs[{rank}]") for output in outputs]
+    refuse_shared([output for outputs in output_lists for output in outputs], f"{name}: outputs")
+    if absent:
+        last = box.num_ranks - 1
+        sinks[last] = ZeroAfter(sinks[last], [place.array for place in absent], absent)
+    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
+    plan.detail = shapes_word([tensor.numel() for tensor in inputs])
     return plan
 
 

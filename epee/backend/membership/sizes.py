@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from ...arrays import array_of
 from ..options import MAX_RANKS
 
 logger = logging.getLogger("epee")
@@ -77,7 +78,7 @@ class Mask:
         self._live = torch.frombuffer(self._program, dtype=torch.int32)
         self._shown = shown
         # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
-        self._host = shown.numpy().data if shown is not None and shown.is_cpu else None
+        self._host = array_of(shown).data if shown is not None and shown.is_cpu else None
         if shown is not None:
             shown.copy_(self._live[:limit])
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...arrays import array_of
 from ...link.topology import Topology
 from ..handle import HostHandle
 from ..throughput.placement import Ints
@@ -57,7 +58,7 @@ class TwoLevelHandle(HostHandle):
     def taken(self) -> list[TakenRows]:
         """Per source, the rows of this rank."""
         found, first = [], 0
-        places = None if self.placement.recv_rows is None else self.placement.recv_rows.numpy()
+        places = None if self.placement.recv_rows is None else array_of(self.placement.recv_rows)
         for source, count in enumerate(self.num_received):
             if places is None:
                 rows = np.arange(first, first + count)

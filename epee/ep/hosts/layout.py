@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...arrays import array_of
 from ...backend.options import MIN_STAGING_BYTES
 from ...link.roles import Roles
 from ...link.topology import Topology
@@ -65,7 +66,7 @@ class Records(NamedTuple):
 def records_of(handle: HostHandle, topology: Topology) -> list[Records]:
     """Return what this rank sends to each host, by the rows of its handle."""
     member = np.zeros((len(topology.host_of), handle.num_tokens), dtype=np.int64)
-    tokens = handle.plan.tokens.numpy()
+    tokens = array_of(handle.plan.tokens)
     for segment in handle.placement.meta_segments:
         member[segment.dst_rank, tokens[segment.first : segment.first + segment.num_rows]] = 1
     sent = []

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...arrays import array_of
 from ...backend.collectives.plan import Plan, Range
 from ...backend.collectives.signature import OP_CODE
 from ...backend.collectives.signature import pack as pack_signature
@@ -308,7 +309,7 @@ def add_up(
             acc.add_(rows)
         elif len(mine):
             acc.index_add_(0, mine, rows)
-        is_empty[mine.numpy()] = False
+        is_empty[array_of(mine)] = False
     if is_empty.any():
         acc.index_fill_(0, torch.from_numpy(is_empty.nonzero()[0]), 0.0)
     for item in bias:

@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ...arrays import NUMPY_DTYPES
 from ...backend.engine.engine import Engine
 from ...errors import (
     AbortedError,
@@ -345,7 +346,7 @@ class HostsPath:
         packed = np.zeros((len(records), 2), dtype=np.int64)
         packed[:, 0] = handle.received[source].tokens[records] * handle.num_topk + k
         if call.topk_weights is not None:
-            dtype = call.topk_weights.numpy().dtype
+            dtype = NUMPY_DTYPES[call.topk_weights.dtype]
             packed[:, 1:].view(dtype)[:, 0] = meta[:, 2 + handle.num_topk :].view(dtype)[records, k]
         return packed
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays import array_of
 from ...backend.collectives.plan import Plan, Range
 from ...backend.collectives.signature import OP_CODE
 from ...backend.collectives.signature import pack as pack_signature
@@ -51,8 +52,8 @@ class LocalTokens:
     """
 
     def __init__(self, payload: PayloadRows, meta: Ints | None) -> None:
-        self.rows = payload.rows.numpy()
-        self.scales = None if payload.scales is None else payload.scales.numpy()
+        self.rows = array_of(payload.rows)
+        self.scales = None if payload.scales is None else array_of(payload.scales)
         self.meta = meta
 
     def layout(self) -> SectionLayout:
@@ -77,10 +78,10 @@ class Destination:
     """
 
     def __init__(self, payload: PayloadRows, arena: Arena, slot: int, num_recv: int) -> None:
-        self.rows = rows_of(arena, slot, "payload", 0, num_recv, payload.rows.shape[1]).numpy()
+        self.rows = array_of(rows_of(arena, slot, "payload", 0, num_recv, payload.rows.shape[1]))
         self.scales = None
         if payload.scales is not None:
-            self.scales = rows_of(arena, slot, "scales", 0, num_recv, payload.scales.shape[1]).numpy()
+            self.scales = array_of(rows_of(arena, slot, "scales", 0, num_recv, payload.scales.shape[1]))
 
 
 class RecordsPlan(Plan):

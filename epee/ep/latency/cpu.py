@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...arrays import array_of
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER
@@ -145,10 +146,10 @@ class LatencyCalls(ABC):
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
         buffer_id, config, cut = call.facts.sizes
         num_local = config.num_local_experts
-        idx = call.topk_idx.numpy().copy()
+        idx = array_of(call.topk_idx).copy()
         weights = np.ones(idx.shape, dtype=np.float32)
         if call.topk_weights is not None:
-            weights[:] = call.topk_weights.numpy()
+            weights[:] = array_of(call.topk_weights)
         owners = np.where(idx < 0, -1, idx // num_local)
         sent = [(owners == dst).any(1).nonzero()[0] for dst in range(config.num_ranks)]
         return self._handle_type(
@@ -245,9 +246,9 @@ class LatencyCalls(ABC):
         if out is None:
             out = self._memory((handle.num_tokens, handle.cut.config.hidden), torch.bfloat16)
         got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
-        weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
+        weights = handle.topk_weights if call.topk_weights is None else array_of(call.topk_weights).copy()
         result = LatencyCombined(x=out, got=got)
-        result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
+        result.lost = lambda: lost_weight(self._owners(handle), weights, array_of(got))
         kind = _KIND_OF_PARTIAL[call.facts.partial_dtype]
         flight = self._flights.begin(
             SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code), options

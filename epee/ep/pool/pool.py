@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from ...arrays import array_of
 from ...errors import EpeeError, InvalidState
 from ...memory.looks import looks_of
 from ..base import SharedBuffer
@@ -186,7 +187,7 @@ class BufferPool:
     def sum_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `counts`, `[n]` integers, as `[n]` int64 on the CPU. Collective."""
         mine = counts.to("cpu", torch.int64).contiguous()
-        parts = self._share(mine.numpy().tobytes())
+        parts = self._share(array_of(mine).tobytes())
         return sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
 
     def most(self, *numbers: int) -> list[int]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...arrays import array_of
 from ...errors import InvalidArgument, ProtocolError
 from ..config import BufferConfig, round_up
 
@@ -57,7 +58,7 @@ class SendPlan(NamedTuple):
 
 def check_topk_idx(topk_idx: torch.Tensor, num_experts: int) -> None:
     """Raise `InvalidArgument` naming the first expert id outside -1 ... num_experts - 1."""
-    ids = topk_idx.numpy()
+    ids = array_of(topk_idx)
     if ids.size == 0 or (ids.min() >= -1 and ids.max() < num_experts):
         return
     bad = (topk_idx < -1) | (topk_idx >= num_experts)
@@ -70,7 +71,7 @@ def check_topk_idx(topk_idx: torch.Tensor, num_experts: int) -> None:
 
 def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
     """Plan the rank layout: a token goes once to each rank that owns one of its experts."""
-    ids = topk_idx.numpy()
+    ids = array_of(topk_idx)
     member = np.zeros((config.num_ranks + 1, len(ids)), dtype=np.bool_)
     member[(ids // config.num_local_experts).T, np.arange(len(ids))] = True  # -1 is the last row, which is left out
     return _plan_members(member[:-1], _slots_per_expert(ids, config))
@@ -78,7 +79,7 @@ def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
 
 def plan_by_mask(is_token_in_rank: torch.Tensor, config: BufferConfig) -> SendPlan:
     """Plan the rank layout from `[num_tokens, num_ranks]` bool; experts are not known and count 0."""
-    return _plan_members(is_token_in_rank.numpy().T, np.zeros(config.num_experts, dtype=np.int64))
+    return _plan_members(array_of(is_token_in_rank).T, np.zeros(config.num_experts, dtype=np.int64))
 
 
 def _plan_members(member: npt.NDArray[np.bool_], per_expert: Ints) -> SendPlan:
@@ -94,7 +95,7 @@ def _slots_per_expert(ids: Ints, config: BufferConfig) -> Ints:
 
 def plan_by_expert(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
     """Plan the expert layout: a row for each (token, k) with an expert."""
-    ids = topk_idx.numpy()
+    ids = array_of(topk_idx)
     per_expert = _slots_per_expert(ids, config)
     slots = np.argsort(ids, axis=None, kind="stable")[ids.size - per_expert.sum() :]
     per_rank = per_expert.reshape(config.num_ranks, config.num_local_experts).sum(1)

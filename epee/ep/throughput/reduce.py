@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...arrays import array_of
 from ..handle import HostHandle
 from .placement import Segment
 
@@ -77,7 +78,7 @@ def put(out: torch.Tensor, part: torch.Tensor, tokens: torch.Tensor | None) -> N
         out.fill_(-0.0)
         return
     source = np.full(out.shape[0], -1)
-    source[tokens.numpy()] = np.arange(len(tokens))
+    source[array_of(tokens)] = np.arange(len(tokens))
     missing = torch.from_numpy((source < 0).nonzero()[0])
     gather = torch.from_numpy(np.maximum(source, 0, out=source))
     if out.is_contiguous():

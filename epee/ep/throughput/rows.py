@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...arrays import NUMPY_DTYPES, array_of
 from ...errors import context
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
@@ -51,10 +52,10 @@ def pack_meta(call: DispatchCall, handle: HostHandle, words: int) -> Ints | None
     Rank layout, a row per token: token, expert ids, weights. Expert layout, a row per row of the plan:
     `token * num_topk + k`, weight. Weights keep their dtype and fill their words from the left.
     """
-    weights = None if call.topk_weights is None else call.topk_weights.numpy()
+    weights = None if call.topk_weights is None else array_of(call.topk_weights)
     if handle.layout == "expert":
         assert handle.plan.slots is not None
-        slots = handle.plan.slots.numpy()
+        slots = array_of(handle.plan.slots)
         packed = np.zeros((len(slots), words), dtype=np.int64)
         packed[:, 0] = slots
         if weights is not None:
@@ -68,9 +69,9 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     packed = np.zeros((call.payload.rows.shape[0], words), dtype=np.int64)
     packed[:, 0] = np.arange(len(packed))
     if call.topk_idx is not None:
-        packed[:, 1 : 1 + num_topk] = call.topk_idx.numpy()
+        packed[:, 1 : 1 + num_topk] = array_of(call.topk_idx)
     if call.topk_weights is not None:
-        weights = call.topk_weights.numpy()
+        weights = array_of(call.topk_weights)
         packed[:, 1 + num_topk :].view(weights.dtype)[:, :num_topk] = weights
     return packed
 
@@ -84,7 +85,7 @@ def write_meta(packed: Ints, handle: HostHandle, segment: Segment, target: Slots
         place.reshape(-1, words)[:] = packed[part]
     else:
         # "clip" cannot clip here, tokens are in range; the default mode would go through a temporary copy
-        np.take(packed, handle.plan.tokens.numpy()[part], axis=0, out=place.reshape(-1, words), mode="clip")
+        np.take(packed, array_of(handle.plan.tokens)[part], axis=0, out=place.reshape(-1, words), mode="clip")
 
 
 def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: int) -> SomeHandle:
@@ -100,7 +101,7 @@ def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expe
     """
     news: dict[str, torch.Tensor | None] = {}
     weights = call.topk_weights
-    dtype = None if weights is None else weights.numpy().dtype
+    dtype = None if weights is None else NUMPY_DTYPES[weights.dtype]
     if handle.layout == "expert":
         if call.handle is None:
             token, k = np.divmod(meta[:, 0], handle.num_topk)
@@ -108,7 +109,7 @@ def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expe
         news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
         news["sent_weights"] = None if weights is None else weights.clone()
         return _with(handle, call, news)
-    local = None if handle.recv_topk_idx is None else handle.recv_topk_idx.numpy()
+    local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
     if call.handle is None:
         news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
         if call.topk_idx is not None:
@@ -136,7 +137,7 @@ def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] 
     rows = handle.placement.recv_rows
     assert rows is not None
     weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
-    weights[rows.numpy()] = 1 if received is None else received
+    weights[array_of(rows)] = 1 if received is None else received
     return torch.from_numpy(weights)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ....arrays import array_of
 from ....backend.outbox import STATE_WORDS, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....link.roles import Roles
@@ -306,7 +307,7 @@ class LatencyHostsPath(LatencyCalls):
         assert isinstance(handle, HostsLatencyHandle)
         readers, seq = self._readers(flight), flight.seq
         if call.topk_weights is not None:
-            weights = call.topk_weights.numpy()
+            weights = array_of(call.topk_weights)
             for host in readers:
                 self.wire.send_weights(host, seq, weights[handle.records[host]], handle.cut)
         dtype, had = call.facts.partial_dtype, 0

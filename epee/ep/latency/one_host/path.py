@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ....arrays import array_of
 from ....errors import InvalidState, ProtocolError
 from ....memory.host import HostRegion
 from ...config import BufferConfig
@@ -134,7 +135,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
     def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
         reachable, cut = self._flights.reachable(flight), handle.cut
         if call.topk_weights is not None:
-            weights = call.topk_weights.numpy()
+            weights = array_of(call.topk_weights)
             for dst in reachable:
                 self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]], cut)
                 self.wire.post_early(dst, flight.seq)

@@ -1,0 +1,138 @@
+"""Numpy arrays over the memory of CPU tensors, made so that the tensor stays as it was and no mode of torch has a say.
+
+`Tensor.numpy()` does not: it clears the flag that lets the tensor's storage be resized (FSDP frees parameters so), and
+it goes through the dispatch modes of the calling thread, where `FakeTensorMode` gives it other memory. An array made
+here is an address, a dtype, a shape and strides. So it can be read and written by any thread, in and outside inference
+mode, under any dispatch mode, and is the only way in which calls on CPU tensors touch the memory of users.
+
+An array keeps its tensor alive. Arrays can be written even where the tensor needs grad or shall only be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import InvalidArgument
+
+Array = np.ndarray[Any, Any]
+
+
+class _Addresses(ctypes.c_char * (1 << 47)):  # type: ignore[misc]
+    """All addresses of a process from one on; `np.ndarray` cuts the array out of it."""
+
+    __slots__ = ("tensor",)  # lives as long as the arrays
+
+
+_memory_at: Callable[[int], Any] = _Addresses.from_address
+_new = np.ndarray
+NUMPY_DTYPES = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+NUMPY_DTYPES |= {
+    dtype: np.dtype(name)
+    for name in ("uint16", "uint32", "uint64")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+MIN_TRANSPOSED = 1 << 14  # elements; below that a copy in pieces gains nothing
+TILE = 256
+
+
+def flat_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+    """Return the memory of a contiguous CPU tensor as a flat array of a dtype of the same size.
+
+    Raises:
+        InvalidArgument: the tensor has no memory of its own (a fake tensor, a wrapper, a storage that was freed).
+    """
+    address = tensor.data_ptr()
+    count = tensor.numel()
+    if not count:
+        return _new((0,), dtype)
+    if not address or tensor.untyped_storage().nbytes() < count * dtype.itemsize:
+        raise _no_memory(tensor)
+    memory = _memory_at(address)
+    memory.tensor = tensor
+    return _new((count,), dtype, memory)
+
+
+def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+    """Return the memory of a CPU tensor as an array with its shape and strides, of a dtype of the same size.
+
+    A lazy conjugation or negation of the tensor is not seen in it.
+
+    Raises:
+        InvalidArgument: as `flat_array`.
+    """
+    shape = tuple(tensor.shape)
+    address = tensor.data_ptr()
+    if not tensor.numel():
+        return _new(shape, dtype)
+    if not address or not tensor.untyped_storage().nbytes():
+        raise _no_memory(tensor)
+    memory = _memory_at(address)
+    memory.tensor = tensor
+    return _new(shape, dtype, memory, 0, tuple(step * dtype.itemsize for step in tensor.stride()))
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return the memory of a CPU tensor of a dtype that numpy has as an array with its shape and strides."""
+    return strided_array(tensor, NUMPY_DTYPES[tensor.dtype])
+
+
+def _no_memory(tensor: torch.Tensor) -> InvalidArgument:
+    return InvalidArgument(
+        f"a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}) has no memory for its elements (a fake "
+        "tensor, a wrapper around others, or one whose storage was freed); pass a tensor that has"
+    )
+
+
+def copy_array(destination: Array, source: Array) -> None:
+    """Copy between arrays of one shape and dtype, of any strides, and allocate nothing.
+
+    Numpy walks along the destination. Where that means a cache line for each element of a transposed source, the
+    matrix is copied tile by tile.
+    """
+    if destination.ndim == 2 and source.size > MIN_TRANSPOSED:
+        (dst_row, dst_column), (src_row, src_column) = destination.strides, source.strides
+        if (dst_row < dst_column) != (src_row < src_column):
+            rows, columns = source.shape
+            for row in range(0, rows, TILE):
+                for column in range(0, columns, TILE):
+                    part = slice(row, row + TILE), slice(column, column + TILE)
+                    np.copyto(destination[part], source[part])
+            return
+    np.copyto(destination, source)
+
+
+num_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_GUARDS = [getattr(torch._C, name, None) for name in ("_DisableTorchDispatch", "DisableTorchFunction")]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Let torch's operators see memory, whatever dispatch and function modes the thread has.
+
+    For a thread that has some (`num_dispatch_modes`, `num_function_modes`). Torch has no public way to leave the modes
+    of others; where it lacks the private one, they stay in force.
+    """
+    with contextlib.ExitStack() as guards:
+        for guard in _GUARDS:
+            if guard is not None:
+                guards.enter_context(guard())
+        yield

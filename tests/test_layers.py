@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Parts import from rows above their own, never from their own or from below (docs/design.md, "Parts").
 LAYERS = (
     {"errors"},
-    {"arrays", "env", "profiling", "untraced"},
+    {"arrays", "env", "profiling", "threads", "untraced"},
     {"memory", "jit", "log"},
     {"view"},
     {"link"},

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ResourceError
+from ..threads import BackgroundThread
 from .alarm import Alarm
 from .meeting import Meeting
 from .tcp import TcpLink
@@ -81,7 +82,7 @@ class Links:
             self._poll.register(fd, select.EPOLLIN)
         self._writers: set[int] = set()
         self._is_broken_off = False  # an exception of a signal handler came between: all links are looked at next time
-        self._thread = threading.Thread(target=self._main, name="epee-links", daemon=True)
+        self._thread = BackgroundThread(self._main, "epee-links")
         _made.add(self)
 
     def start(self, on_loss: Callable[[int], None], on_idle: Callable[[], None]) -> None:
@@ -97,10 +98,10 @@ class Links:
         self._on_loss, self._on_idle = on_loss, on_idle
         self._alarm.set()
         try:
-            self._thread.start()
-        except RuntimeError as exc:
+            self._thread.begin("links between hosts")
+        except ResourceError:
             self._close()
-            raise ResourceError(f"no thread can be started for links between hosts: {exc}; raise ulimit -u") from exc
+            raise
 
     def attend(self, meeting: Meeting, on_turn: Callable[[], bool]) -> None:
         """Have the thread do its owner's work, and look after a meeting, which is closed with the links.

@@ -28,6 +28,7 @@ import threading
 import time
 
 from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
+from ..threads import BackgroundThread
 from .claim import COOKIE_BYTES, Claim, naming_death, require_alive
 
 PATIENCE_S = 5.0  # how long a peer waits for the owner
@@ -65,14 +66,12 @@ class DescriptorServer:
                 self._stop, stopped = socket.socketpair()
                 undo.enter_context(self._stop)
                 undo.enter_context(stopped)
-                self._thread = threading.Thread(
-                    target=_serve, args=(listener, stopped, copy, cookie), name="epee-descriptors", daemon=True
-                )
-                self._thread.start()
-            except (OSError, RuntimeError) as exc:
+                self._thread = BackgroundThread(_serve, "epee-descriptors", (listener, stopped, copy, cookie))
+                self._thread.begin("peers that want a descriptor")
+            except OSError as exc:
                 raise ResourceError(
                     f"cannot listen for peers that want a descriptor: {exc}; let TMPDIR name a folder that can be "
-                    "written, or raise the limits on descriptors and threads"
+                    "written, or raise the limit on descriptors"
                 ) from exc
             undo.pop_all()
 

@@ -36,6 +36,7 @@ from ..errors import (
     context,
 )
 from ..memory.host import process_start_time
+from ..threads import BackgroundThread
 from .loop import Hooks, Loop
 from .process import beat
 from .process.board import Board, LaneRow
@@ -107,7 +108,7 @@ class Runtime:
             self._me = Member(slot, 0, nonce, pack_endpoint(endpoint), job.host)
             undo.pop_all()
         self._loop: Loop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._rows: dict[int, LaneRow] = {}
         self._is_closed = False
         _runtimes.add(self)
@@ -136,7 +137,7 @@ class Runtime:
 
         Raises:
             InvalidArgument: this process is not among them.
-            ResourceError: as `listen`.
+            ResourceError: as `listen`; or no thread is left.
         """
         first = first_view(members)
         mine = [member for member in first.members if member.nonce == self._me.nonce]
@@ -397,19 +398,22 @@ class Runtime:
         self._is_closed = True
         _runtimes.discard(self)
         loop, thread = self._loop, self._thread
-        if loop is not None and thread is not None:
-            loop.post(lambda: loop.stop(is_leaving=True))
-            if thread is threading.current_thread():
-                beat.release(self._beat)
+        with contextlib.ExitStack() as rest:  # whatever a step raises, the others are done
+            rest.callback(beat.release, self._beat)
+            if loop is not None and thread is threading.current_thread():
+                loop.post(lambda: loop.stop(is_leaving=True))
                 return  # a hook has called; the board goes with the last reference
-            thread.join(CLOSE_S)
-        elif loop is not None:
-            loop.close()
-        else:
-            self._close_doors()
-            self._job.leave()
-        self._board.close()
-        beat.release(self._beat)
+            rest.callback(self._board.close)
+            if loop is None:
+                rest.callback(self._job.leave)
+                self._close_doors()
+            elif thread is None:  # it could not be started
+                loop.close()
+            else:
+                loop.post(lambda: loop.stop(is_leaving=True))
+                thread.join(CLOSE_S)
+                if not thread.is_alive():
+                    loop.close()  # for a thread that an interrupt of `begin` has kept from running
 
     # ---- inside
 
@@ -417,8 +421,13 @@ class Runtime:
         assert self._loop is not None
         if self._thread is not None:
             raise InvalidState("this process has started already")
-        self._thread = threading.Thread(target=self._loop.run, name=f"epee-agent-{self._me.slot}", daemon=True)
-        self._thread.start()
+        self._thread = thread = BackgroundThread(self._loop.run, f"epee-agent-{self._me.slot}")
+        try:
+            thread.begin("the agent of this process, which watches the ranks of the job")
+        except BaseException:
+            if not thread.is_alive():
+                self._thread = None
+            raise
 
     def _running(self) -> Loop:
         self._require_usable()
@@ -462,9 +471,11 @@ class Runtime:
         self._board.close()
 
     def _close_doors(self) -> None:
-        self._door.close()
-        if self._listener is not None:
-            self._listener.close()
+        try:
+            self._door.close()
+        finally:
+            if self._listener is not None:
+                self._listener.close()
 
 
 def _checked(settings: AgentSettings) -> AgentSettings:

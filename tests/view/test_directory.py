@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import shutil
@@ -247,6 +248,22 @@ def test_a_token_file_of_another_size_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("EPEE_TOKEN_FILE", str(file))
     with pytest.raises(InvalidArgument, match="32 bytes"):
         d.JobDirectory.create()
+    assert os.listdir(d.runtime_folder()) == []
+
+
+@pytest.mark.parametrize("call", ["_open_private", "_lock_shared", "_make", "_read_token"])
+def test_a_folder_that_cannot_be_filled_is_removed(runtime: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    real, parent = getattr(d, call), d.runtime_folder()
+
+    def fail(*args: object) -> object:
+        if args[0] != parent:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    monkeypatch.setattr(d, call, fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        d.JobDirectory.create()
+    assert os.listdir(parent) == []
 
 
 def test_the_launcher_may_bring_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

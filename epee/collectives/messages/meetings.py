@@ -17,7 +17,14 @@ import torch
 from ...backend.engine.engine import Engine
 from ...ep.gpu.death_notifier import DeathNotifier
 from ...ep.gpu.platform import Platform
-from ...errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, UnsupportedError
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    ResourceError,
+    UnsupportedError,
+)
 from ...memory.claim import process_start_time
 from ...view.process.detector import DeathWatch, is_leaving
 from .. import meeting as collectives_meeting
@@ -180,8 +187,13 @@ class Pairs:
         if self._notifier is None:
             device = machine.device
             name_of_thread = f"epee-messages-{self._rank}"
-            self._notifier = DeathNotifier(device.mark_dead, device.waiting, name_of_thread, self.is_masked)
-            self._notifier.start({peer: (row.pid, row.start_time)})
+            notifier = DeathNotifier(device.mark_dead, device.waiting, name_of_thread, self.is_masked)
+            try:
+                notifier.start({peer: (row.pid, row.start_time)})
+            except ResourceError:
+                notifier.stop()
+                raise
+            self._notifier = notifier
         else:
             self._notifier.follow(peer, (row.pid, row.start_time))
 

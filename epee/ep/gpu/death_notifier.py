@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from ...threads import BackgroundThread
 from ...view.process.detector import NUM_LOOKS, DeathWatch, DyingSigns
 
 PERIOD_S = 0.005
@@ -56,13 +57,13 @@ class DeathNotifier:
         self._has_dying = False  # somebody shows a sign and is not proved dead
         self._gate, self._lock = threading.Lock(), threading.Lock()
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = BackgroundThread(self._run, name)
 
     def start(self, processes: Mapping[int, tuple[int, int]]) -> None:
-        """Begin with the processes (number, start time) of some ranks."""
+        """Begin with the processes (number, start time) of some ranks; `ResourceError` where no thread is left."""
         for rank, process in processes.items():
             self._begin(rank, process)
-        self._thread.start()
+        self._thread.begin("reports of dead ranks to kernels that wait")
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
         """Watch another process for `rank`; when this returns, nobody is told any more that its old one is dead."""

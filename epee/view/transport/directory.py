@@ -217,24 +217,24 @@ class JobDirectory:
         path = parent / _folder_name(name, job_id)
         unfinished = parent / f"new-{secrets.token_hex(JOB_ID_BYTES)}"
         try:
-            unfinished.mkdir(mode=0o700)
             with contextlib.ExitStack() as undo:
+                unfinished.mkdir(mode=0o700)
+                undo.callback(unfinished.rmdir)
                 folder_fd = _open_private(unfinished)
                 undo.callback(os.close, folder_fd)
+                undo.callback(_empty, folder_fd)
                 _lock_shared(folder_fd)
                 if env.get("EPEE_TOKEN_FILE"):
                     os.close(_make(folder_fd, "no-token", b""))  # a rename puts itself in the place of an empty folder
                 else:
                     os.close(_make(folder_fd, "token", secret))
+                made = cls(path, folder_fd)  # reads the token, before others can find the folder
                 try:
                     unfinished.rename(path)
                 except OSError as exc:
-                    _empty(folder_fd)
-                    unfinished.rmdir()
                     if exc.errno in (errno.EEXIST, errno.ENOTEMPTY):
                         raise FileExistsError(exc.errno, "another process has made it") from exc
                     raise
-                made = cls(path, folder_fd)
                 undo.pop_all()
                 return made
         except OSError as exc:
@@ -476,8 +476,13 @@ def _require_private(status: os.stat_result, path: Path) -> None:
 def _make(folder_fd: int, name: str, content: bytes) -> int:
     """Make a file that only this user can read, with `content`; return its descriptor."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder_fd)
-    os.fchmod(fd, 0o600)
-    os.write(fd, content)
+    try:
+        os.fchmod(fd, 0o600)
+        if os.write(fd, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -242,21 +242,21 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     @collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce in place on all ranks."""
-        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        code = calls.reduction(opts.reduceOp) if opts is not None else 0
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "all_reduce")
         return self._go(functools.partial(calls.all_reduce, tensor=tensor, op=code), opts, tensors, tensors)
 
     @collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype in place, as one call, all or none."""
-        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        code = calls.reduction(opts.reduceOp) if opts is not None else 0
         calls.check_one_dtype(tensors)
         return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors, tensors)
 
     @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
-        code = calls.reduce_code(opts.reduceOp)
+        code = calls.reduction(opts.reduceOp)
         tensor = calls.one(tensors, "reduce")
         root = opts.rootRank  # now: a call may be planned again, and its caller may change `opts` for the next one
         got = tensors if root == self._rank else ()
@@ -324,7 +324,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         """The reduction of everybody's tensor r goes to rank r."""
-        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        code = calls.reduction(opts.reduceOp) if opts is not None else 0
         inputs = input_lists[0] if len(input_lists) == 1 else []
         output = calls.one(outputs, "reduce_scatter")
         return self._go(lambda box: calls.reduce_scatter(box, output, inputs, code), opts, outputs, inputs)
@@ -332,7 +332,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     @collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """`reduce_scatter` with one input that holds the segments in rank order."""
-        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        code = calls.reduction(opts.reduceOp) if opts is not None else 0
         return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output], tensor)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -342,7 +342,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
-        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        code = calls.reduction(opts.reduceOp) if opts is not None else 0
         calls.check_one_dtype(inputs)
         return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs, inputs)
 

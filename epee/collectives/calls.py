@@ -2,6 +2,8 @@
 
 Strided tensors are copied on the current stream, into contiguous ones before the call, back behind it; so is an input
 that shares memory with an output in a way that the kernels do not allow. Nothing waits for the GPU.
+
+PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM in its facts only.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from typing import Any
 import torch
 
 from ..backend.collectives import reduce as reductions
-from ..backend.collectives.arguments import check_one_dtype, one, reduce_code
+from ..backend.collectives.arguments import check_one_dtype, one, premul_factor, reduce_code
 from ..backend.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
 from ..errors import InvalidArgument
 from . import moves
-from .moves import Kind, Move, Stretch, row_of, rows_of
+from .moves import PREMUL_SUM, Kind, Move, Stretch, row_of, rows_of
 from .params import ELEMENTS
 
-_NAMES = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "and", 6: "or", 7: "xor"}
+_NAMES = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "and", 6: "or", 7: "xor", 8: PREMUL_SUM}
 _AS_SIGNED = {"uint16": torch.int16, "uint32": torch.int32, "uint64": torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SAME_BITS = ("sum", "product", "and", "or", "xor")  # whether integers have a sign or not
@@ -104,6 +106,23 @@ class Prepared:
         self._given.append(scratch)
         return scratch
 
+    def multiply(self, tensor: torch.Tensor, name: str, opts: Any) -> torch.Tensor:
+        """Return a contiguous copy of an input times the factor of a PREMUL_SUM."""
+        self._check(tensor, name)
+        factor = premul_factor(opts.reduceOp)
+        if isinstance(factor, torch.Tensor) and factor.is_cuda and factor.device != tensor.device:
+            raise InvalidArgument(
+                f"{name} is on {tensor.device}, so the factor of PREMUL_SUM must be there or on the CPU, "
+                f"got {factor.device}"
+            )
+        if isinstance(factor, torch.Tensor) and not factor.is_cuda:
+            factor = float(factor)
+        self.is_plain = False
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        copy.mul_(factor)
+        self._kept.append(copy)
+        return copy
+
     def root(self, root: int, name: str) -> int:
         """Check a root."""
         if not 0 <= root < self.num_ranks:
@@ -152,8 +171,10 @@ def _fit(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> Non
 
 def _allreduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
     tensor = one(tensors, "all_reduce")
-    x = c.give(tensor, "all_reduce: tensor")
-    c.moves.append(moves.all_reduce(c.num_ranks, row_of(x), row_of(x), kind_of(opts, x.dtype, "all_reduce")))
+    out = c.give(tensor, "all_reduce: tensor")
+    kind = kind_of(opts, out.dtype, "all_reduce")
+    x = c.multiply(tensor, "all_reduce: tensor", opts) if kind[1] == PREMUL_SUM else out
+    c.moves.append(moves.all_reduce(c.num_ranks, row_of(x), row_of(out), kind))
 
 
 def _allreduce_coalesced(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
@@ -165,9 +186,10 @@ def _allreduce_coalesced(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any
 
 def _reduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any) -> None:
     root, tensor = c.root(opts.rootRank, "reduce"), one(tensors, "reduce")
-    x = (c.give if root == c.rank else c.take)(tensor, "reduce: tensor")
-    kind = kind_of(opts, x.dtype, "reduce")
-    c.moves.append(moves.reduce(c.num_ranks, c.rank, row_of(x), row_of(x), kind, root))
+    out = (c.give if root == c.rank else c.take)(tensor, "reduce: tensor")
+    kind = kind_of(opts, out.dtype, "reduce")
+    x = c.multiply(tensor, "reduce: tensor", opts) if kind[1] == PREMUL_SUM else out
+    c.moves.append(moves.reduce(c.num_ranks, c.rank, row_of(x), row_of(out), kind, root))
 
 
 def _broadcast(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
@@ -181,8 +203,14 @@ def _allgather(
 ) -> None:
     tensor, outputs = one(tensors, "all_gather"), c.listed(_first(output_lists), "all_gather: outputs")
     rows = _outputs(c, outputs, tensor, "all_gather")
-    x = c.take(tensor, "all_gather: input", [out for out in outputs if out.data_ptr() != tensor.data_ptr()])
+    x = c.take(tensor, "all_gather: input", _not_in_place(c, outputs, tensor))
     c.moves.append(moves.all_gather(row_of(x), rows, x.dtype))
+
+
+def _not_in_place(c: Prepared, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the outputs with which the input must not share memory: all but this rank's own, if that begins there."""
+    is_in_place = bool(outputs) and outputs[c.rank].data_ptr() == tensor.data_ptr()
+    return [out for rank, out in enumerate(outputs) if rank != c.rank or not is_in_place]
 
 
 def _first(lists: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -191,7 +219,8 @@ def _first(lists: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
 
 def _outputs(c: Prepared, outputs: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> list[Stretch]:
     for rank, output in enumerate(outputs):
-        _fit(output, like, like.numel(), f"{name}: outputs[{rank}]")
+        count = like.numel() if name == "gather" or rank == c.rank else output.numel()
+        _fit(output, like, count, f"{name}: outputs[{rank}]")
     refuse_shared(outputs, f"{name}: outputs")
     return [row_of(c.give(output, f"{name}: outputs[{rank}]")) for rank, output in enumerate(outputs)]
 
@@ -242,7 +271,7 @@ def _gather(
     elif outputs:
         raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
     rows = _outputs(c, outputs, tensor, "gather")
-    x = c.take(tensor, "gather: input", [out for out in outputs if out.data_ptr() != tensor.data_ptr()])
+    x = c.take(tensor, "gather: input", _not_in_place(c, outputs, tensor))
     c.moves.append(moves.gather(c.num_ranks, c.rank, row_of(x), rows, root, x.dtype))
 
 
@@ -272,20 +301,28 @@ def _reduce_scatter(
 ) -> None:
     output, inputs = one(outputs, "reduce_scatter"), c.listed(_first(input_lists), "reduce_scatter: inputs")
     out = c.give(output, "reduce_scatter: output")
+    kind = kind_of(opts, out.dtype, "reduce_scatter")
     rows = []
     for rank, tensor in enumerate(inputs):
-        _fit(tensor, output, output.numel(), f"reduce_scatter: inputs[{rank}]")
+        name = f"reduce_scatter: inputs[{rank}]"
+        _fit(tensor, output, output.numel() if rank == c.rank else tensor.numel(), name)
+        if kind[1] == PREMUL_SUM:
+            rows.append(row_of(c.multiply(tensor, name, opts)))
+            continue
         apart = () if tensor.data_ptr() == output.data_ptr() and rank == c.rank else (output,)
-        rows.append(row_of(c.take(tensor, f"reduce_scatter: inputs[{rank}]", apart)))
-    c.moves.append(moves.reduce_scatter(rows, row_of(out), kind_of(opts, out.dtype, "reduce_scatter")))
+        rows.append(row_of(c.take(tensor, name, apart)))
+    c.moves.append(moves.reduce_scatter(rows, row_of(out), kind))
 
 
 def _reduce_scatter_single(c: Prepared, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> None:
     _fit(tensor, output, output.numel() * c.num_ranks, "reduce_scatter: input")
     out = c.give(output, "reduce_scatter: output")
-    is_own = output.data_ptr() == tensor.data_ptr() + c.rank * output.nbytes
-    x = c.take(tensor, "reduce_scatter: input", () if is_own else [output])
     kind = kind_of(opts, out.dtype, "reduce_scatter")
+    if kind[1] == PREMUL_SUM:
+        x = c.multiply(tensor, "reduce_scatter: input", opts)
+    else:
+        is_own = output.data_ptr() == tensor.data_ptr() + c.rank * output.nbytes
+        x = c.take(tensor, "reduce_scatter: input", () if is_own else [output])
     c.moves.append(moves.reduce_scatter(rows_of(x, c.num_ranks), row_of(out), kind))
 
 

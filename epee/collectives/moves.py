@@ -20,6 +20,8 @@ MOVED: Kind = (None, "sum")
 _NOTHING = (0,) * MAX_RANKS
 _PADS = tuple((0,) * (MAX_RANKS - n) for n in range(MAX_RANKS + 1))
 UNEVEN = -1
+PREMUL_SUM = "premul_sum"  # a sum for the kernels; ranks that call SUM call something else
+_REDUCTION_CODES = {name: number for number, name in enumerate((*REDUCTIONS, PREMUL_SUM), 1)}
 
 
 class Stretch(NamedTuple):
@@ -68,8 +70,13 @@ class Move(NamedTuple):
 def facts_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
     """Return what all ranks must agree on, above the bits of a number of bytes."""
     code = 0 if dtype is None else CARRIERS[dtype].code
-    word = OP_NUMBERS[op] | code << 5 | (REDUCTIONS[reduction] + 1 if reduction else 0) << 11 | (root + 1) << 15
+    word = OP_NUMBERS[op] | code << 5 | _REDUCTION_CODES.get(reduction, 0) << 11 | (root + 1) << 15
     return word << 40
+
+
+def _summed(kind: Kind) -> Kind:
+    """Return the kind of the kernels that make a reduction."""
+    return (kind[0], "sum") if kind[1] == PREMUL_SUM else kind
 
 
 def _all(value: int, num_ranks: int) -> tuple[int, ...]:
@@ -93,7 +100,7 @@ def all_reduce(num_ranks: int, x: Stretch, out: Stretch, kind: Kind) -> Move:
     everybody, size = (1 << num_ranks) - 1, x.nbytes
     sizes, facts = _all(size, num_ranks), facts_of("all_reduce", *kind)
     inputs, outputs = _all(x.at, num_ranks), _all(out.at, num_ranks)
-    return Move("all_reduce", kind, facts, inputs, outputs, sizes, sizes, size, everybody, everybody, -1, True)
+    return Move("all_reduce", _summed(kind), facts, inputs, outputs, sizes, sizes, size, everybody, everybody, -1, True)
 
 
 def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root: int) -> Move:
@@ -101,7 +108,7 @@ def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root
     size, is_root = x.nbytes, rank == root
     return Move(
         "reduce",
-        kind,
+        _summed(kind),
         facts_of("reduce", *kind, root),
         _all(x.at, num_ranks),
         _all(out.at, num_ranks),
@@ -124,11 +131,22 @@ def broadcast(num_ranks: int, rank: int, x: Stretch, root: int, dtype: torch.dty
 
 
 def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
-    """Place `x` of rank r in `rows[r]`; `x` may be this rank's own row."""
+    """Place `x` of rank r in `rows[r]`, as long as that; `x` may be this rank's own row."""
     num_ranks, size = len(rows), x.nbytes
-    everybody, sizes, facts = (1 << num_ranks) - 1, _all(size, num_ranks), facts_of("all_gather", dtype)
-    at = _all(x.at, num_ranks)
-    return Move("all_gather", MOVED, facts, at, _addresses(rows), sizes, sizes, size, everybody, everybody)
+    everybody, got = (1 << num_ranks) - 1, _sizes(rows)
+    facts, num_bytes = _lengths("all_gather", rows, dtype)
+    at, sent = _all(x.at, num_ranks), _all(size, num_ranks)
+    return Move("all_gather", MOVED, facts, at, _addresses(rows), sent, got, num_bytes, everybody, everybody)
+
+
+def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = "") -> tuple[int, int]:
+    """Return the facts of a call whose `rows` have the same lengths on all ranks, and its `num_bytes`.
+
+    Facts say whether all rows are as long, as kernels depend on it; each pair of ranks compares its own length.
+    """
+    is_even = all(row.nbytes == rows[0].nbytes for row in rows)
+    facts = facts_of(op, dtype, reduction, -1 if is_even else MAX_RANKS)
+    return facts, rows[0].nbytes if is_even else UNEVEN
 
 
 def gather(num_ranks: int, rank: int, x: Stretch, rows: Rows, root: int, dtype: torch.dtype) -> Move:
@@ -168,13 +186,12 @@ def scatter(num_ranks: int, rank: int, out: Stretch, rows: Rows, root: int, dtyp
 
 
 def reduce_scatter(rows: Rows, out: Stretch, kind: Kind) -> Move:
-    """Reduce this rank's row of all ranks into `out`, which may be that row."""
-    num_ranks, size = len(rows), out.nbytes
-    everybody, sizes = (1 << num_ranks) - 1, _all(size, num_ranks)
-    facts, outputs = facts_of("reduce_scatter", *kind), _all(out.at, num_ranks)
-    return Move(
-        "reduce_scatter", kind, facts, _addresses(rows), outputs, sizes, sizes, size, everybody, everybody
-    )  # fmt: skip
+    """Reduce this rank's row of all ranks into `out`, which may be that row; rows may be of different lengths."""
+    num_ranks = len(rows)
+    everybody, sent, got = (1 << num_ranks) - 1, _sizes(rows), _all(out.nbytes, num_ranks)
+    facts, num_bytes = _lengths("reduce_scatter", rows, *kind)
+    inputs, outputs = _addresses(rows), _all(out.at, num_ranks)
+    return Move("reduce_scatter", _summed(kind), facts, inputs, outputs, sent, got, num_bytes, everybody, everybody)
 
 
 def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -> Move:

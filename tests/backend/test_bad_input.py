@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "SUM of bool": (lambda n: dist.all_reduce(ones(2).bool(), op=Op.SUM), "SUM does not exist"),
     "SUM of float8": (lambda n: dist.all_reduce(ones(2).to(torch.float8_e4m3fn)), "it has: none"),
     "MAX of complex": (lambda n: group().reduce([ones(2, dtype=torch.complex64)], options("ReduceOptions", reduceOp=Op.MAX)).wait(), "MAX does not exist"),
-    "PREMUL_SUM": (lambda n: dist.all_reduce(ones(2), op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0)), "PREMUL_SUM does not exist"),
+    "PREMUL_SUM of integers": (lambda n: dist.all_reduce(ones(2).long(), op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0)), "PREMUL_SUM does not exist"),
     "root out of range": (lambda n: group().broadcast([ones(2)], options("BroadcastOptions", rootRank=n)).wait(), "root"),
     "negative root": (lambda n: group().reduce([ones(2)], options("ReduceOptions", rootRank=-1)).wait(), "root"),
     "rows that do not divide": (lambda n: dist.all_to_all_single(ones(n + 1), ones(n + 1)), "divide"),

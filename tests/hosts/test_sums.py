@@ -61,6 +61,17 @@ def sums(rank: int, num_ranks: int, placement: tuple[int, ...]) -> None:
             reduce_scatter_single(row, rows.view(-1), op=getattr(Op, name))
             given = [values(10 * rank + peer, count, dtype) for peer in range(num_ranks)]
             assert torch.equal(row, by_hosts(placement, given, name)), (dtype, name, count)
+        factors = [1 / (3 + peer) for peer in range(num_ranks)]
+        op = torch._C._distributed_c10d._make_nccl_premul_sum(factors[rank])
+        x = values(rank, count, torch.float32)
+        dist.all_reduce(x, op=op)
+        given = [values(peer, count, torch.float32) * factors[peer] for peer in range(num_ranks)]
+        assert torch.equal(x, by_hosts(placement, given, "SUM")), ("PREMUL_SUM", count)
+        rows = torch.stack([values(10 * peer + rank, count, torch.float32) for peer in range(num_ranks)])
+        row = torch.empty(count, dtype=torch.float32, device="cpu")
+        reduce_scatter_single(row, rows.view(-1), op=op)
+        given = [values(10 * rank + peer, count, torch.float32) * factors[peer] for peer in range(num_ranks)]
+        assert torch.equal(row, by_hosts(placement, given, "SUM")), ("PREMUL_SUM of rows", count)
     mean = torch.full((COUNT,), float(rank), dtype=torch.float32, device="cpu")
     dist.all_reduce(mean, op=Op.AVG)
     assert torch.equal(mean, torch.full((COUNT,), (num_ranks - 1) / 2, dtype=torch.float32, device="cpu"))

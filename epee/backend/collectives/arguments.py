@@ -31,10 +31,10 @@ from ..tensors import (
     target,
 )
 from .alltoall import AllToAll
-from .copying import Barrier, Scatter, Spread
+from .copying import Barrier, Scatter, Spread, UnevenGather
 from .packing import FinishAfter, GatheredPart, PackedTensors, ZeroAfter, pack, shapes_word
-from .plan import Plan
-from .reduce import Reducer, check
+from .plan import Plan, Sink
+from .reduce import PREMUL_SUM, Reducer, check, premultiply
 from .reducing_hosts import plan_reduce_scatter, plan_reduction
 from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from .signature import pack as pack_signature
@@ -47,6 +47,53 @@ def reduce_code(op: Any) -> int:
     if op == _SUM:
         return 0
     return int(getattr(op, "op", op))
+
+
+class PremulSum(int):
+    """The wire code of PREMUL_SUM, with the factor of this rank. Factors of other ranks may differ.
+
+    Attributes:
+        factor: by which this rank's values are multiplied.
+    """
+
+    factor: float
+
+    @classmethod
+    def of(cls, op: Any) -> PremulSum:
+        """Read the factor of an operation that torch has made, which is a number or a tensor of one element.
+
+        Raises:
+            InvalidArgument: the factor is no real number.
+        """
+        code = cls(PREMUL_SUM)
+        code.factor = float(premul_factor(op))  # now: the program may change a tensor before the call is planned again
+        return code
+
+
+def premul_factor(op: Any) -> float | torch.Tensor:
+    """Return the factor of a PREMUL_SUM as the program gave it, a tensor of one element without dimensions.
+
+    Raises:
+        InvalidArgument: it is no real number.
+    """
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    if isinstance(factor, torch.Tensor):
+        is_number = factor.layout is torch.strided and not factor.is_complex() and factor.dtype is not torch.bool
+        if not is_number or factor.is_meta or factor.numel() != 1:
+            raise InvalidArgument(
+                "PREMUL_SUM: the factor must be a real number or a strided tensor of one, "
+                f"got {factor.dtype} {tuple(factor.shape)} ({factor.layout}) on {factor.device}; give a float"
+            )
+        return factor.detach().reshape(())
+    return factor
+
+
+def reduction(op: Any) -> int:
+    """Return the wire code of a torch reduce op; that of PREMUL_SUM is a `PremulSum`."""
+    if op == _SUM:
+        return 0
+    code = int(getattr(op, "op", op))
+    return code if code != PREMUL_SUM else PremulSum.of(op)
 
 
 @cache
@@ -154,12 +201,25 @@ def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = 
     carrier = carrier_of(tensor, label)
     dtype = tensor.dtype
     reducer = _reducer(op, dtype, name)
-    if position in (-1, box.rank):
+    sink: Any
+    if op == PREMUL_SUM:
+        sink = _premultiplied(tensor, carrier, label, op, position in (-1, box.rank))
+    elif position in (-1, box.rank):
         sink = in_place(tensor, carrier, label)
     else:
         sink = Target(source(tensor, carrier))
     signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)
     return plan_reduction(name, signature, sink, reducer, op, box, position)
+
+
+def _premultiplied(tensor: torch.Tensor, carrier: Carrier, label: str, op: int, is_taker: bool) -> Any:
+    """Return a private copy of `tensor` times this rank's factor, which goes to `tensor` when it holds the result."""
+    assert isinstance(op, PremulSum)
+    if is_taker:
+        packed = PackedTensors([tensor], carrier, label, fill=True)
+        premultiply(packed.array, tensor.dtype, op.factor)
+        return packed
+    return Sink(premultiply(source(tensor, carrier).copy(), tensor.dtype, op.factor))
 
 
 def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int) -> Plan:
@@ -169,6 +229,8 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
     reducer = _reducer(op, tensors[0].dtype, name)
     refuse_shared(tensors, f"{name}: tensors")
     packed = PackedTensors(tensors, carrier, f"{name}: tensors", fill=True)
+    if isinstance(op, PremulSum):
+        premultiply(packed.array, tensors[0].dtype, op.factor)
     signature = _signature(name, tensors[0].dtype, len(packed.array), op)
     plan = plan_reduction(name, signature, packed, reducer, op, box)
     plan.detail = shapes_word([tensor.numel() for tensor in tensors])
@@ -176,21 +238,29 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
 
 
 def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
-    """Everybody's tensor goes to everybody, one output per rank."""
+    """Everybody's tensor goes to everybody, one output per rank; sizes may differ from rank to rank."""
     carrier = carrier_of(tensor, "all_gather: input")
     count = tensor.numel()
     sinks: dict[int, Any] = {}
+    longest, is_uneven = count, False
     for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
         label = f"all_gather: outputs[{rank}]"
-        _same(output, tensor, count, label)
+        num = output.numel()
+        if num != count:
+            longest, is_uneven = max(longest, num), True
+        _same(output, tensor, count if rank == box.rank else num, label)
         carrier_of(output, label)
         sinks[rank] = target(output, carrier, label)
     refuse_shared(outputs, "all_gather: outputs")
+    counts = [len(sink.array) for sink in sinks.values()] if is_uneven else ()
     if box.zeroes:
         sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "all_gather: outputs", box)
-    return Spread(
-        "all_gather", _signature("all_gather", tensor.dtype, count), source(tensor, carrier), True, sinks, box
-    )
+    signature = _signature("all_gather", tensor.dtype, longest)
+    if not is_uneven:
+        return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
+    plan = UnevenGather("all_gather", signature, source(tensor, carrier), sinks, box, longest)
+    plan.detail = shapes_word(counts)
+    return plan
 
 
 class _Piece:
@@ -330,17 +400,26 @@ def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor],
 
 
 def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
-    """The reduction of everybody's `inputs[r]` goes to rank r."""
+    """The reduction of everybody's `inputs[r]` goes to rank r; sizes may differ from entry to entry."""
     carrier = carrier_of(output, "reduce_scatter: output")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
-    segments = []
+    segments, count = [], output.numel()
+    longest, is_uneven = count, False
     for rank, tensor in enumerate(_list_of(inputs, box, "reduce_scatter: inputs")):
         carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
-        _same(tensor, output, output.numel(), f"reduce_scatter: inputs[{rank}]")
+        num = tensor.numel()
+        if num != count:
+            longest, is_uneven = max(longest, num), True
+        _same(tensor, output, count if rank == box.rank else num, f"reduce_scatter: inputs[{rank}]")
         segments.append(source(tensor, carrier))
     sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
-    signature = _signature("reduce_scatter", output.dtype, output.numel(), op)
-    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box)
+    if isinstance(op, PremulSum):
+        segments = [premultiply(segment.copy(), output.dtype, op.factor) for segment in segments]
+    signature = _signature("reduce_scatter", output.dtype, longest, op)
+    plan = plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box, longest)
+    if is_uneven:
+        plan.detail = shapes_word([len(segment) for segment in segments])
+    return plan
 
 
 def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
@@ -351,10 +430,12 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
     count = output.numel()
     _same(tensor, output, count * box.group_size, "reduce_scatter: input")
     values = source(tensor, carrier)
+    if isinstance(op, PremulSum):
+        values = premultiply(values.copy(), output.dtype, op.factor)
     segments = [values[rank * count : (rank + 1) * count] for rank in box.members]
     sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, count, op)
-    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box)
+    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box, count)
 
 
 def reduce_scatter_coalesced(
@@ -376,9 +457,11 @@ def reduce_scatter_coalesced(
     for position, rank in enumerate(box.members):
         pieces = [flat[rank * n : (rank + 1) * n] for flat, n in zip(flats, counts, strict=True)]
         pack(pieces, segments[position])
+    if isinstance(op, PremulSum):
+        premultiply(segments.reshape(-1), inputs[0].dtype, op.factor)
     sink = PackedTensors(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
-    plan = plan_reduce_scatter(name, signature, list(segments), sink, reducer, op, box)
+    plan = plan_reduce_scatter(name, signature, list(segments), sink, reducer, op, box, len(sink.array))
     plan.detail = shapes_word(counts)
     return plan
 

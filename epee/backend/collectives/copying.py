@@ -39,6 +39,7 @@ class Spread(Plan):
         sinks: dict[int, Any],
         box: Outboxes,
         reader: int | None = None,
+        longest: int | None = None,
     ) -> None:
         super().__init__(name, signature)
         self._source = source
@@ -46,14 +47,14 @@ class Spread(Plan):
         self._reader = reader  # the only position that reads the blocks; None: all do
         self._rank = box.rank
         self._dtype = source.dtype
-        self._count = len(source)
-        rounds = cut(len(source), source.itemsize, box.staging_bytes)
+        self._count = count = len(source) if longest is None else longest
+        rounds = cut(count, source.itemsize, box.staging_bytes)
         self._length = rounds.length
         self._privates: dict[int, Array] = {}
         if rounds.private:
-            self._privates = {rank: np.empty(len(source), source.dtype) for rank in sinks}
+            self._privates = {rank: np.empty(len(sink.array), source.dtype) for rank, sink in sinks.items()}
         if rounds.num_rounds == 1:
-            self.read_bytes = len(source) * source.itemsize
+            self.read_bytes = count * source.itemsize
             self.put_bytes = self.read_bytes if puts else 0
         else:
             lay_out(self, rounds, rounds.length * source.itemsize, 0, puts)
@@ -100,13 +101,36 @@ class Spread(Plan):
         self._sinks = {rank: Sink(sink.array.copy()) for rank, sink in self._sinks.items()}
 
 
+class UnevenGather(Spread):
+    """all_gather of blocks of different lengths. Rounds and room are those of the longest one, alike on all ranks."""
+
+    def __init__(
+        self, name: str, signature: int, source: Array, sinks: dict[int, Any], box: Outboxes, longest: int
+    ) -> None:
+        super().__init__(name, signature, source, True, sinks, box, longest=longest)
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the part of the block that this rank's own values fill."""
+        return ((0, max(0, min(self._length, len(self._source) - k * self._length)) * self._dtype.itemsize),)
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Copy round `k` of every block that is as long."""
+        first, itemsize = k * self._length, self._dtype.itemsize
+        views = box.views[self._dtype]
+        for rank, sink in self._sinks.items():
+            out: Array = self._privates[rank] if self._privates else sink.array
+            part = out[first : first + self._length]
+            place = offsets[rank] // itemsize
+            part[...] = views[rank][place : place + len(part)]
+
+
 class Scatter(Segmented):
     """`root` puts one segment per rank; rank r copies segment r into `sink.array`."""
 
     def __init__(
         self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, box: Outboxes
     ) -> None:
-        super().__init__(name, signature, segments, sink, box, puts=root == box.rank)
+        super().__init__(name, signature, segments, sink, box, root == box.rank, len(sink.array))
         self._root = root
 
     def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:

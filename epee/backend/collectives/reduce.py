@@ -9,10 +9,14 @@ scratch (`Reducer.scratch`, two blocks at most) when it is planned.
     SUM, AVG, PRODUCT, MIN, MAX   integers and floats
     BAND, BOR, BXOR               integers and bool
     SUM, AVG                      complex
+    PREMUL_SUM                    floats and complex
     MIN, MAX, BAND, BOR, BXOR     bool (SUM of bool has no agreed meaning and is refused)
 
 SUM and PRODUCT of integers wrap, as in torch. AVG of integers is the exact sum, in 64 bits, divided towards zero as C
 does; only the sum of 64-bit integers can wrap.
+
+PREMUL_SUM is a SUM of private copies that each rank multiplies by its own factor before it contributes them
+(`premultiply`). Products of float16 and bfloat16 are computed in float32 and rounded to the dtype, then summed so.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ _NUMPY: dict[int, np.ufunc] = {
     BAND: np.bitwise_and,
     BOR: np.bitwise_or,
     BXOR: np.bitwise_xor,
+    PREMUL_SUM: np.add,
 }
 _TORCH: dict[int, Any] = {
     SUM: torch.add,
@@ -48,6 +53,7 @@ _TORCH: dict[int, Any] = {
     PRODUCT: torch.mul,
     MIN: torch.minimum,
     MAX: torch.maximum,
+    PREMUL_SUM: torch.add,
 }
 Scratch = tuple[Array, Array] | None
 _HALVES = (torch.float16, torch.bfloat16)
@@ -58,9 +64,9 @@ def supported(dtype: torch.dtype) -> tuple[int, ...]:
     if dtype is torch.bool:
         return (MIN, MAX, BAND, BOR, BXOR)
     if dtype.is_complex:
-        return (SUM, AVG) if dtype is not torch.complex32 else ()
+        return (SUM, AVG, PREMUL_SUM) if dtype is not torch.complex32 else ()
     if dtype.is_floating_point:
-        return (SUM, AVG, PRODUCT, MIN, MAX) if dtype.itemsize > 1 else ()
+        return (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM) if dtype.itemsize > 1 else ()
     return (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
 
 
@@ -93,6 +99,20 @@ if int(np.__version__.split(".", 1)[0]) < 2:
 else:
     _context.run(np.seterr, all="ignore")
     quietly = _quietly_in_context
+
+
+def premultiply(array: Array, dtype: torch.dtype, factor: float) -> Array:
+    """Multiply the elements of a private flat array by `factor`, in place, and return it."""
+    if dtype in _HALVES:
+        torch.from_numpy(array).view(dtype).mul_(factor)  # computed in float32
+    else:
+        quietly(_multiply, array, factor)
+    return array
+
+
+def _multiply(array: Array, factor: float) -> None:
+    flat = array.view(array.real.dtype)  # complex numbers by their parts
+    np.multiply(flat, flat.dtype.type(factor), flat)
 
 
 class Reducer:

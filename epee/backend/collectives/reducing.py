@@ -158,9 +158,16 @@ class ReduceScatter(Segmented):
     """Reduce segment r of all ranks into `sink.array` of rank r. `segments` are this rank's, one per rank."""
 
     def __init__(
-        self, name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, box: Outboxes
+        self,
+        name: str,
+        signature: int,
+        segments: Sequence[Array],
+        sink: Any,
+        reducer: Reducer,
+        box: Outboxes,
+        longest: int,
     ) -> None:
-        super().__init__(name, signature, segments, sink, box, puts=box.num_ranks > 1)
+        super().__init__(name, signature, segments, sink, box, box.num_ranks > 1, longest)
         self._reducer = reducer
         self._scratch = reducer.scratch(self._length)
 

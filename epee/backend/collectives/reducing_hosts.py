@@ -54,15 +54,25 @@ def is_less(hosts: Hosts, nbytes: int) -> bool:
 
 
 def plan_reduce_scatter(
-    name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, op: int, box: Outboxes
+    name: str,
+    signature: int,
+    segments: Sequence[Array],
+    sink: Any,
+    reducer: Reducer,
+    op: int,
+    box: Outboxes,
+    longest: int,
 ) -> ReduceScatter:
-    """Return the plan of a reduce_scatter of `segments`, one per rank, into `sink.array`."""
+    """Return the plan of a reduce_scatter of `segments`, one per rank, into `sink.array`.
+
+    The choice depends on the length of the longest segment, which is the same number on all ranks.
+    """
     if len(box.sites) > 1 and op != AVG:
         hosts: Hosts = tuple(box.sites.values())
-        is_large = sink.array.nbytes * box.num_ranks > SMALL_BYTES
+        is_large = longest * sink.array.itemsize * box.num_ranks > SMALL_BYTES
         if is_large and len(hosts) < box.num_ranks:
-            return HostsReduceScatter(name, signature, segments, sink, reducer, box, hosts)
-    return ReduceScatter(name, signature, segments, sink, reducer, box)
+            return HostsReduceScatter(name, signature, segments, sink, reducer, box, hosts, longest)
+    return ReduceScatter(name, signature, segments, sink, reducer, box, longest)
 
 
 class HostsAllReduce(AllReduce):
@@ -123,15 +133,16 @@ class HostsReduceScatter(ReduceScatter):
         reducer: Reducer,
         box: Outboxes,
         hosts: Hosts,
+        longest: int,
     ) -> None:
-        super().__init__(name, signature, segments, sink, reducer, box)
+        super().__init__(name, signature, segments, sink, reducer, box, longest)
         self._hosts = hosts
         self._here = next(ranks for ranks in hosts if box.rank in ranks)
         self._served = {rank: self._serves(rank) for rank in range(box.num_ranks)}
         self._itemsize = itemsize = sink.array.itemsize
         row_bytes = self._length * itemsize
         most = max(len(served) for served in self._served.values())
-        rounds = cut(len(sink.array), itemsize * box.num_ranks, box.staging_bytes)
+        rounds = cut(longest, itemsize * box.num_ranks, box.staging_bytes)
         lay_out(self, rounds, row_bytes * box.num_ranks, row_bytes * most, puts=True)
         self._partial = np.empty(min(self._length, len(sink.array)), sink.array.dtype)
 
@@ -142,8 +153,10 @@ class HostsReduceScatter(ReduceScatter):
         at = own.index(rank)
         return sorted(peer for ranks in others for place, peer in enumerate(ranks) if place % len(own) == at)
 
-    def _bounds(self, k: int) -> tuple[int, int]:
-        return k * self._length, min((k + 1) * self._length, len(self._sink.array))
+    def _bounds(self, k: int, rank: int) -> tuple[int, int]:
+        """Return the elements of round `k` of a rank's segment; none where that is shorter."""
+        count = len(self._segments[rank])
+        return min(k * self._length, count), min((k + 1) * self._length, count)
 
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: only this host reads the values."""
@@ -151,23 +164,27 @@ class HostsReduceScatter(ReduceScatter):
 
     def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the rows of the readers."""
-        first, last = self._bounds(k)
-        row_bytes = self._length * self._itemsize
-        served = enumerate(self._served[self._rank])
-        return [(row * row_bytes, (last - first) * self._itemsize) for row, peer in served if peer in readers]
+        row_bytes, found = self._length * self._itemsize, []
+        for row, peer in enumerate(self._served[self._rank]):
+            if peer in readers:
+                first, last = self._bounds(k, peer)
+                found.append((row * row_bytes, (last - first) * self._itemsize))
+        return found
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Add up the values of this host for each rank that this one serves."""
-        first, last = self._bounds(k)
         views = box.views[self._partial.dtype]
         for row, peer in enumerate(self._served[self._rank]):
+            first, last = self._bounds(k, peer)
+            if first == last:
+                continue
             place = offset // self._itemsize + row * self._length
             parts = [self._values(box, rank, offsets[rank], peer, first, last) for rank in self._here]
             self._reducer.reduce(parts, views[self._rank][place : place + last - first], self._scratch)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Add up the rows of all hosts; `offsets` are those of the shares."""
-        first, last = self._bounds(k)
+        first, last = self._bounds(k, self._rank)
         if first >= last:
             return
         out: Array = self._sink.array if self._private is None else self._private

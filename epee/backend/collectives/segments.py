@@ -15,17 +15,27 @@ from .rounds import cut, lay_out
 
 
 class Segmented(Plan):
-    """Puts the other ranks' `segments`, `_length` elements apart; results of this rank's own go to `sink.array`."""
+    """Puts the other ranks' `segments`, `_length` elements apart; results of this rank's own go to `sink.array`.
+
+    Segments may be of different lengths, which every rank knows: rounds and room are those of the `longest`.
+    """
 
     def __init__(
-        self, name: str, signature: int, segments: Sequence[Array], sink: Any, box: Outboxes, puts: bool
+        self,
+        name: str,
+        signature: int,
+        segments: Sequence[Array],
+        sink: Any,
+        box: Outboxes,
+        puts: bool,
+        longest: int,
     ) -> None:
         super().__init__(name, signature)
         self._segments = segments
         self._sink = sink
         self._rank = box.rank
         out: Array = sink.array
-        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
+        rounds = cut(longest, out.itemsize * box.num_ranks, box.staging_bytes)
         self._length = rounds.length
         if rounds.num_rounds == 1:
             self._length = align_up(rounds.length * out.itemsize, ALIGN_BYTES) // out.itemsize
@@ -46,8 +56,12 @@ class Segmented(Plan):
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the segments of the readers."""
         itemsize = self._sink.array.itemsize
-        length = max(0, min(self._length, len(self._sink.array) - k * self._length))
-        return [(rank * self._length * itemsize, length * itemsize) for rank in readers]
+        found = []
+        for rank in readers:
+            count = len(self._segments[rank]) if self._segments else 0
+            length = max(0, min(self._length, count - k * self._length))
+            found.append((rank * self._length * itemsize, length * itemsize))
+        return found
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Make round `k` of this rank's result."""

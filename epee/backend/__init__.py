@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..link.address import preferred_device, set_device_filter, set_host_ip
 from ..link.topology import placement
+from ..view.job import set_death_window
 from .options import BackendOptions
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "placement",
     "preferred_device",
     "register",
+    "set_death_window",
     "set_device_filter",
     "set_host_ip",
 ]

@@ -91,7 +91,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._store = dist_opts.store
         self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
         self._is_first = not dist_opts.global_ranks_in_group  # the default group
-        self._birth_timeout_s, self._timeout_s = timeout_s, 0.0
+        self._birth_timeout_s, self._timeout_s, self._p2p_timeout_s = timeout_s, 0.0, 0.0
         self._group_name = ""
         self._group_desc = ""
         self._place: Place | None = None
@@ -119,6 +119,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Run calls on `engine` from now on."""
         self._engine: Engine = engine
         self._engine.timeout_s = self._timeout_s or self.options.op_timeout_s or self._birth_timeout_s
+        self._engine.p2p_timeout_s = self._p2p_timeout_s
         if self._engine.survival is not None:
             self._engine.survival.remember(self._store)
             self._place = place_of(engine, self.options.mode)
@@ -215,6 +216,16 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._engine.timeout_s = self._timeout_s = seconds
 
     _set_default_timeout = set_timeout
+
+    def set_p2p_timeout(self, timeout: timedelta) -> None:
+        """Set how long sends and receives issued from now on wait for the other rank; collectives keep their time-out.
+
+        Until it is called messages wait as long as collectives do.
+        """
+        seconds = timeout.total_seconds()
+        if seconds <= 0:
+            raise InvalidArgument(f"timeout must be above 0, got {timeout}")
+        self._engine.p2p_timeout_s = self._p2p_timeout_s = seconds
 
     # ---- running plans
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .. import env
 from ..errors import InvalidArgument, ResourceError
-from .nixl.devices import rdma_devices
+from .nixl.devices import nearest_device, rdma_devices
 
 BACKLOG = 256
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h
@@ -62,10 +62,16 @@ def set_device_filter(names: Sequence[str]) -> None:
     _settings.device_filter = tuple(names)
 
 
-def preferred_device() -> str:
-    """Return the first RDMA device that exists and passes the filter, "" when there is none."""
-    found = [device.name for device in rdma_devices()]
-    return next((name for name in found if not _settings.device_filter or name in _settings.device_filter), "")
+def preferred_device(location: str = "") -> str:
+    """Return the RDMA device nearest to a location, of those that pass the filter; "" when there is none.
+
+    Args:
+        location: "cpu:N", a NUMA node, or "cuda:N" (also "gpu:N"), a GPU. Of equally near devices, and for every other
+            location, the first by name.
+    """
+    allowed = _settings.device_filter
+    names = [device.name for device in rdma_devices() if not allowed or device.name in allowed]
+    return nearest_device(location, names)
 
 
 def allowed_devices() -> list[str]:

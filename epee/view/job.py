@@ -15,6 +15,7 @@ The last group of a job that is destroyed leaves the job, in order. A crash on t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import env
-from ..errors import EpeeError, MismatchError, ProtocolError, shortage
+from ..errors import EpeeError, InvalidArgument, InvalidState, MismatchError, ProtocolError, shortage
 from .process.endpoint import parse_endpoint
 from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
@@ -97,7 +98,7 @@ class Job:
         self.key = directory.job_id.hex()
         self.directory = directory
         self.has_home = bool(extra)
-        settings = SETTINGS._replace(silence_s=env.get_float("EPEE_HOST_TIMEOUT_S"))
+        settings = SETTINGS._replace(silence_s=env.get_float("EPEE_HOST_TIMEOUT_S"), death_window_s=_window.seconds)
         self.runtime = Runtime(directory, slot, settings, extra, listener)
         self.num_groups = 1
 
@@ -127,6 +128,13 @@ class Job:
             self.runtime.close()
 
 
+class _Window:
+    """How long decisions on deaths wait, in all jobs of this process."""
+
+    seconds = 0.0
+
+
+_window = _Window()
 _jobs: dict[str, Job] = {}
 _lock = threading.Lock()
 
@@ -139,6 +147,22 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def set_death_window(seconds: float) -> None:
+    """Let decisions on a death wait so long for further deaths, in the jobs of this process and those to come.
+
+    The rank that decides is the lowest one alive, so all ranks should set the same.
+
+    Raises:
+        InvalidArgument: not a number of seconds from 0 on.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
+        raise InvalidArgument(f"the window must be a number of seconds from 0 on, got {seconds!r}")
+    _window.seconds = float(seconds)
+    for job in jobs():
+        with contextlib.suppress(InvalidState):  # closed, or not begun: then it takes the window over when it begins
+            job.runtime.set_death_window(_window.seconds)
 
 
 def jobs() -> list[Job]:

@@ -305,6 +305,16 @@ class Runtime:
         loop = self._running()
         loop.post(lambda: loop.look_at(slot))
 
+    def set_death_window(self, seconds: float) -> None:
+        """Let a decision on a death wait so long for further deaths, from now on (`AgentSettings.death_window_s`).
+
+        Raises:
+            InvalidArgument: not a number of seconds from 0 on.
+        """
+        self.settings = _checked(self.settings._replace(death_window_s=seconds))
+        loop = self._running()
+        loop.post(lambda: loop.agent.adopt(self.settings))
+
     def await_decision(self, after_epoch: int, timeout_s: float) -> Decision | None:
         """Wait for a view of a later epoch; None when there is none in time.
 
@@ -487,6 +497,8 @@ def _checked(settings: AgentSettings) -> AgentSettings:
         value = getattr(settings, name)
         if not 0 < value < 1e6:
             raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+    if not 0 <= settings.death_window_s < 1e6:
+        raise InvalidArgument(f"death_window_s must be a number of seconds from 0 on, got {settings.death_window_s!r}")
     return settings
 
 

@@ -150,6 +150,27 @@ def test_the_death_of_the_coordinator_is_no_different() -> None:
     assert group.views() == {(2, ((1, 1), (2, 1), (3, 1)))}
 
 
+def test_deaths_within_the_window_leave_by_one_decision() -> None:
+    group = Group(5, AgentSettings(policy="evict", death_window_s=1.0))
+    group.kill(member(0))
+    group.late(0.5)
+    assert group.views() == {(1, tuple((slot, 1) for slot in range(5)))}
+    group.kill(member(3))
+    group.late(0.6)
+    assert group.views() == {(2, ((1, 1), (2, 1), (4, 1)))}
+    assert not any(isinstance(effect, NoQuorum) for told in group.told.values() for effect in told)
+
+
+def test_a_window_longer_than_a_lack_of_quorum_is_not_taken_for_one() -> None:
+    group = Group(3, AgentSettings(policy="evict", death_window_s=3.0, no_quorum_s=0.5))
+    group.kill(member(2))
+    group.late(2.5)
+    assert group.views() == {(1, ((0, 1), (1, 1), (2, 1)))}
+    group.late(0.6)
+    assert group.views() == {(2, ((0, 1), (1, 1)))}
+    assert not any(isinstance(effect, NoQuorum) for told in group.told.values() for effect in told)
+
+
 def test_eight_members_go_one_after_the_other_to_one() -> None:
     group = Group(8)
     for slot in (0, 3, 7, 1, 2, 6, 4):

@@ -67,6 +67,7 @@ class Engine:
 
     Attributes:
         timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        p2p_timeout_s: how long a message waits; 0: as long as a call.
         flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
         members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
@@ -87,6 +88,7 @@ class Engine:
         self.box = box
         self.watch = watch
         self.timeout_s = timeout_s
+        self.p2p_timeout_s = 0.0
         self.flags = 0
         self._flags_lock = threading.Lock()
         self.entry = Entry(self)
@@ -258,7 +260,7 @@ class Engine:
             if not message.done:
                 self.messages[message] = None
                 message.started = time.monotonic()
-                message.deadline = message.started + self.timeout_s
+                message.deadline = message.started + (self.p2p_timeout_s or self.timeout_s)
                 self.helper.kick()
             self.entry.leave()
         except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one

@@ -196,7 +196,7 @@ class ShortWay:
             return None
         if batch.expected or batch.is_open or pairs.current() != pairs.index:
             return None
-        machine.timeout_s = self._engine.timeout_s
+        machine.timeout_s = self._engine.p2p_timeout_s or self._engine.timeout_s
         return machine
 
     def post_one(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int, is_blocking: bool) -> Any:

@@ -206,7 +206,7 @@ class MessageHalf:
     def _launch(self, letters: Sequence[Letter], name: Any) -> None:
         """Queue letters as one kernel, on the caller's stream where `name` is None."""
         machine, streams = self._pairs.gear
-        machine.timeout_s = self._engine.timeout_s
+        machine.timeout_s = self._engine.p2p_timeout_s or self._engine.timeout_s
         ways = {(letter.parcel.peer, letter.parcel.is_send) for letter in letters}
         with self._on_gpu(), streams.entered(name, ways) as place:
             queued = machine.run([letter.parcel for letter in letters], place.raw, place.side is not None)
@@ -231,7 +231,7 @@ class MessageHalf:
                 "source cannot wait for all; name the source"
             )
         machine, streams = self._pairs.gear
-        machine.timeout_s = self._engine.timeout_s
+        machine.timeout_s = self._engine.p2p_timeout_s or self._engine.timeout_s
         letter = letter_of(self, self._pairs.gpu, False, tensor, ANY, tag)
         ways = {(rank, False) for rank in self._pairs.met}
         with self._on_gpu(), streams.entered("any", ways) as place:

@@ -9,6 +9,7 @@ never pretended.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 from ... import env
-from ...backend import BackendOptions, create, preferred_device, register, set_device_filter, set_host_ip
+from ...backend import (
+    BackendOptions,
+    create,
+    preferred_device,
+    register,
+    set_death_window,
+    set_device_filter,
+    set_host_ip,
+)
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
 from .responses import (
     ProposalStatus,
@@ -61,13 +70,14 @@ _MAX_RANKS = 64  # Mooncake's kMaxNumRanks; a group of the backend "epee" has no
 
 
 def get_preferred_hca(*where: Any) -> str:
-    """Return the first RDMA device that exists and passes the filter, "" without one.
+    """Return the RDMA device nearest to a location, of those that pass the filter; "" without one.
 
     Args:
-        where: `(location)` (such as "cpu:0" or "cuda:1") or, as Mooncake did, `(backend, location)`; topology is not
-            looked at.
+        where: `(location)` or, as Mooncake did, `(backend, location)`: "cpu:0" is a NUMA node, "cuda:1" or "gpu:1" a
+            GPU. Nearest is the device that shares most of the PCI tree with the GPU, then one on its NUMA node, then
+            the first by name, which is also the answer for any other location.
     """
-    return preferred_device()
+    return preferred_device(str(where[-1]) if where else "")
 
 
 def set_transfer_engine(engine: Any) -> None:
@@ -291,28 +301,43 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
 
 # ---- settings
 
-_timeouts_us = {"collective": 10_000_000, "p2p": 10_000_000, "fault_reconciliation_window": 30_000_000}
+_timeouts_us = {"collective": 10_000_000, "p2p": 0}
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of Mooncake's backends, in this process
 
 
-def _set_us(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise InvalidArgument(f"{name} must be a number of microseconds above 0, got {value!r}")
-    _timeouts_us[name] = value
+def _checked_us(name: str, value: int, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        rule = "above 0" if least else "from 0 on"
+        raise InvalidArgument(f"{name} must be a number of microseconds {rule}, got {value!r}")
+    return value
 
 
 def set_collective_timeout_us(value: int) -> None:
     """Set how long collectives of groups made from now on wait for a silent peer; default 10 s."""
-    _set_us("collective", value)
+    _timeouts_us["collective"] = _checked_us("collective", value)
 
 
 def set_p2p_timeout_us(value: int) -> None:
-    """Accepted for compatibility: point-to-point calls wait as long as collectives do."""
-    _set_us("p2p", value)
+    """Set how long sends and receives wait, in the groups that there are and those to come.
+
+    Until it is called they wait as long as collectives do. Groups whose options have an `op_timeout` keep that.
+    """
+    _timeouts_us["p2p"] = _checked_us("p2p", value)
+    for group in list(_groups):
+        _set_p2p_timeout(group)
+
+
+def _set_p2p_timeout(group: Any) -> None:
+    if _timeouts_us["p2p"] and not group.options.op_timeout_s:
+        group.set_p2p_timeout(timedelta(microseconds=_timeouts_us["p2p"]))
 
 
 def set_fault_reconciliation_window_us(value: int) -> None:
-    """Accepted for compatibility: epee needs no window, it acts on proof of death."""
-    _set_us("fault_reconciliation_window", value)
+    """Set how long a decision on a death waits for further deaths, in all jobs of this process; default 0.
+
+    All ranks set the same. Calls that miss the dead rank wait meanwhile, so it should be shorter than their time-out.
+    """
+    set_death_window(_checked_us("fault_reconciliation_window", value, 0) / 1e6)
 
 
 # ---- registration
@@ -334,6 +359,8 @@ def _create(dist_opts: Any, options: Any) -> Any:
     group = create(dist_opts, options, lambda: _options_of_the_environment(dist_opts.group_size))
     if not group.options.op_timeout_s:
         group.set_timeout(timedelta(microseconds=_timeouts_us["collective"]))
+    _set_p2p_timeout(group)
+    _groups.add(group)
     group.getPreferredHca = get_preferred_hca
     return group
 

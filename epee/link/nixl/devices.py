@@ -1,11 +1,16 @@
-"""The RDMA devices of this machine, as the kernel lists them."""
+"""The RDMA devices of this machine, as the kernel lists them, and which of them is near a GPU or a NUMA node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-_FOLDER = Path("/sys/class/infiniband")
+import torch
+
+SYSFS = Path("/sys")  # read at each call: tests put another tree here
+_NVIDIA = "0x10de"
+_DISPLAY = ("0x0300", "0x0302")  # PCI classes of GPUs with and without a display
 
 
 class RdmaDevice(NamedTuple):
@@ -33,8 +38,9 @@ class RdmaDevice(NamedTuple):
         return "EFA" if self.is_efa else {"Ethernet": "RoCE"}.get(self.layer, self.layer or "of an unknown kind")
 
 
-def rdma_devices(folder: Path = _FOLDER) -> list[RdmaDevice]:
+def rdma_devices(folder: Path | None = None) -> list[RdmaDevice]:
     """Return the devices, by name; none where the kernel has no RDMA."""
+    folder = SYSFS / "class" / "infiniband" if folder is None else folder
     return [_device(path) for path in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
@@ -52,3 +58,69 @@ def _device(path: Path) -> RdmaDevice:
 
 def _number(name: str) -> int:
     return int(name) if name.isdecimal() else 0
+
+
+def nearest_device(location: str, names: Sequence[str]) -> str:
+    """Return the RDMA device among `names` that is nearest to a location; "" without any.
+
+    Near is, first, what shares most bridges of the PCI tree, then what is on the same NUMA node; of equals the first.
+
+    Args:
+        location: "cpu:N" (a NUMA node), "cuda:N" or "gpu:N"; for any other the first device is returned.
+    """
+    kind, _, number = str(location).partition(":")
+    where: Path | None = None
+    node = -1
+    if kind == "cpu" and number.isdecimal():
+        node = int(number)
+    elif kind in ("cuda", "gpu") and (number or "0").isdecimal():
+        where = _gpu(int(number or 0))
+        node = -1 if where is None else _numa_node(where)
+
+    def nearness(name: str) -> tuple[int, bool]:
+        device = SYSFS / "class" / "infiniband" / name / "device"
+        bridges = 0 if where is None else _num_shared(where, device)
+        return bridges, node >= 0 and _numa_node(device) == node
+
+    return max(names, key=nearness, default="")
+
+
+def _gpu(number: int) -> Path | None:
+    """Return the folder of a GPU: as CUDA counts where it runs in this process, else in the order of PCI addresses."""
+    folder = SYSFS / "bus" / "pci" / "devices"
+    if torch.cuda.is_initialized():
+        if number >= torch.cuda.device_count():
+            return None
+        facts: Any = torch.cuda.get_device_properties(number)
+        path = folder / f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        return path if path.exists() else None
+    found = [path for path in sorted(folder.iterdir()) if _is_gpu(path)] if folder.is_dir() else []
+    return found[number] if number < len(found) else None
+
+
+def _is_gpu(path: Path) -> bool:
+    return _word(path / "vendor") == _NVIDIA and _word(path / "class")[:6] in _DISPLAY
+
+
+def _numa_node(device: Path) -> int:
+    """Return the NUMA node of a device; -1: the kernel names none."""
+    word = _word(device / "numa_node")
+    return int(word) if word.isdecimal() else -1
+
+
+def _num_shared(first: Path, second: Path) -> int:
+    """Return how many parts the places of two devices in the PCI tree share, beginning with the same root."""
+    places = [[part for part in path.resolve().parts if ":" in part] for path in (first, second)]
+    num_shared = 0
+    for one, other in zip(*places, strict=False):
+        if one != other:
+            break
+        num_shared += 1
+    return num_shared
+
+
+def _word(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

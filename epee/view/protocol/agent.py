@@ -362,6 +362,8 @@ class Agent(Proposer):
     def _mark_gone(self, nonce: bytes, cause: str) -> None:
         slot = self.slot_of[nonce]
         self.gone[slot] = cause
+        if cause == DEAD and self._dead_since is None:
+            self._dead_since = self._t
         if self.members[slot].host == self.me.host:
             self._out.append(ReadBoard(self.members[slot]))
         elif nonce in self._wills:

@@ -26,6 +26,8 @@ class AgentSettings(NamedTuple):
         admit: "auto" takes joiners in as they come, "ask" waits for an `Admit` at any one member.
         silence_s: how long a member that nobody accuses may owe an answer before it goes along with a lost host: as
             long as a host may be silent.
+        death_window_s: how long a decision on a death waits for further deaths. It counts from the first death that the
+            coordinator knows of in an epoch; what else is to be decided waits as well.
     """
 
     policy: str = "error"
@@ -34,6 +36,7 @@ class AgentSettings(NamedTuple):
     no_quorum_s: float = 5.0
     admit: str = "auto"
     silence_s: float = 10.0
+    death_window_s: float = 0.0
 
 
 # ---- events

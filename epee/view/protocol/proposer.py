@@ -104,11 +104,16 @@ class Proposer:
         self._accusers: dict[int, dict[int, float]] = {}
         self._lost: dict[str, dict[int, float]] = {}  # per host who cannot reach it, and when that was heard last
         self._mourned_at = 0.0
+        self._dead_since: float | None = None  # when the first death of this epoch became known
         self._wants: dict[int, tuple[Want, float]] = {}  # per lane the first that is valid, and when it was heard last
         self._start_at: float | None = None
         self._report_at = 0.0
         self._trouble_since: float | None = None
         self._told_no_quorum = False
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Use other settings from the next step on."""
+        self.settings = settings
 
     # ---- time
 
@@ -136,7 +141,7 @@ class Proposer:
             times += [began + wait for wait in waits if began + wait > self._t]
         if self._start_at is not None:
             if self.campaign is None:
-                times += [self._start_at, max(self._report_at, self._t)]
+                times += [max(self._start_at, self._window_end()), max(self._report_at, self._t)]
             if self._trouble_since is not None and not self._told_no_quorum:
                 times.append(self._trouble_since + self.settings.no_quorum_s)
         if self._obituaries():
@@ -239,7 +244,7 @@ class Proposer:
     def _hurry(self, slot: int) -> None:
         """A member is gone: if it was the one that is waited for, its successor need not wait."""
         if self._start_at is not None and (self.promised.slot == slot or slot < self.me.slot):
-            self._start_at = min(self._start_at, self._t + self._delay(self._position()))
+            self._start_at = min(self._start_at, self._due())
 
     def _delay(self, position: int) -> float:
         return self.settings.answer_s * (1 + position) if position else 0.0
@@ -270,15 +275,24 @@ class Proposer:
             self._start_at = self._trouble_since = None
             return
         if self._start_at is None:
-            self._start_at = self._t + self._delay(self._position())
-        self._watch_quorum(trouble)
+            self._start_at = self._due()
+        begins_at = max(self._start_at, self._window_end())
+        self._watch_quorum(trouble and (self._t >= begins_at or self.promised != NO_BALLOT))
         if self.campaign is None:
-            if self._t >= self._start_at:
+            if self._t >= begins_at:
                 self._begin()
             elif self._t >= self._report_at:
                 self._tell_coordinator(facts)
         if self.campaign is not None:
             self._run(self.campaign)
+
+    def _due(self) -> float:
+        """Return when this agent begins a ballot if none before it in the order does."""
+        return max(self._t, self._window_end()) + self._delay(self._position())
+
+    def _window_end(self) -> float:
+        """Return until when this agent begins no ballot, because further deaths may follow the first one."""
+        return 0.0 if self._dead_since is None else self._dead_since + self.settings.death_window_s
 
     def _watch_quorum(self, trouble: bool) -> None:
         if not trouble:

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import epee
+from epee.compat.mooncake import ep, mask
 from epee.ep.pool import latency as rooms
 from tests.compat import test_early_memory as early
 from tests.compat import test_mooncake_ep as on_cpu
@@ -43,3 +47,39 @@ def test_who_dies_before_the_first_call_is_masked() -> None:
 
 def test_sizes_change_in_the_memory_that_was_given() -> None:
     run_ranks(_emulated, 2, early._sizes_change, timeout_s=200)
+
+
+def _recorded(rank: int, num_ranks: int) -> None:
+    """Calls without a mask may be recorded, the first one too: all find the same memory, which none writes here."""
+    seen = []
+    for name in ("dispatch", "combine"):
+        method = getattr(EmulatedLatencyBuffer, name)
+
+        def spied(self: Any, *args: Any, _method: Any = method, **options: Any) -> Any:
+            seen.append((options["active_ranks"].data_ptr(), options["active_ranks"]._version))
+            return _method(self, *args, **options)
+
+        setattr(EmulatedLatencyBuffer, name, spied)
+    buffer = ep.Buffer(dist.group.WORLD, ep.Buffer.get_ep_buffer_size_hint(4, 512, num_ranks, 8))
+    rooms.is_capturing = mask.is_capturing = lambda: True
+    try:
+        on_cpu.a_round(buffer, None, 0, [True] * num_ranks)
+    finally:
+        rooms.is_capturing = mask.is_capturing = lambda: False
+    on_cpu.a_round(buffer, None, 1, [True] * num_ranks)
+    assert len(seen) == 4
+    assert len({*seen}) == 1
+
+
+def test_calls_without_a_mask_can_be_recorded() -> None:
+    for backend in ("mooncake-cpu", "gloo"):
+        run_ranks(_emulated, 2, _recorded, backend=backend, timeout_s=200)
+
+
+def test_a_mask_that_cannot_be_made_in_a_recording_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = mask.GroupMask(object(), 2, is_early=False)
+    monkeypatch.setattr(mask, "is_capturing", lambda: True)
+    with pytest.raises(epee.InvalidArgument, match=r"no mask on meta.*make one call before"):
+        known.on(torch.device("meta"))

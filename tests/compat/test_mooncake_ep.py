@@ -249,3 +249,26 @@ def test_mistakes_are_named() -> None:
         ep.Buffer(rank=0, num_ranks=8, buffer_size=1 << 30, device_name="mlx5_0")
     with pytest.raises(UnsupportedError, match="disable_p2p"):
         ep.Buffer(None, disable_p2p=True)
+
+
+def _silent_without_a_mask(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 2 stands still; calls without a mask wait for it once, and again when the ranks have met again."""
+    buffer = ep.Buffer(dist.group.WORLD)
+    a_round(buffer, None, 0, [True] * num_ranks, timeout_us=LONG_US)
+    stages.meet(folder, "through", rank, range(num_ranks))
+    if rank == 2:
+        for other in (0, 1, 3):
+            stages.wait_for(folder, f"missed-{other}")
+        buffer.update_ep_member()
+    else:
+        got = [True, True, False, True]
+        a_round(buffer, None, 1, got, timeout_us=2_000_000)
+        for seed in (2, 3):
+            a_round(buffer, None, seed, got, timeout_us=LONG_US)
+        stages.reach(folder, f"missed-{rank}")
+        buffer.update_ep_member()
+    a_round(buffer, None, 4, [True] * num_ranks, timeout_us=LONG_US)
+
+
+def test_calls_without_a_mask_keep_what_they_learn_until_the_ranks_meet_again(tmp_path: Path) -> None:
+    run_ranks(_silent_without_a_mask, 4, str(tmp_path), backend="gloo", timeout_s=80)

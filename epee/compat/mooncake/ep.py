@@ -20,6 +20,7 @@ from epee.ep import BufferPool, Payload, Quantisation, group_of
 from ...errors import InvalidArgument, UnsupportedError
 from ...untraced import untraced_methods
 from . import pg
+from .mask import GroupMask
 from .pg import *  # noqa: F403
 
 __all__ = [*pg.__all__, "MAX_QP_COUNT", "Buffer", "EventHandle", "EventOverlap", "get_ep_buffer_size_hint"]
@@ -85,6 +86,7 @@ class Buffer:
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
         self._pool = BufferPool(self.group, _group_timeout_s(self.group), latency_bytes=num_ep_buffer_bytes)
         self._padded = PaddedCalls(self._pool)
+        self._mask = GroupMask(self.group, self.group_size, is_early=num_ep_buffer_bytes > 0)
 
     @staticmethod
     def get_ep_buffer_size_hint(
@@ -111,7 +113,7 @@ class Buffer:
             x: `[num_tokens, hidden]` bfloat16.
             topk_idx: `[num_tokens, num_topk]` int64, -1 for none.
             active_ranks: `[num_ranks or more]` int32, 1 = active; a rank that does not come is set to 0. None: the
-                mask of the group, or all.
+                mask of the group, or all, less the ranks that calls of this buffer have missed (`mask.py`).
             num_max_dispatch_tokens_per_rank: most tokens of a rank, equal on all.
             num_experts: over all ranks.
             timeout_us: microseconds to wait for a silent rank; -1 for the group's time-out.
@@ -174,6 +176,7 @@ class Buffer:
         Newcomers have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
         when somebody has come.
         """
+        self._mask.reset()
         self._pool.meet_again()
 
     def ibgda_disabled(self) -> bool:
@@ -244,16 +247,9 @@ class Buffer:
         if timeout_us != -1 and (isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0):
             raise InvalidArgument(f"timeout_us must be above 0, or -1 for the group's time-out, got {timeout_us!r}")
         if active_ranks is None:
-            active_ranks = self._mask_of_group(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
+            active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         limit_us = None if timeout_us == -1 else timeout_us
         return Ways(active_ranks, limit_us, async_finish, return_recv_hook, zero_copy)
-
-    def _mask_of_group(self, device: torch.device) -> torch.Tensor:
-        mask = getattr(self.group, "active_ranks", None)
-        if mask is None:
-            return torch.ones(self.group_size, dtype=torch.int32, device=device)
-        found: torch.Tensor = mask()
-        return found.to(device=device, dtype=torch.int32)
 
 
 def _needs_rdma(name: str) -> NoReturn:

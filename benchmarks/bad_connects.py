@@ -97,7 +97,7 @@ def measure(seconds: float, turns: int) -> dict[str, Any]:
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.communicate()  # closes its output, too
 
 
 def _measure(ranks: list[Any], runtime: Path, seconds: float, turns: int, stop: Path) -> dict[str, Any]:

@@ -35,15 +35,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
 import epee.compat.deep_ep as deep_ep
+from benchmarks import gpu
 
 TIMEOUT_S = 20
-BLOCKS = 5
+BLOCKS, WARM_UP = 5, 20
 IN_GRAPH = 20
 HIDDEN, NUM_TOPK, NUM_EXPERTS = 7168, 8, 256
 FEW, MANY = 128, 4096
@@ -52,7 +52,7 @@ Rows = dict[str, tuple[float, float]]
 
 def block_times(call: Callable[[], object], num_calls: int) -> tuple[float, float]:
     """Return elapsed and host microseconds of a call: best block, slowest rank."""
-    for _ in range(20):
+    for _ in range(WARM_UP):
         call()
     times = []
     for _ in range(BLOCKS):
@@ -67,18 +67,9 @@ def block_times(call: Callable[[], object], num_calls: int) -> tuple[float, floa
         end.record()
         torch.cuda.synchronize()
         times.append((start.elapsed_time(end) * 1e3 / num_calls, host * 1e6 / num_calls))
-    best = torch.tensor([min(elapsed for elapsed, _ in times), min(host for _, host in times)])
+    best = torch.tensor([min(elapsed for elapsed, _ in times), min(host for _, host in times)], device="cpu")
     dist.all_reduce(best, op=dist.ReduceOp.MAX)
     return float(best[0]), float(best[1])
-
-
-def graph_of(call: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    """Record a call several times."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph
 
 
 class Inputs:
@@ -282,7 +273,7 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
     rows["V2 names"] = block_times(buffer.barrier, num_calls)
     rows["Buffer"] = block_times(whole.barrier, num_calls)
     rows["launch"] = block_times(launch, num_calls)
-    one, many = graph_of(buffer.barrier, 1), graph_of(buffer.barrier, IN_GRAPH)
+    one, many = gpu.graph_of(buffer.barrier, 1), gpu.graph_of(buffer.barrier, IN_GRAPH)
     rows["graph of one"] = block_times(one.replay, num_calls)
     elapsed, host = block_times(many.replay, max(1, num_calls // IN_GRAPH))
     rows["graph of twenty"] = elapsed / IN_GRAPH, host / IN_GRAPH
@@ -357,7 +348,7 @@ def start(
         num_ranks=num_ranks, only=names, calls=calls, default_device=default_device, json=json_path
     )
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=num_ranks)
+        gpu.spawn(run, (args, folder), num_ranks)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee  # noqa: F401 - registers the backend
+from benchmarks import gpu
 from epee.collectives.machine import Collectives
 from epee.collectives.plan import CollectivePlan
 from epee.collectives.pool import MemoryPool
@@ -49,8 +49,16 @@ OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 TARGET_US = {4: 5.0, 4 << 10: 5.5, 64 << 10: 7.0, 1 << 20: 12.0, 16 << 20: 88.0, 256 << 20: 1150.0}  # all_reduce
 POOL_BYTES = 1 << 30
+POOL_ABOVE_BYTES, SYMMETRIC_FROM_BYTES = 1 << 20, 4096  # which sizes are also timed in a pool, in symmetric memory
 KINDS = ((torch.bfloat16, "sum"), (torch.float16, "sum"), (torch.float32, "max"))
 REPLAYS, TIMEOUT_S = 25, 20.0
+GRAPH_CALLS = ((10, 60), (4, 20), (2, 6))  # in the two graphs: of sizes up to 1 MiB, up to 16 MiB, above
+MESSAGE_CALLS = (100, 40, 8)  # in a block, by the same sizes
+EAGER_CALLS, HOST_CALLS = 100, 20  # in a block
+EAGER_BLOCKS, HOST_BLOCKS = 7, 12
+CHECKED_COUNTS = (0, 1, 3, 1023, (1 << 20) + 3, (8 << 20) + 8, 32 << 20)  # elements, beside SIZES
+GRAPH_COUNT, GRAPH_REPLAYS, BACK_TO_BACK = 3 << 20, 20, 2000
+SILENT_COUNTS = (500, 300_000, 8 << 20)
 Group = Any  # a process group
 
 
@@ -141,7 +149,7 @@ def check_op(group: Group, op: str, count: int, kind: tuple[torch.dtype, str], s
 
 def check_all(group: Group, kinds: tuple[tuple[torch.dtype, str], ...]) -> None:
     """Every op at every size and way, whole and odd, several times over so that memory is used again."""
-    counts = [size // 2 for size in SIZES[:-1]] + [0, 1, 3, 1023, (1 << 20) + 3, (8 << 20) + 8, 32 << 20]
+    counts = [size // 2 for size in SIZES[:-1]] + [*CHECKED_COUNTS]
     seed = 0
     for op in OPS:
         for kind in kinds if "reduce" in op else kinds[:1]:
@@ -155,7 +163,7 @@ def check_all(group: Group, kinds: tuple[tuple[torch.dtype, str], ...]) -> None:
 def check_graph(group: Group) -> None:
     """A graph of several calls, replayed on new inputs; and many small calls back to back."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    x, big = (torch.zeros(count, dtype=DTYPE, device="cuda") for count in (1000, 3 << 20))
+    x, big = (torch.zeros(count, dtype=DTYPE, device="cuda") for count in (1000, GRAPH_COUNT))
     z = torch.empty(num_ranks * 1000, dtype=DTYPE, device="cuda")
 
     def calls() -> None:
@@ -163,13 +171,9 @@ def check_graph(group: Group) -> None:
         make_call(group, "all_gather", x, z)
         make_call(group, "all_reduce", big, big)
 
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    for seed in range(20):
-        rows, bigs = (inputs_of(num_ranks, count, DTYPE, 500 + seed) for count in (1000, 3 << 20))
+    graph = graph_of(calls, 1)
+    for seed in range(GRAPH_REPLAYS):
+        rows, bigs = (inputs_of(num_ranks, count, DTYPE, 500 + seed) for count in (1000, GRAPH_COUNT))
         x.copy_(rows[rank])
         big.copy_(bigs[rank])
         graph.replay()
@@ -178,20 +182,20 @@ def check_graph(group: Group) -> None:
         assert torch.equal(x, reduced(rows, "sum")), f"replay {seed}: all_reduce"
         assert torch.equal(z, x.repeat(num_ranks)), f"replay {seed}: all_gather"
         assert torch.equal(big, reduced(bigs, "sum")), f"replay {seed}: large all_reduce"
-    words = torch.arange(2000, device="cuda", dtype=torch.float32).to(DTYPE) % 50
-    for i in range(2000):  # in place, no host wait: each call waits for the others in its own memory only
+    words = torch.arange(BACK_TO_BACK, device="cuda", dtype=torch.float32).to(DTYPE) % 50
+    for i in range(BACK_TO_BACK):  # in place, no host wait: each call waits for the others in its own memory only
         dist.all_reduce(words[i : i + 1], group=group)
     torch.cuda.synchronize()
     half_of(group).check()
-    want = torch.arange(2000, device="cuda", dtype=torch.float32).to(DTYPE) % 50 * num_ranks
-    assert torch.equal(words, want), "2000 calls back to back"
-    say("check: 20 replays of a graph, 2000 calls back to back: every bit right")
+    want = torch.arange(BACK_TO_BACK, device="cuda", dtype=torch.float32).to(DTYPE) % 50 * num_ranks
+    assert torch.equal(words, want), f"{BACK_TO_BACK} calls back to back"
+    say(f"check: {GRAPH_REPLAYS} replays of a graph, {BACK_TO_BACK} calls back to back: every bit right")
 
 
 def check_silent(group: Group) -> None:
     """The last rank stays away from a call of each way: the others are told, nothing hangs or traps, and all go on."""
     last = dist.get_world_size() - 1
-    for count in (500, 300_000, 8 << 20):
+    for count in SILENT_COUNTS:
         x, name = torch.ones(count, dtype=DTYPE, device="cuda"), ""
         for is_late in (False, True):
             if (dist.get_rank() == last) == is_late:
@@ -214,18 +218,14 @@ def check_silent(group: Group) -> None:
 # --- times ---
 
 
-def graph_of(call: Callable[[], Any], count: int) -> torch.cuda.CUDAGraph:
-    """`count` calls in one graph."""
+def graph_of(call: Callable[[], Any], count: int) -> gpu.Graph:
+    """`count` calls in one graph; one call before it loads what the graph needs."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph
+    return gpu.graph_of(call, count)
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+def replay_us(graph: gpu.Graph) -> float:
     """How long one replay takes."""
     torch.cuda.synchronize()
     dist.barrier()
@@ -237,26 +237,33 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
     return float(start.elapsed_time(end) * 1e3)
 
 
-def graph_us(call: Callable[[], Any], size: int, replays: int = REPLAYS) -> float:
+def step_of(size: int) -> int:
+    """Position of a size in `GRAPH_CALLS` and `MESSAGE_CALLS`."""
+    return 0 if size <= 1 << 20 else 1 if size <= 16 << 20 else 2
+
+
+def graph_us(call: Callable[[], Any], size: int, replays: int | None = None) -> float:
     """Microseconds of a call, median over the replays, slowest rank."""
-    counts = (10, 60) if size <= 1 << 20 else (4, 20) if size <= 16 << 20 else (2, 6)
+    counts = GRAPH_CALLS[step_of(size)]
     graphs = [graph_of(call, count) for count in counts]
     for graph in graphs * 2:
         replay_us(graph)
-    times = sorted((-replay_us(graphs[0]) + replay_us(graphs[1])) / (counts[1] - counts[0]) for _ in range(replays))
+    times = sorted(
+        (-replay_us(graphs[0]) + replay_us(graphs[1])) / (counts[1] - counts[0]) for _ in range(replays or REPLAYS)
+    )
     return slowest(times[len(times) // 2])
 
 
 def host_us(call: Callable[[], Any]) -> float:
-    """Microseconds of the calling thread, median of blocks of 20 calls, slowest rank."""
+    """Microseconds of the calling thread, median of blocks of calls, slowest rank."""
     blocks = []
-    for _ in range(12):
+    for _ in range(HOST_BLOCKS):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(20):
+        for _ in range(HOST_CALLS):
             call()
-        blocks.append((time.perf_counter() - start) / 20 * 1e6)
+        blocks.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
     torch.cuda.synchronize()
     return slowest(sorted(blocks)[len(blocks) // 2])
 
@@ -278,17 +285,17 @@ class Case:
         return lambda: make_call(group, self.op, x, self.out)
 
 
-def elapsed_us(call: Callable[[], Any], count: int = 100) -> float:
+def elapsed_us(call: Callable[[], Any]) -> float:
     """Microseconds of a call without a graph, queue kept full; median of blocks, slowest rank."""
     blocks = []
-    for _ in range(7):
+    for _ in range(EAGER_BLOCKS):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(count):
+        for _ in range(EAGER_CALLS):
             call()
         torch.cuda.synchronize()
-        blocks.append((time.perf_counter() - start) / count * 1e6)
+        blocks.append((time.perf_counter() - start) / EAGER_CALLS * 1e6)
     return slowest(sorted(blocks)[len(blocks) // 2])
 
 
@@ -332,11 +339,11 @@ def time_all(ours: Group, nccl: Group, sizes: tuple[int, ...]) -> list[dict[str,
             row: dict[str, Any] = {"op": op, "bytes": size, "epee_us": graph_us(case.by(ours), size)}
             half_of(ours).check()
             row["nccl_us"] = graph_us(case.by(nccl), size)
-            if size > 1 << 20:
+            if size > POOL_ABOVE_BYTES:
                 row["pool_us"] = graph_us(Case(op, size, num_ranks, ours.memory_pool(POOL_BYTES)).by(ours), size)
                 half_of(ours).check()
             row["target_us"] = target_of(op, size, row["nccl_us"])
-            if op == "all_reduce" and 4096 <= size <= 16 << 20:
+            if op == "all_reduce" and SYMMETRIC_FROM_BYTES <= size <= 16 << 20:
                 row["symm_us"] = symm_us(size, nccl)
             if size in EAGER:
                 for name, group in (("epee", ours), ("nccl", nccl)):
@@ -369,13 +376,14 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 # --- messages ---
 
 MESSAGE_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+CHECKED_MESSAGES = (0, 1, 4, 4097, 65536, (1 << 20) + 3, 16 << 20, 64 << 20)
 
 
 def check_messages(group: Group) -> None:
     """Messages of every size, to and fro between neighbours, one by one and as batches: every byte right."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     nxt, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    for seed, size in enumerate((0, 1, 4, 4097, 65536, (1 << 20) + 3, 16 << 20, 64 << 20)):
+    for seed, size in enumerate(CHECKED_MESSAGES):
         rows = [
             torch.randint(0, 256, (size,), generator=torch.Generator("cuda").manual_seed(100 * seed + r), device="cuda")
             for r in range(num_ranks)
@@ -392,7 +400,7 @@ def check_messages(group: Group) -> None:
     torch.cuda.synchronize()
     group._messages.check()
     assert not group._messages._pairs.off, group._messages._pairs.off
-    say("check: messages of 0 to 64 MiB, one by one and as batches: every byte right")
+    say(f"check: messages of 0 to {max(CHECKED_MESSAGES)} bytes, one by one and as batches: every byte right")
 
 
 def round_trip(group: Group, x: torch.Tensor, got: torch.Tensor, count: int) -> None:
@@ -419,10 +427,10 @@ def exchange(group: Group, x: torch.Tensor, got: torch.Tensor, count: int) -> No
 def messages_us(make: Callable[..., None], group: Group, size: int) -> tuple[float, float]:
     """Microseconds of a round trip, or of an exchange, eager, queue kept full, and until the host goes on; medians."""
     x, got = (torch.zeros(max(1, size), dtype=torch.uint8, device="cuda") for _ in range(2))
-    count = 100 if size <= 1 << 20 else 40 if size <= 16 << 20 else 8
-    make(group, x, got, 5)
+    count = MESSAGE_CALLS[step_of(size)]
+    make(group, x, got, min(5, count))
     blocks, hosts = [], []
-    for _ in range(7):
+    for _ in range(EAGER_BLOCKS):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -462,6 +470,9 @@ def print_messages(rows: list[dict[str, Any]]) -> None:
 
 MIDDLE = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LARGE = (1 << 20, 4 << 20, 16 << 20, 256 << 20)
+EXCHANGED = (1 << 20, 4 << 20, 16 << 20)
+PIPELINED = OPS[:3]
+CHUNKS = ((16, 1), (32, 1), (32, 4))  # KiB, and how many a block of the pipeline has at least
 
 
 def variants(base: CollectivePlan, num_sms: int) -> dict[str, tuple[CollectivePlan, tuple[str, ...], tuple[int, ...]]]:
@@ -475,12 +486,12 @@ def variants(base: CollectivePlan, num_sms: int) -> dict[str, tuple[CollectivePl
         "one shot, 4 warps": (replace(one, warps=4), ("all_reduce",), MIDDLE[:-1]),
         "two shots": (two, ("all_reduce", "broadcast"), MIDDLE),
         "two shots, 4 warps": (replace(two, warps=4), ("all_reduce",), MIDDLE),
-        "exchange": (wide, ("all_gather", "all_to_all", "reduce_scatter"), (1 << 20, 4 << 20, 16 << 20)),
+        "exchange": (wide, ("all_gather", "all_to_all", "reduce_scatter"), EXCHANGED),
     }
-    for width in (num_sms, num_sms // 2, num_sms // 4):
-        for chunk, least in ((16, 1), (32, 1), (32, 4)):
+    for width in (num_sms, num_sms // 2, max(1, num_sms // 4)):
+        for chunk, least in CHUNKS:
             plan = replace(pipe, width=width, chunk_bytes=chunk << 10, min_chunks=least)
-            found[f"pipeline, {width} SMs, {chunk} KiB, at least {least}"] = plan, OPS[:3], LARGE
+            found[f"pipeline, {width} SMs, {chunk} KiB, at least {least}"] = plan, PIPELINED, LARGE
     return found
 
 
@@ -571,7 +582,7 @@ def main() -> None:
     if os.environ.get("NCCL_NVLS_ENABLE") != "0":
         print("note: NCCL_NVLS_ENABLE is not 0, so NCCL may use multicast", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)
+        gpu.spawn(run, (args, folder), args.num_ranks)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
+from benchmarks import gpu
 from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, say, slowest
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 SIZES = (4, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
+CHECKED_COUNTS = (1, 5000, 300_000, 2_000_000, 5_000_001)  # elements
+REPLAYS, EAGER_BLOCKS, EAGER_CALLS = 15, 20, 10
 WAYS = ("raise", "mask", "nccl")
 
 
@@ -43,10 +45,10 @@ def eager_us(call: Callable[[], Any]) -> float:
     for _ in range(5):
         call()
     times = []
-    for _ in range(20):
+    for _ in range(EAGER_BLOCKS):
         torch.cuda.synchronize()
         dist.barrier()
-        for _ in range(10):
+        for _ in range(EAGER_CALLS):
             start = time.perf_counter()
             call()
             times.append((time.perf_counter() - start) * 1e6)
@@ -56,7 +58,7 @@ def eager_us(call: Callable[[], Any]) -> float:
 
 def check(group: Any) -> None:
     """Calls of all ways of the kernels, bit for bit."""
-    for count in (1, 5000, 300_000, 2_000_000, 5_000_001):
+    for count in CHECKED_COUNTS:
         for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
             for again in range(4):  # the later ones look like the first: the root, too, which the seed says
                 check_op(group, op, count, KINDS[0], count + len(op) + again * dist.get_world_size())
@@ -70,7 +72,7 @@ def times_of(group: Any, way: str) -> list[tuple[str, int, float, float]]:
             if size == 4 and op != "all_reduce":
                 continue
             call = Case(op, size, dist.get_world_size()).by(group)
-            found.append((op, size, graph_us(call, size, 15), eager_us(call)))
+            found.append((op, size, graph_us(call, size, REPLAYS), eager_us(call)))
             say(f"{way}: {op} of {size} bytes: {found[-1][2]:.2f} us in a graph, the host {found[-1][3]:.2f} us")
             if way != "nccl":
                 half_of(group).check()
@@ -128,7 +130,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in args.ways:
-            mp.spawn(run, (args.num_ranks, way, folder), args.num_ranks)
+            gpu.spawn(run, (args.num_ranks, way, folder), args.num_ranks)
             found[way] = json.loads(Path(f"{folder}/{way}.json").read_text())
     rows = joined(found)
     print_rows(rows, args.ways)

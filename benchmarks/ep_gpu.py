@@ -32,20 +32,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
-from benchmarks import calls_gpu
-from epee.ep.gpu.platform import CudaPlatform
+from benchmarks import calls_gpu, gpu
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.shapes import ThroughputConfig
 from tests.csrc.throughput_end import ThroughputEnd
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168
+FLUSH_BYTES = 256 << 20  # more than L2 holds
 WIRE_GBPS = 389.0  # the best copy seen on 4x H200, per direction
 FP8 = torch.float8_e4m3fn
+CHECKED_SMS = (24, 8)
+WARM_UP, HOST_WARM_UP = 5, 20  # calls before those that are timed
 TIMEOUT_S = 5.0
 
 
@@ -218,11 +219,11 @@ class Bench:
 
     def __init__(self, buffer: ThroughputEnd, num_calls: int) -> None:
         self.buffer, self.num_calls = buffer, num_calls
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def time(self, call: Callable[[], Any], num_warmup: int = 5) -> tuple[float, float, float]:
+    def time(self, call: Callable[[], Any]) -> tuple[float, float, float]:
         """Return median and p99 in us over the slowest rank, and the host's median us per call."""
-        for _ in range(num_warmup):
+        for _ in range(WARM_UP):
             call()
         torch.cuda.synchronize()
         dist.barrier()
@@ -293,7 +294,7 @@ def make_buffer(rank: int, num_ranks: int, tokens: int, num_slots: int) -> Throu
     config = ThroughputConfig(
         rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, tokens, torch.bfloat16, num_ranks * tokens, rows, num_slots
     )
-    return ThroughputEnd(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
+    return ThroughputEnd(gpu.platform_of(rank), config, all_gather_bytes)
 
 
 def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) -> dict[str, float]:
@@ -311,12 +312,8 @@ def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) 
         d = buffer.dispatch(x, None, idx, weights, None, options)
         buffer.combine(d.x, d.handle, None, (), out, back)
 
-    graphs = []
-    for count, call in ((1, pair), (GRAPH_PAIRS, pair), (20, lambda: buffer.barrier(TIMEOUT_S))):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for _ in range(count):
-                call()
+    calls = ((1, pair), (GRAPH_PAIRS, pair), (20, lambda: buffer.barrier(TIMEOUT_S)))
+    graphs = [gpu.graph_of(call, count) for count, call in calls]
     for seed in range(3):
         fresh = Inputs(rank, num_ranks, GRAPH_TOKENS, seed + 7)
         x.copy_(fresh.x[rank])
@@ -357,7 +354,7 @@ def host_times(rank: int, num_ranks: int, num_tokens: int, num_calls: int) -> di
 
 
 def _host_time(call: Callable[[], Any], num_calls: int, is_cold: bool) -> float:
-    for _ in range(20):
+    for _ in range(HOST_WARM_UP):
         call()
     torch.cuda.synchronize()
     spent = []
@@ -373,8 +370,8 @@ def _host_time(call: Callable[[], Any], num_calls: int, is_cold: bool) -> float:
     return float(mine)
 
 
-def profile(rank: int, name: str, call: Callable[[], Any]) -> None:
-    """Print the mean duration of every kernel of a call, as the profiler of rank 0 sees it."""
+def profile(rank: int, name: str, call: Callable[[], Any]) -> dict[str, float]:
+    """Print and return the mean duration in us of every kernel of a call, as the profiler of this rank sees it."""
     from torch.profiler import ProfilerActivity
 
     for _ in range(5):
@@ -386,9 +383,12 @@ def profile(rank: int, name: str, call: Callable[[], Any]) -> None:
         for _ in range(20):
             call()
         torch.cuda.synchronize()
+    found = {}
     for event in prof.key_averages():
         if "throughput" in event.key or "barrier" in event.key:
-            say(rank, f"    {name}: {event.key} {event.device_time_total / event.count:.1f} us x {event.count // 20}")
+            found[event.key] = event.device_time_total / event.count
+            say(rank, f"    {name}: {event.key} {found[event.key]:.1f} us x {event.count // 20}")
+    return found
 
 
 def nccl_time(bench: Bench, data: Inputs, group: Any) -> tuple[float, float, float]:
@@ -409,12 +409,12 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     num_ranks = args.num_ranks
     started = time.perf_counter()
     buffer = make_buffer(rank, num_ranks, max([*args.tokens, *args.check, 128]), 3)
-    say(rank, f"buffer of {buffer.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
+    say(rank, f"buffer of {buffer.machine.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
     results: dict[str, Any] = {"num_ranks": num_ranks, "rows": []}
     try:
         for tokens in args.check:
             data = Inputs(rank, num_ranks, tokens, seed=1)
-            for num_sms in (24, 8):
+            for num_sms in CHECKED_SMS:
                 check_rank_layout(buffer, data, num_sms)
             check_expert_layout(buffer, data, 128)
             buffer.check()
@@ -449,7 +449,8 @@ def time_all(rank: int, args: argparse.Namespace, buffer: ThroughputEnd, results
                 if args.only and args.only not in case.name:
                     continue
                 if args.profile:
-                    profile(rank, f"{case.name} {tokens}", case.call)
+                    name = f"{case.name} {tokens}"
+                    results.setdefault("kernels_us", {})[name] = profile(rank, name, case.call)
                     continue
                 median, p99, host = bench.time(case.call)
                 logical, wire = (n * case.row_bytes / median / 1e3 for n in (received, remote))
@@ -547,7 +548,7 @@ def main() -> None:
         calls_gpu.start(args.num_ranks, names, json_path=args.json)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)
+        gpu.spawn(run, (args, folder), args.num_ranks)
 
 
 if __name__ == "__main__":

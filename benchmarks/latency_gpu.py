@@ -31,11 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from epee.ep.gpu.platform import CudaPlatform
+from benchmarks import gpu
 from epee.ep.latency.gpu.core import LatencyCore
 from epee.ep.latency.gpu.params import PACKET_TOKENS
 from epee.ep.latency.gpu.plan import LatencyCombinePlan, LatencyDispatchPlan
@@ -45,6 +44,7 @@ from epee.reference.latency import quantise
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, MAX_TOKENS = 288, 8, 7168, 128
 CALLS, REPLAYS = (10, 60), 40
+HALVES = 30  # calls whose halves are timed
 TIMEOUT_S = 5.0
 DEVICE = "cuda"
 TARGET_US = {"dispatch fp8": {128: 18.0, 16: 10.0, 1: 8.0}, "combine bf16": {128: 22.0, 16: 10.0, 1: 8.0}}
@@ -172,18 +172,14 @@ def sums(data: Inputs, is_wide: bool) -> torch.Tensor:
     return total.to(torch.bfloat16)
 
 
-def graph_of(call: Callable[[], Any], count: int) -> torch.cuda.CUDAGraph:
-    """`count` calls in one graph."""
+def graph_of(call: Callable[[], Any], count: int) -> gpu.Graph:
+    """`count` calls in one graph; one call before it loads what the graph needs."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph
+    return gpu.graph_of(call, count)
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+def replay_us(graph: gpu.Graph) -> float:
     """How long one replay takes."""
     torch.cuda.synchronize()
     dist.barrier()
@@ -220,17 +216,18 @@ def half_times(call: Callable[[], Callable[[], None] | None], name: str) -> tupl
     torch.cuda.synchronize()
     dist.barrier()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(30):
+        for _ in range(HALVES):
             both()
         torch.cuda.synchronize()
     kind = torch.autograd.DeviceType.CUDA
     kernels = [event for event in prof.events() if name in event.name and event.device_type == kind]
     kernels.sort(key=lambda event: event.time_range.start)
     spent = [event.time_range.end - event.time_range.start for event in kernels]
-    if len(spent) != 60:
-        say(dist.get_rank(), f"{name}: the profiler saw {len(spent)} kernels of 60, so the halves are not timed")
-        spent = [float("nan")] * 60
-    halves = (sorted(spent[first::2])[15] for first in (0, 1))
+    if len(spent) != 2 * HALVES:
+        seen = f"{len(spent)} kernels of {2 * HALVES}"
+        say(dist.get_rank(), f"{name}: the profiler saw {seen}, so the halves are not timed")
+        spent = [float("nan")] * 2 * HALVES
+    halves = (sorted(spent[first::2])[HALVES // 2] for first in (0, 1))
     send, receive = (slowest(float(half)) for half in halves)
     return send, receive
 
@@ -247,7 +244,7 @@ def wire_bytes(core: LatencyCore, data: Inputs, row_words: int, meta_words: int)
 def make_core(rank: int, num_ranks: int, packet_tokens: int) -> LatencyCore:
     """A buffer for the setting."""
     config = LatencyConfig(rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, MAX_TOKENS, packet_tokens=packet_tokens)
-    return LatencyCore(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
+    return LatencyCore(gpu.platform_of(rank), config, all_gather_bytes)
 
 
 def say(rank: int, text: str) -> None:
@@ -397,7 +394,7 @@ def main() -> None:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)
+        gpu.spawn(run, (args, folder), args.num_ranks)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class Version:
             except subprocess.TimeoutExpired:
                 rank.kill()
                 rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
 
 
 def checkout(commit: str, folder: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import benchmarks.latency_gpu as bench
+from benchmarks import gpu
 from tests.csrc.emulated import EmulatedPlatform
 from tests.harness import run_ranks
 
@@ -13,7 +14,7 @@ from tests.harness import run_ranks
 def _check(rank: int, num_ranks: int) -> None:
     bench.NUM_EXPERTS, bench.NUM_TOPK, bench.HIDDEN, bench.MAX_TOKENS = 24, 3, 256, 12
     bench.DEVICE = "cpu"
-    bench.CudaPlatform = lambda device: EmulatedPlatform(3, shared_bytes=128 << 10)  # type: ignore[misc, assignment]
+    gpu.platform_of = lambda rank: EmulatedPlatform(3, shared_bytes=128 << 10)
     torch.cuda.synchronize = lambda: None  # type: ignore[assignment, misc]
     core = bench.make_core(rank, num_ranks, 4)
     bench.check_all(core, [0, 3, 12])

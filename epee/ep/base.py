@@ -13,7 +13,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -195,6 +195,17 @@ class SharedBuffer:
         handles do not.
         """
         self._turns.close()
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        """Return this buffer: the copy of an object that uses a buffer uses the same one."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled."""
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be pickled or saved: it is memory shared with other processes. "
+            "Save the state_dict() of the module that uses it, one file for each rank, and make buffer and module anew"
+        )
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -3,6 +3,17 @@
 from .dense import DenseMoELayer
 from .functional import combine, dispatch
 from .layer import MoELayer
+from .parallel import expert_parameters, mark_experts, sync_gradients
 from .router import Routing, route
 
-__all__ = ["DenseMoELayer", "MoELayer", "Routing", "combine", "dispatch", "route"]
+__all__ = [
+    "DenseMoELayer",
+    "MoELayer",
+    "Routing",
+    "combine",
+    "dispatch",
+    "expert_parameters",
+    "mark_experts",
+    "route",
+    "sync_gradients",
+]

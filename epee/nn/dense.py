@@ -8,14 +8,14 @@ other, it must compute what the ranks compute together, up to rounding.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from .experts import Experts, router_dtype, router_weight
+from .experts import ExpertLayer, Experts, router_dtype, router_weight
 from .router import route
 
 
-class DenseMoELayer(nn.Module):
+class DenseMoELayer(ExpertLayer):
     """A Mixture-of-Experts layer with all its experts here; arguments and attributes as of `MoELayer`.
 
     `num_sent` is empty: nothing is sent. `aux_loss` is over the tokens of one forward, so a comparison with several

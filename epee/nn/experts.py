@@ -6,10 +6,14 @@ layer in one process can be built with the very same weights.
 
 from __future__ import annotations
 
+import copy
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+_Layer = TypeVar("_Layer", bound="ExpertLayer")
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: nearby seeds give unrelated streams
 
 
@@ -18,6 +22,24 @@ def generator_for(seed: int, position: int) -> torch.Generator:
     word = (seed * 0x100000001B3 + (position + 2) * _GOLDEN) & (2**64 - 1)
     word ^= word >> 31
     return torch.Generator(device="cpu").manual_seed(word & (2**63 - 1))
+
+
+class ExpertLayer(nn.Module):
+    """What layers with experts have in common: results of the last forward as attributes, and copies.
+
+    Attributes:
+        aux_loss: of the last forward, differentiable.
+    """
+
+    aux_loss: Tensor
+
+    def __deepcopy__(self: _Layer, memo: dict[int, Any]) -> _Layer:
+        """Return a layer with copies of the parameters, over the same buffer; its `aux_loss` has no graph."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        state = {**self.__dict__, "aux_loss": self.aux_loss.detach()}  # torch refuses to copy a tensor with a graph
+        other.__dict__.update(copy.deepcopy(state, memo))
+        return other
 
 
 class Experts(nn.Module):

@@ -42,6 +42,7 @@ def dispatch(
     *,
     layout: str = "expert",
     expert_alignment: int = 1,
+    capacity: int | None = None,
     timeout: float | None = None,
 ) -> Dispatched:
     """Send each token to the ranks that own its experts; differentiable in `x` and `topk_weights`.
@@ -53,6 +54,8 @@ def dispatch(
         topk_weights: `[num_tokens, num_topk]` float32 (float64 is allowed with float64 tokens), or None.
         layout: "expert" (rows grouped by local expert, ready for a grouped product) or "rank".
         expert_alignment: each expert's block is padded to a multiple of this many rows.
+        capacity: rank layout only, equal on all ranks: the most rows that a rank receives. Rows beyond it are dropped:
+            they add nothing to the combined sum, and no gradient flows through them.
         timeout: seconds to wait for a silent peer, in the forward and in the backward; None takes the buffer's.
 
     Returns:
@@ -64,7 +67,7 @@ def dispatch(
     if not isinstance(x, Tensor):
         raise InvalidArgument(f"x must be a tensor, got {type(x).__name__}; an FP8 pair goes through Buffer.dispatch")
     x_out, weights_out, dispatched = _Dispatch.apply(
-        x, topk_weights, buffer, topk_idx, layout, expert_alignment, timeout
+        x, topk_weights, buffer, topk_idx, layout, expert_alignment, capacity, timeout
     )
     return dispatched.with_values(x_out, weights_out)
 
@@ -112,11 +115,18 @@ class _Dispatch(torch.autograd.Function):
         topk_idx: Tensor,
         layout: str,
         expert_alignment: int,
+        capacity: int | None,
         timeout: float | None,
     ) -> tuple[Tensor, Tensor | None, Dispatched]:
         """Dispatch, and keep what the backward needs: the handle, and which weights are local."""
         dispatched = buffer.dispatch(
-            x, topk_idx, topk_weights, layout=layout, expert_alignment=expert_alignment, timeout=timeout
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            capacity=capacity,
+            timeout=timeout,
         )
         ctx.buffer, ctx.handle, ctx.timeout = buffer, dispatched.handle, timeout
         ctx.local_idx = dispatched.handle.recv_topk_idx  # rank layout only: which of a row's k are experts of this rank
@@ -140,7 +150,7 @@ class _Dispatch(torch.autograd.Function):
         combined = ctx.buffer.combine(
             grad_x.contiguous(), ctx.handle.unweighted(), topk_weights=weights, timeout=ctx.timeout
         )
-        return combined.x, combined.topk_weights, None, None, None, None, None
+        return combined.x, combined.topk_weights, None, None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -1,10 +1,10 @@
 """`MoELayer`: router, dispatch to the experts' ranks, SwiGLU experts, combine.
 
 Data path: tokens `[.., hidden]` -> router (local) -> dispatch -> each local expert runs its rows -> combine -> tokens.
-Each rank holds the router and its own experts only (`num_experts / num_ranks`, in order). The router's parameters are
-the same on all ranks and stay so only if the caller sums their gradients over the ranks; an expert's gradient is
-complete where it lives, because every rank's tokens reach it. With a loss that is a mean over the ranks, scale each
-rank's loss by `1 / num_ranks` before `backward()`.
+Each rank holds the router and its own experts only (`num_experts / num_ranks`, in order). The router is the same on all
+ranks and its gradient has to be averaged over them; an expert's gradient is complete on its rank, because every rank's
+tokens reach it, and has to be divided by the number of ranks. `sync_gradients` (`parallel.py`) does both; DDP and FSDP
+leave the experts alone.
 
 Protocol: forward and backward are collective calls on the buffer's group; every rank makes them in the same order,
 also a rank without tokens.
@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InvalidArgument
-from .experts import Experts, router_dtype, router_weight
+from .experts import ExpertLayer, Experts, router_dtype, router_weight
 from .functional import combine, dispatch
+from .parallel import spread_experts
 from .router import Routing, route
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..ep.handle import Dispatched
 
 
-class MoELayer(nn.Module):
+class MoELayer(ExpertLayer):
     """A Mixture-of-Experts feed-forward layer whose experts live on the ranks of a buffer.
 
     Args:
@@ -37,7 +38,14 @@ class MoELayer(nn.Module):
         num_experts: over all ranks; the buffer's.
         num_topk: experts per token; the buffer's.
         buffer: this rank's buffer. It is not owned: close it yourself.
-        layout: "expert" (default) or "rank"; the results agree up to rounding.
+        layout: "expert" or "rank"; the results agree up to rounding. None: "expert" where the buffer has room for any
+            routing in it (`max_recv_rows` of at least `num_ranks * max_tokens_per_rank * num_topk`), else "rank", in
+            which a buffer without `max_recv_rows` has room for any routing. With "expert" given and less room, a
+            forward whose routing is too uneven raises `InvalidArgument` on all ranks.
+        capacity: rank layout only, equal on all ranks: the most rows that this rank takes in a forward, from all ranks
+            together; one row is a token with all its experts here. Rows beyond it, in the order of source rank and
+            token, are dropped: the token's sum lacks the experts of this rank, and no gradient flows through them.
+            `num_dropped` counts them. None drops nothing.
         seed: expert e of two layers with one seed starts with the same weights, on whatever rank it lives.
         dtype: of experts and tokens; the router computes in float32 (float64 for float64).
 
@@ -46,12 +54,17 @@ class MoELayer(nn.Module):
         expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
         topk_idx: `[num_tokens, num_topk]` int64, the experts that the last forward's tokens went to.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
+        num_dropped: `[1]` int32, rows that this rank dropped in the last forward; None without `capacity`.
         num_sent_to_hosts: tokens that went to each host, once each; None where all ranks share a host.
 
     Parameters are made on the CPU in `dtype`, whatever torch's defaults are; `.to(device)` moves them.
 
+    A model that trains over several ranks calls `sync_gradients` before each step of the optimiser, with DDP, with FSDP
+    and without either.
+
     Raises:
-        InvalidArgument: a size differs from the buffer's, or the layout has no such name.
+        InvalidArgument: a size differs from the buffer's, the layout has no such name, or `capacity` is given with the
+            expert layout.
     """
 
     def __init__(
@@ -62,18 +75,25 @@ class MoELayer(nn.Module):
         num_topk: int,
         buffer: Buffer,
         *,
-        layout: str = "expert",
+        layout: str | None = None,
+        capacity: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         _check_sizes(buffer, hidden=hidden, num_experts=num_experts, num_topk=num_topk)
-        if layout not in ("expert", "rank"):
-            raise InvalidArgument(f'layout must be "expert" or "rank", got {layout!r}')
+        if layout not in ("expert", "rank", None):
+            raise InvalidArgument(f'layout must be "expert", "rank" or None, got {layout!r}')
+        if capacity is not None and (layout == "expert" or isinstance(capacity, bool) or not isinstance(capacity, int)):
+            raise InvalidArgument(
+                f'capacity must be an int, with layout="rank", got {capacity!r} and layout={layout!r}'
+            )
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
-        self.layout = layout
+        self.layout = layout or ("rank" if capacity is not None else _layout_with_room(buffer))
+        self.capacity = capacity
         self._buffer = buffer
         num_local_experts = num_experts // buffer.num_ranks
+        spread_experts(self, buffer.num_ranks)
         self.router = router_weight(hidden, num_experts, seed=seed, dtype=router_dtype(dtype))
         self.experts = Experts(
             hidden, ffn_hidden, buffer.rank * num_local_experts, num_local_experts, seed=seed, dtype=dtype
@@ -82,6 +102,7 @@ class MoELayer(nn.Module):
         self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.topk_idx = torch.zeros(0, num_topk, dtype=torch.int64, device="cpu")
         self.num_sent: list[int] = [0] * buffer.num_ranks
+        self.num_dropped: Tensor | None = None
         self.num_sent_to_hosts: list[int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,9 +116,17 @@ class MoELayer(nn.Module):
             raise InvalidArgument(f"x must be [.., {self.hidden}], got {list(x.shape)}; its rows are the tokens")
         tokens = x.reshape(-1, self.hidden)
         routing = self._route(tokens)
-        dispatched = dispatch(self._buffer, tokens, routing.topk_idx, routing.topk_weights, layout=self.layout)
+        dispatched = dispatch(
+            self._buffer,
+            tokens,
+            routing.topk_idx,
+            routing.topk_weights,
+            layout=self.layout,
+            capacity=self.capacity,
+        )
         y = self._run_blocks(dispatched) if self.layout == "expert" else self._run_rows(dispatched)
         self.num_sent = list(dispatched.handle.num_sent)
+        self.num_dropped = dispatched.num_dropped
         self.num_sent_to_hosts = dispatched.handle.num_sent_to_hosts
         return combine(self._buffer, y, dispatched).view(x.shape)
 
@@ -126,6 +155,13 @@ class MoELayer(nn.Module):
             out = self.experts.run(position, x[row])
             y = y.index_add(0, row, out.to(y.dtype) * topk_weights[row, k, None])
         return y.to(x.dtype)
+
+
+def _layout_with_room(buffer: Buffer) -> str:
+    """Return the expert layout where any routing has room in it, else the rank layout, which needs the fewest rows."""
+    config = buffer.config
+    most = config.num_ranks * config.max_tokens_per_rank * min(config.num_topk, config.num_local_experts)
+    return "expert" if config.capacity("expert") >= most else "rank"
 
 
 def _check_sizes(buffer: Buffer, **sizes: int) -> None:

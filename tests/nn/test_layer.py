@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 import epee
-from epee.nn import DenseMoELayer, MoELayer
+from epee.nn import DenseMoELayer, MoELayer, expert_parameters, route
 from tests.harness import run_ranks
 from tests.nn.cases import Case, buffer_for, seeded, tokens_of
 
@@ -170,3 +173,112 @@ def _inference(rank: int, num_ranks: int, case: Case) -> bool:
 
 def test_inference_is_repeatable_and_keeps_no_slot() -> None:
     assert run_ranks(_inference, 2, Case((5, 7))) == [True, True]
+
+
+def _skewed(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[str, list[int]]:
+    """A step in which all tokens of all ranks go to the first two experts, over a buffer of default room."""
+    del rank
+    with epee.Buffer(
+        num_experts=4 * num_ranks, hidden=32, num_topk=2, max_tokens_per_rank=48, dtype=torch.float32, **options
+    ) as buffer:
+        layer = MoELayer(32, 64, 4 * num_ranks, 2, buffer)
+        with torch.no_grad():
+            layer.router.zero_()
+            layer.router[0], layer.router[1] = 1.0, 0.9
+        layer(torch.rand(48, 32)).sum().backward()
+        return layer.layout, layer.num_sent
+
+
+@pytest.mark.parametrize(("num_ranks", "options", "layout"), [
+    (4, {}, "rank"), (4, {"max_recv_rows": 4 * 48 * 2}, "expert"), (2, {}, "rank"), (1, {}, "expert"),
+])  # fmt: skip
+def test_a_layer_at_its_defaults_takes_any_routing(num_ranks: int, options: dict[str, Any], layout: str) -> None:
+    num_rows = 48 if layout == "rank" else 96
+    for found in run_ranks(_skewed, num_ranks, options):
+        assert found == (layout, [num_rows] + [0] * (num_ranks - 1))
+
+
+CAPACITY = 9
+
+
+def _capped(rank: int, num_ranks: int, case: Case) -> dict[str, Any]:
+    x = tokens_of(case, rank).requires_grad_()
+    with buffer_for(case) as buffer:
+        layer = MoELayer(
+            case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, buffer,
+            capacity=CAPACITY, seed=7, dtype=case.dtype,
+        )  # fmt: skip
+        assert layer.layout == "rank"
+        out = layer(x)
+        _loss(case, rank, out).backward()
+    assert layer.num_dropped is not None
+    grads = {name: each.grad for name, each in layer.named_parameters()}
+    return {"out": out, "x": x.grad, "grads": grads, "num_dropped": int(layer.num_dropped)}
+
+
+def test_a_capacity_drops_rows_in_forward_and_backward_alike() -> None:
+    case = Case((10, 6, 8), hidden=16, num_local_experts=2, num_topk=2)
+    got = run_ranks(_capped, 3, case)
+    layer = DenseMoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, seed=7, dtype=case.dtype)
+    taken, dropped = [0] * 3, [0] * 3
+    for rank in range(3):
+        x = tokens_of(case, rank).requires_grad_()
+        routing = route(torch.nn.functional.linear(x, layer.router), case.num_topk)
+        owner = routing.topk_idx // case.num_local_experts
+        kept = torch.zeros_like(owner, dtype=torch.bool)
+        for token in range(len(x)):
+            for dst in sorted(set(owner[token].tolist())):
+                if taken[dst] < CAPACITY:
+                    kept[token] |= owner[token] == dst
+                    taken[dst] += 1
+                else:
+                    dropped[dst] += 1
+        out = torch.zeros_like(x)
+        for k in range(case.num_topk):
+            rows = [
+                layer.experts.run(int(idx), row[None])[0] for idx, row in zip(routing.topk_idx[:, k], x, strict=True)
+            ]
+            out = out + torch.stack(rows) * (routing.topk_weights * kept)[:, k, None]
+        _loss(case, rank, out).backward()
+        torch.testing.assert_close(got[rank]["out"], out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got[rank]["x"], x.grad, rtol=1e-12, atol=1e-12)
+    assert [each["num_dropped"] for each in got] == dropped
+    assert min(dropped) > 0
+    torch.testing.assert_close(sum(each["grads"]["router"] for each in got), layer.router.grad, rtol=1e-12, atol=1e-12)
+    for name in ("experts.gate_up", "experts.down"):
+        whole = torch.cat([each["grads"][name] for each in got])
+        torch.testing.assert_close(whole, layer.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+def _copied(rank: int, num_ranks: int, case: Case) -> str:
+    """Copy a model after a forward, and compare; try to save it."""
+    del num_ranks
+    x = tokens_of(case, rank)
+    with buffer_for(case) as buffer:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(case.hidden, case.hidden, dtype=case.dtype),
+            MoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, buffer, dtype=case.dtype),
+        )
+        model(x).sum().backward()
+        other, averaged = copy.deepcopy(model), AveragedModel(model)
+        assert torch.equal(other(x), model(x))
+        assert torch.equal(averaged(x), model(x))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter += 1.0
+        assert not torch.equal(other(x), model(x))
+        assert torch.equal(averaged(x), model(x))
+        assert expert_parameters(other)[0] is not expert_parameters(model)[0]
+        dense = DenseMoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, dtype=case.dtype)
+        dense(x)
+        assert torch.equal(copy.deepcopy(dense)(x), dense(x))
+        with pytest.raises(epee.UnsupportedError) as caught:
+            torch.save(model, io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+    return str(caught.value)
+
+
+def test_copies_share_the_buffer_and_saving_is_refused_in_words() -> None:
+    for text in run_ranks(_copied, 2, Case((5, 7))):
+        assert text.startswith("a Buffer cannot be pickled or saved")
+        assert "state_dict" in text

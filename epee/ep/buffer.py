@@ -22,7 +22,7 @@ from ..profiling import ranged
 from ..untraced import untraced_methods
 from .attempt import CallsAgain
 from .base import SharedBuffer
-from .checks import GivenRouting, check_handle, check_run
+from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
@@ -366,7 +366,12 @@ class Buffer(SharedBuffer):
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:
             others = is_token_in_rank, handle, capacity
-            found = again.dispatch(x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync)
+            warns = carries_gradient(x, topk_weights)  # in the ordinary way
+            found = (
+                None
+                if warns
+                else again.dispatch(x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync)
+            )
             if found is not None:
                 return found
         routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
@@ -389,6 +394,8 @@ class Buffer(SharedBuffer):
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
+                    if carries_gradient(x, topk_weights):
+                        warn_of_gradients("Buffer.dispatch")
                     if routing.handle is not None:
                         check_handle(routing.handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
@@ -434,6 +441,7 @@ class Buffer(SharedBuffer):
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:
             has_rows_only = topk_weights is None and bias is None and out is None
+            has_rows_only = has_rows_only and not carries_gradient(y)  # else the ordinary way, which warns
             found = again.combine(y, handle, num_sms) if has_rows_only else None
             if found is not None:
                 return found
@@ -455,6 +463,8 @@ class Buffer(SharedBuffer):
             attempt = self._attempt(OP_COMBINE, timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
+                    if carries_gradient(y, topk_weights, bias):
+                        warn_of_gradients("Buffer.combine")
                     known = check_handle(handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
                     call = self._checked.combine(y, known, topk_weights, bias, out, members)

@@ -6,7 +6,9 @@ data; expert ids are looked at once (`aminmax`).
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,28 @@ from .handle import Handle, HostHandle
 from .streams import RunOptions
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 from .throughput.placement import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
+
+
+def carries_gradient(rows: Any, weights: Any = None, bias: Any = None) -> bool:
+    """Return whether a gradient is asked of what is given to a call, in which it would end."""
+    if not torch.is_grad_enabled():
+        return False  # also in the forward of an autograd function, as of those of `epee.nn`
+    try:
+        found: bool = rows.requires_grad or (weights is not None and weights.requires_grad)
+        return found or (bias is not None and bias.requires_grad)
+    except AttributeError:  # a pair, or no tensor at all
+        pairs = [each if isinstance(each, tuple) else (each,) for each in (rows, weights, bias)]
+        return any(getattr(part, "requires_grad", False) for pair in pairs for part in pair)
+
+
+@functools.cache
+def warn_of_gradients(call: str) -> None:
+    """Warn that no gradient flows through `call`, once in a process; where warnings are errors, raises each time."""
+    warnings.warn(
+        f"{call} was given a tensor that requires grad, but no gradient flows through it; use epee.nn.dispatch and "
+        "epee.nn.combine, or epee.nn.MoELayer, or call it under torch.no_grad()",
+        stacklevel=5,  # this, the call's inner function, its profiling range, the call, its caller
+    )
 
 
 class PayloadRows(NamedTuple):

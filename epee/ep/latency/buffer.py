@@ -20,6 +20,7 @@ from ...profiling import ranged
 from ...untraced import untraced_methods
 from ..attempt import CallsAgain
 from ..base import SharedBuffer
+from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
@@ -260,7 +261,7 @@ class LatencyBuffer(SharedBuffer):
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
         is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
         again = self.again
-        if is_plain and again is not None:
+        if is_plain and again is not None and not carries_gradient(x, topk_weights):
             found = again.dispatch(x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0)
             if found is not None:
                 return found
@@ -286,6 +287,8 @@ class LatencyBuffer(SharedBuffer):
             attempt = self._attempt(OP_DISPATCH, timeouts[0])
             while True:
                 with attempt, self._lanes.lane(check_run_options(*run)) as lane:
+                    if carries_gradient(x, others[1]):
+                        warn_of_gradients("LatencyBuffer.dispatch")
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.dispatch((x, *others), flags, run[1], timeout_s)
                     result = self._rows.dispatch(call, lane)
@@ -328,7 +331,7 @@ class LatencyBuffer(SharedBuffer):
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
         is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
         again = self.again
-        if is_plain and again is not None:
+        if is_plain and again is not None and not carries_gradient(y, topk_weights):
             found = again.combine(y, handle, topk_weights, out, partial_dtype, active_ranks)
             if found is not None:
                 return found
@@ -356,6 +359,8 @@ class LatencyBuffer(SharedBuffer):
             attempt = self._attempt(OP_COMBINE, timeouts[0])
             while True:
                 with attempt, self._lanes.lane(check_run_options(*run)) as lane:
+                    if carries_gradient(y, others[0]):
+                        warn_of_gradients("LatencyBuffer.combine")
                     known = check_latency_handle(handle, self._id, self._exchange.epoch)
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.combine(known, (y, *others), return_hook, run[1], timeout_s)

@@ -137,6 +137,38 @@ class NoQuorumError(PeerError):
     """This process cannot reach enough members to agree on a view."""
 
 
+def is_own(exc: BaseException) -> bool:
+    """Return whether an exception is an `EpeeError` that epee's own code has raised.
+
+    Anything else that comes out of a call is an interrupt, of whatever class: an exception of a signal handler, which
+    may be an `EpeeError` too, or a `MemoryError` or `RecursionError`. A handler is told by its frame, which stands in
+    the traceback between the interrupted code and the place of the exception.
+    """
+    if not isinstance(exc, EpeeError):
+        return False
+    step = exc.__traceback__
+    while step is not None:
+        if not step.tb_frame.f_code.co_filename.startswith(_FOLDER):
+            return False
+        step = step.tb_next
+    return True
+
+
+def is_of_handler(exc: BaseException) -> bool:
+    """Return whether an exception comes from a signal handler in Python, and not from epee, numpy, torch or Python."""
+    step = exc.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        name = str(frame.f_globals.get("__name__", ""))
+        if not frame.f_code.co_filename.startswith(_FOLDER) and name.partition(".")[0] not in ("numpy", "torch"):
+            return True
+        step = step.tb_next
+    return False
+
+
+_FOLDER = is_own.__code__.co_filename.removesuffix("errors.py")
+
+
 def context(op: str, **facts: object) -> str:
     """Format the facts of a run-time failure: `dispatch (rank=0, peer=2, seq=17, waited 10.0 s)`.
 

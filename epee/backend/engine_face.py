@@ -7,7 +7,7 @@ of the engine's work on its state.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..view.process.detector import DeathWatch
 from .engine.entry import Entry
@@ -52,6 +52,9 @@ class EngineFace(Protocol):
     survival: Survival | None
     unclaimed: list[Operation]
     unsettled: UnsettledCalls
+    broken: tuple[BaseException, Driven | None] | None
+    repair: Any
+    ended_by: str
 
     @property
     def helper(self) -> Background:
@@ -63,6 +66,9 @@ class EngineFace(Protocol):
 
     def raise_flag(self, bit: int) -> None:
         """Set a bit of `flags`, from any thread."""
+
+    def is_interrupt(self, exc: BaseException) -> bool:
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves."""
 
     def advance(self, op: Driven) -> Block | None:
         """Move `op` one step; None when something ended."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, PeerError, UnsupportedError
+from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from .bootstrap.attempt import attempt
@@ -478,7 +478,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def _ended(self, error: PeerError) -> Ended:
         """Return what stands for a message that a loss has ended, or raise the error."""
-        if self._engine.reports_losses and is_loss(error):
+        if self._engine.reports_losses and is_loss(error) and is_own(error):
             return Ended(self._engine, error)
         raise error
 

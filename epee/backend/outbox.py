@@ -50,7 +50,8 @@ TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
-# damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
+# damaged word never frees what somebody still reads; the values of LIFE are four bits apart. A rank that stores
+# LIFE_BROKEN ends the group for all others as well (`engine/ending.py`).
 # VIEW: the epoch up to which this rank has taken decisions over, stored before any call is judged by the last of them.
 # Who reads it behind CONSUMED knows by what decisions the calls that have ended there did so.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
@@ -60,8 +61,8 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 46
 CONSUMED_TOO, VIEW = CONSUMED + 1, CONSUMED + 2
 STATE_WORDS = 48
-LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
-_GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED))
+LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN = 0, 0xF, 0xF0, 0xF00, 0xF000, 0xF0000
+_GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN))
 
 NUM_LANE_SLOTS = 256
 LANE_SLOT_BYTES = 64 << 10

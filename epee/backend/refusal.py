@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError, is_of_handler, is_own
 from ..profiling import is_profiling, range_of
 from .device.calls import NOT_SERVED, DeviceCalls, is_on_gpu
 from .engine.engine import Engine
@@ -58,9 +58,12 @@ def collective(name: str) -> Callable[[_Method], _Method]:
             except NeedsStaging:
                 pass  # below, where a further error is not one during this one
             except (InvalidArgument, UnsupportedError) as exc:
-                self._engine.refuse(name, exc)
+                if is_own(exc):
+                    self._engine.refuse(name, exc)
                 raise
             except EpeeError as exc:
+                if not is_own(exc):
+                    raise
                 is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
                 if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
                     self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
@@ -68,7 +71,8 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                     return Ended(self._engine, exc)
                 raise
             except Exception as exc:
-                if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
+                # numpy's or torch's own word about an argument, or no memory
+                if self._engine.seq == seq and not is_of_handler(exc):
                     self._engine.refuse(name, exc)
                 raise
             return self._staging.run(name, lambda *there, **named: call(self, there, named), args, kwargs)

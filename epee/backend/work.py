@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, PeerError, RankFailedError
+from ..errors import EpeeError, PeerError, RankFailedError, is_own
 from ..untraced import caller, untraced_methods
 from .engine.operation import Driven, Operation
 from .engine_face import Background
@@ -156,7 +156,7 @@ class Work(_WorkBase):  # type: ignore[misc]
         try:
             return self._drive(timeout)
         except PeerError as exc:
-            if self.engine.reports_losses and is_loss(exc) and self.is_completed():
+            if self.engine.reports_losses and is_loss(exc) and is_own(exc) and self.is_completed():
                 return True
             raise
 
@@ -171,7 +171,7 @@ class Work(_WorkBase):  # type: ignore[misc]
             if caller() == "torch.distributed.distributed_c10d":
                 for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
-                    if is_open or not isinstance(exc, EpeeError):
+                    if is_open or not is_own(exc):
                         self.engine.take_back(op, exc)
             raise
         return True
@@ -231,7 +231,7 @@ class Work(_WorkBase):  # type: ignore[misc]
             ended: Any = torch.futures.Future()
             self._future = ended.then(self._value)
             last = self.ops[-1]
-            self.engine.listen(last, lambda op: ended.set_result(None))
+            self.engine.listen(last, lambda op: ended.done() or ended.set_result(None))
         return self._future
 
     def _value(self, _: Any) -> Any:

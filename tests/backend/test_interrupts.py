@@ -1,7 +1,9 @@
 """Exceptions from signal handlers: between any two lines of a call, in commits, in waits, and handlers that abort.
 
-`Interrupt` raises `KeyboardInterrupt` before the n-th line that the backend runs, so a test can go through all of them,
-one after the other. After each, both ranks must be in step, no tensor half written, and no message lost or doubled.
+`Interrupt` raises an exception before the n-th line that the backend runs, so a test can go through all of them, one
+after the other. After each, both ranks must be in step, no tensor half written, and no message lost or doubled,
+whatever the class of the exception. `KeyboardInterrupt` goes through most lines in each run of the tests, the others
+through every 37th, and through all in the slow tests, each of which takes a share of the lines.
 """
 
 from __future__ import annotations
@@ -37,12 +39,28 @@ _SEND_COUNTS = [
 ]
 
 
-class Interrupt:
-    """Runs code and raises `KeyboardInterrupt` before its `at`-th line in the backend (below its front)."""
+class Watchdog(Exception):
+    """An exception of a program's own, which its signal handler raises."""
 
-    def __init__(self, at: int) -> None:
+
+OTHERS: tuple[type[BaseException], ...] = (Watchdog, RecursionError, MemoryError, CommTimeoutError)
+STRIDE = 37
+NUM_SHARES = 3
+SHARES = [
+    pytest.param((error,), share, NUM_SHARES, marks=pytest.mark.slow, id=f"{error.__name__}-{share}")
+    for error in OTHERS
+    for share in range(NUM_SHARES)
+]
+SHARES.append(pytest.param(OTHERS, 0, STRIDE, id="every 37th"))
+
+
+class Interrupt:
+    """Runs code and raises an exception before its `at`-th line in the backend (below its front)."""
+
+    def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self.left = at
         self.where = ""
+        self.error = kind("raised by a signal handler")
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
@@ -53,7 +71,7 @@ class Interrupt:
             if self.left == 0:
                 self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise self.error
         return self._trace
 
     def run(self, call: Callable[[], Any]) -> bool:
@@ -61,11 +79,45 @@ class Interrupt:
         sys.settrace(self._trace)
         try:
             call()
-        except KeyboardInterrupt:
+        except BaseException as exc:
+            if exc is not self.error:
+                raise
             return True
         finally:
             sys.settrace(None)
         return False
+
+
+class Sweep:
+    """The lines before which calls of a test are interrupted: each of a share, by each exception in turn.
+
+    Attributes:
+        at: the present line.
+        number: counts the interrupts.
+        more: False when all is done; a call that ends uninterrupted has no more lines (`step`).
+    """
+
+    def __init__(
+        self, stride: int, errors: tuple[type[BaseException], ...] = (KeyboardInterrupt,), first: int = 0
+    ) -> None:
+        self._stride, self._first = stride, 1 + first
+        self._errors = list(errors)
+        self._until = time.monotonic() + MOST_S  # a call that waits has as many lines as the wait is long
+        self.at, self.number, self.more = self._first, 1, True
+
+    def interrupt(self) -> Interrupt:
+        """Return what interrupts the next call."""
+        return Interrupt(self.at, self._errors[0])
+
+    def step(self, was_interrupted: bool) -> None:
+        """Go on to the next line, or to the next exception; both ranks call this, and check that they are in step."""
+        was_interrupted = in_step(self.number, was_interrupted and time.monotonic() < self._until)
+        self.number += 1
+        self.at += self._stride
+        if not was_interrupted:
+            self._errors.pop(0)
+            self.at = self._first
+            self.more = bool(self._errors)
 
 
 def in_step(number: int, more: bool = True) -> bool:
@@ -101,15 +153,15 @@ def _sane(x: torch.Tensor, old: float, kind: str, where: str) -> bool:
     return torch.equal(x, new)
 
 
-def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float) -> int:
+def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int, pause_s: float, *lines: Any) -> int:
     cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=20)
     engine = dist.group.WORLD._engine
-    at, more = 1, True
-    while more:
+    sweep, more = Sweep(*lines), True
+    while sweep.more:
         x = torch.full((count,), rank + 1.0)
         call = _collective(kind, x)
         if rank == 0:
-            seq, interrupt = engine.seq, Interrupt(at)
+            seq, interrupt = engine.seq, sweep.interrupt()
             try:
                 more = interrupt.run(call)
             except (MismatchError, PeerError, CommTimeoutError):
@@ -127,42 +179,55 @@ def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int,
             except (MismatchError, PeerError, CommTimeoutError):
                 assert not _sane(x, 2.0, kind, "error")
             assert _sane(x, 2.0, kind, "peer") or True
-        more = in_step(at, more)
-        at += stride
+        sweep.step(more)
     assert not engine.entry._lock._is_owned()
     assert not engine.entry.asleep
+    assert not engine.unclaimed
     dist.destroy_process_group()
-    return at
+    return sweep.number
+
+
+COLLECTIVES = [
+    ("all_reduce", 4, 1, 0.0),
+    ("all_reduce", 4, 3, 0.004),  # long enough for rank 0 to yield and sleep
+    ("strided", 6, 1, 0.0),
+    ("async", 4, 1, 0.002),
+    ("all_to_all", 4, 1, 0.0),
+    ("all_reduce", 24_000, 3, 0.0),  # two steps, all rounds in staging
+    ("all_reduce", 90_000, 7, 0.0),  # rounds reuse the staging
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "count", "stride", "pause_s"),
-    [
-        ("all_reduce", 4, 1, 0.0),
-        ("all_reduce", 4, 3, 0.004),  # long enough for rank 0 to yield and sleep
-        ("strided", 6, 1, 0.0),
-        ("async", 4, 1, 0.002),
-        ("all_to_all", 4, 1, 0.0),
-        ("all_reduce", 24_000, 3, 0.0),  # two steps, all rounds in staging
-        ("all_reduce", 90_000, 7, 0.0),  # rounds reuse the staging
-        pytest.param("all_to_all", 120_000, 7, 0.0, marks=pytest.mark.slow),
-    ],
+    [*COLLECTIVES, pytest.param("all_to_all", 120_000, 7, 0.0, marks=pytest.mark.slow)],
 )
 def test_an_interrupt_before_any_line_of_a_collective(
     tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
 ) -> None:
-    lines = run_ranks(at_every_line, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=55)
-    assert min(lines) > 40, "hardly a line was tried"
+    tried = run_ranks(at_every_line, 2, str(tmp_path), kind, count, pause_s, stride, backend=None, timeout_s=55)
+    assert min(tried) * stride > 40, "hardly a line was tried"
+
+
+@pytest.mark.parametrize(("errors", "share", "stride"), SHARES)
+@pytest.mark.parametrize(("kind", "count", "pause_s"), [(kind, count, pause) for kind, count, _, pause in COLLECTIVES])
+def test_any_exception_before_any_line_of_a_collective(
+    tmp_path: Path, kind: str, count: int, pause_s: float, errors: Any, share: int, stride: int
+) -> None:
+    lines = (stride, errors, share)
+    tried = run_ranks(at_every_line, 2, str(tmp_path), kind, count, pause_s, *lines, backend=None, timeout_s=55)
+    assert min(tried) * stride > 40 * len(errors), "hardly a line was tried"
 
 
 def repeat_at_every_line(
-    rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float
+    rank: int, num_ranks: int, folder: str, kind: str, count: int, pause_s: float, *lines: Any
 ) -> int:
-    """Who gets an error repeats the call with a fresh tensor; every call must be right on both ranks."""
+    """A rank that gets an error repeats the call with a fresh tensor; every call must be right on both ranks."""
     cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=20)
-    at, more = 1, True
-    while more:
-        interrupt = Interrupt(at) if rank == 0 else None
+    sweep, more = Sweep(*lines), True
+    while sweep.more:
+        at = sweep.number
+        interrupt = sweep.interrupt() if rank == 0 else None
         for _ in range(20):
             x = torch.full((count,), 10.0 * at + rank)
             call = _collective(kind, x)
@@ -185,37 +250,46 @@ def repeat_at_every_line(
         elif kind == "all_to_all":
             want[: count // 2], want[count // 2 :] = 10.0 * at, 10.0 * at + 1
         assert torch.equal(x, want), f"{armed.where if rank == 0 else 'peer'}: {x.unique().tolist()} for {at}"
-        more = in_step(at, more)
-        at += stride
+        sweep.step(more)
     dist.destroy_process_group()
-    return at
+    return sweep.number
 
 
-@pytest.mark.parametrize(
-    ("kind", "count", "stride", "pause_s"),
-    [
-        ("all_reduce", 4, 1, 0.0),
-        ("all_reduce", 4, 3, 0.004),
-        ("strided", 6, 2, 0.0),
-        ("all_to_all", 4, 2, 0.0),
-        ("all_reduce", 24_000, 5, 0.0),
-        ("all_reduce", 90_000, 11, 0.0),
-    ],
-)
+REPEATED = [
+    ("all_reduce", 4, 1, 0.0),
+    ("all_reduce", 4, 3, 0.004),
+    ("strided", 6, 2, 0.0),
+    ("all_to_all", 4, 2, 0.0),
+    ("all_reduce", 24_000, 5, 0.0),
+    ("all_reduce", 90_000, 11, 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "count", "stride", "pause_s"), REPEATED)
 def test_a_repetition_after_an_interrupt_never_pairs_with_another_call(
     tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
 ) -> None:
-    lines = run_ranks(repeat_at_every_line, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=55)
-    assert min(lines) > 40, "hardly a line was tried"
+    tried = run_ranks(repeat_at_every_line, 2, str(tmp_path), kind, count, pause_s, stride, backend=None, timeout_s=55)
+    assert min(tried) * stride > 40, "hardly a line was tried"
 
 
-def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: int, stride: int) -> int:
-    at, more = 1, True
-    until = time.monotonic() + MOST_S  # a large message that is waited for has as many lines as the wait is long
-    while more:
+@pytest.mark.parametrize(("errors", "share", "stride"), SHARES)
+@pytest.mark.parametrize(("kind", "count", "pause_s"), [(kind, count, pause) for kind, count, _, pause in REPEATED])
+def test_a_repetition_after_any_exception_never_pairs_with_another_call(
+    tmp_path: Path, kind: str, count: int, pause_s: float, errors: Any, share: int, stride: int
+) -> None:
+    lines = (stride, errors, share)
+    tried = run_ranks(repeat_at_every_line, 2, str(tmp_path), kind, count, pause_s, *lines, backend=None, timeout_s=55)
+    assert min(tried) * stride > 40 * len(errors), "hardly a line was tried"
+
+
+def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: int, *lines: Any) -> int:
+    sweep, more = Sweep(*lines), True
+    while sweep.more:
+        at = sweep.number
         x = torch.full((count,), -1.0)
         if rank == 0:
-            interrupt = Interrupt(at)
+            interrupt = sweep.interrupt()
             more = interrupt.run(lambda x=x: dist.recv(x, source))
             assert x.unique().numel() == 1, f"half received: {interrupt.where}"
             if more:  # whether it had been received or not, the next receive gets it
@@ -223,27 +297,38 @@ def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: 
             assert x.unique().tolist() == [float(at)], f"lost or doubled: {interrupt.where}"
         else:
             dist.send(x.fill_(float(at)), 0)
-        more = in_step(at, more and time.monotonic() < until)
-        at += stride
-    return at
+        sweep.step(more)
+    return sweep.number
+
+
+RECEIVES = [(1, 4, 1), (None, 4, 1), (1, 70_000, 1)]
 
 
 @pytest.mark.parametrize(
-    ("source", "count", "stride"),
-    [(1, 4, 1), (None, 4, 1), (1, 70_000, 1), pytest.param(1, 4_500_000, 97, marks=pytest.mark.slow)],
+    ("source", "count", "stride"), [*RECEIVES, pytest.param(1, 4_500_000, 97, marks=pytest.mark.slow)]
 )
 def test_an_interrupted_receive_neither_takes_nor_loses_a_message(source: int | None, count: int, stride: int) -> None:
-    lines = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=100)
-    assert min(lines) > 40
+    tried = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=100)
+    assert min(tried) * stride > 40
 
 
-def send_again_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> int:
+@pytest.mark.parametrize(("errors", "share", "stride"), SHARES)
+@pytest.mark.parametrize(("source", "count"), [(source, count) for source, count, _ in RECEIVES])
+def test_a_receive_neither_takes_nor_loses_a_message_whatever_interrupts_it(
+    source: int | None, count: int, errors: Any, share: int, stride: int
+) -> None:
+    tried = run_ranks(receive_at_every_line, 2, source, count, stride, errors, share, backend="epee", timeout_s=55)
+    assert min(tried) * stride > 40 * len(errors)
+
+
+def send_again_at_every_line(rank: int, num_ranks: int, count: int, *lines: Any) -> int:
     """An interrupted send is made again: the message comes once, whether it had been delivered or not."""
-    at, more = 1, True
-    while more:
+    sweep, more = Sweep(*lines), True
+    while sweep.more:
+        at = sweep.number
         x = torch.full((count,), float(2 * at))
         if rank == 0:
-            more = Interrupt(at).run(lambda x=x: dist.send(x, 1))
+            more = sweep.interrupt().run(lambda x=x: dist.send(x, 1))
             if more:
                 dist.send(x, 1)
             dist.send(x.fill_(2.0 * at + 1), 1)
@@ -251,26 +336,34 @@ def send_again_at_every_line(rank: int, num_ranks: int, count: int, stride: int)
             for expected in (2.0 * at, 2.0 * at + 1):
                 dist.recv(x.fill_(-1), 0)
                 assert x.unique().tolist() == [expected]
-        more = in_step(at, more)
-        at += stride
-    return at
+        sweep.step(more)
+    return sweep.number
 
 
 @pytest.mark.parametrize(("count", "stride"), _SEND_COUNTS)
 def test_an_interrupted_send_that_is_made_again_arrives_once(count: int, stride: int) -> None:
-    assert min(run_ranks(send_again_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
+    assert min(run_ranks(send_again_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) * stride > 40
 
 
-def send_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> int:
+@pytest.mark.parametrize(("errors", "share", "stride"), SHARES)
+def test_a_send_that_is_made_again_arrives_once_whatever_has_interrupted_it(
+    errors: Any, share: int, stride: int
+) -> None:
+    tried = run_ranks(send_again_at_every_line, 2, 4, stride, errors, share, backend="epee", timeout_s=55)
+    assert min(tried) * stride > 40 * len(errors)
+
+
+def send_at_every_line(rank: int, num_ranks: int, count: int, *lines: Any) -> int:
     """The receiver accepts whether an interrupted message comes; what comes is whole, in order, and never twice.
 
     Where the receiver was in the midst of taking it, its sender is told by the next send that it has been delivered.
     """
-    at, more, last = 1, True, 0.0
-    while more:
+    sweep, more, last = Sweep(*lines), True, 0.0
+    while sweep.more:
+        at = sweep.number
         x = torch.full((count,), float(2 * at))
         if rank == 0:
-            more = Interrupt(at).run(lambda x=x: dist.send(x, 1))
+            more = sweep.interrupt().run(lambda x=x: dist.send(x, 1))
             try:
                 dist.send(torch.full((count,), 2.0 * at + 1), 1)
             except InvalidState:
@@ -283,14 +376,19 @@ def send_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> in
             assert x.unique().tolist() == [2.0 * at + 1]
             assert x[0].item() > last
             last = x[0].item()
-        more = in_step(at, more)
-        at += stride
-    return at
+        sweep.step(more)
+    return sweep.number
 
 
 @pytest.mark.parametrize(("count", "stride"), _SEND_COUNTS)
 def test_an_interrupted_send_arrives_whole_or_not_at_all(count: int, stride: int) -> None:
-    assert min(run_ranks(send_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
+    assert min(run_ranks(send_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) * stride > 40
+
+
+@pytest.mark.parametrize(("errors", "share", "stride"), SHARES)
+def test_a_send_arrives_whole_or_not_at_all_whatever_interrupts_it(errors: Any, share: int, stride: int) -> None:
+    tried = run_ranks(send_at_every_line, 2, 4, stride, errors, share, backend="epee", timeout_s=55)
+    assert min(tried) * stride > 40 * len(errors)
 
 
 class _Alarm:

@@ -20,10 +20,11 @@ from epee.backend.engine.operation import Operation
 from epee.backend.membership.judge import Judge
 from epee.backend.membership.unsettled import UnsettledCalls
 from epee.backend.outbox import CONSUMED, CONSUMED_TOO
-from epee.errors import RankFailedError
+from epee.errors import RankFailedError, is_own
 from epee.memory.signals import tag
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal, Start
 from epee.view.protocol.outcome import Course
+from tests.stand_in import stand_in
 
 LANE, FIRST, LAST, CELLS = 7, 5, 8, 512
 MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, b"") for slot in range(4))
@@ -38,6 +39,10 @@ def decisions(issued: tuple[int | None, int | None]) -> tuple[Decision, Decision
     )
 
 
+def _is_not_own(exc: BaseException) -> bool:
+    return not is_own(exc)
+
+
 class Call:
     """What the judge knows of a call; nothing is done but by it."""
 
@@ -50,6 +55,7 @@ class Call:
         self.error: BaseException | None = None
         self.lost_here: tuple[int, ...] = ()
 
+    @stand_in
     def make(self, box: Any) -> Any:
         if self.root is not None and self.root not in box.members:
             raise RankFailedError("its root is lost", [self.root])
@@ -84,7 +90,7 @@ class Rank:
             )
             for epoch, members in ((1, (0, 1, 2, 3)), (2, (0, 1, 3)), (3, (0, 1)))
         }
-        self.engine: Any = SimpleNamespace(unsettled=UnsettledCalls(), untold=None, queue=[])
+        self.engine: Any = SimpleNamespace(unsettled=UnsettledCalls(), untold=None, queue=[], is_interrupt=_is_not_own)
         gone = {ROOT: (2, DEAD), OTHER: (3, DEAD)}
         occupants: Any = SimpleNamespace(
             rank_at=lambda slot, epoch: slot,
@@ -208,6 +214,7 @@ def test_a_call_that_only_this_rank_cannot_plan_again_leaves_a_header_for_the_ot
     judge: Any = SimpleNamespace(
         _course=SimpleNamespace(ended_on_the_way=lambda seq, epoch: ended.append((seq, epoch))),
         _occupants=SimpleNamespace(was_put_out=lambda rank: False),
+        _engine=SimpleNamespace(is_interrupt=lambda exc: False),  # as on the background thread
     )
     call: Any = Call(5, SimpleNamespace(members=(0, 1, ROOT), epoch=1), ROOT, None)
     after: Any = SimpleNamespace(members=(0, 1) if is_rootless else (0, 1, ROOT), epoch=2)

@@ -6,28 +6,33 @@ Called inside a call of the same group (by a signal handler or a callback) it se
 interrupted does the rest when it gives the lock back.
 
 A crash between two steps is a death like any other for the peers.
+
+Where a rank cannot finish a call that others have completed, no later result would be right, so it ends the group on
+all ranks (`break_down`): it stores LIFE_BROKEN, and each rank that reads this when it waits, or when the view goes on
+without that rank, ends its own part. The memory stays until the program destroys the group.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
-from ...errors import AbortedError
+from ...errors import AbortedError, PeerError
 from ...memory.signals import futex_wake
 from ..engine_face import EngineFace
-from ..outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_LEFT, NUM_CELLS, Outboxes, has_left
+from ..outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_BROKEN, LIFE_LEFT, NUM_CELLS, Outboxes, has_left
 from ..p2p.message import Message
 from ..wake import publish_word
-from .entry import ABORTED, CLOSED, FORKED
+from .entry import ABORTED, CLOSED, ENDED, FORKED
 from .operation import Driven
 
 
 def tell(op: Driven) -> None:
-    """Call the listeners of a call that has ended."""
-    listeners, op.on_done = op.on_done, None
-    for listener in listeners or ():
+    """Call the listeners of a call that has ended. May be run again after an interrupt, so they may be called twice."""
+    for listener in op.on_done or ():
         listener(op)
+    op.on_done = None
 
 
 def close(engine: EngineFace, aborted: bool) -> None:
@@ -37,7 +42,8 @@ def close(engine: EngineFace, aborted: bool) -> None:
     engine.raise_flag(CLOSED | (ABORTED if aborted else 0))
     if engine.box.exports is not None:
         engine.box.exports.tell_ends(engine.seq)
-    publish_word(engine.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
+    if not engine.ended_by:
+        publish_word(engine.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
     if engine.box.exports is not None:
         engine.box.exports.say_goodbye()
     _wake_peers_of_head(engine)
@@ -79,6 +85,40 @@ def _end(engine: EngineFace) -> None:
     if got and not entry.asleep:
         engine.mail.close()
         (box.exports.end if box.exports is not None else box.close)()
+
+
+def break_down(engine: EngineFace, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
+    """End the group on all ranks, because of a call that has not the same outcome on all. May be run again.
+
+    Args:
+        engine: its lock is held.
+        cause: what has happened, in words.
+        error: that came out of it.
+        ranks: those that have ended the group; none: this one does.
+    """
+    box = engine.box
+    told = f"{cause}{f': {error!r}' if error is not None else ''}"
+    engine.ended_by = f"the process group was ended on all ranks, as {told}; destroy it and initialise again"
+    engine.raise_flag(ABORTED)
+    publish_word(box, LIFE, LIFE_BROKEN)
+    _wake_peers_of_head(engine)
+    pending: list[Driven] = [*engine.queue, *engine.mail.pending()]
+    for op in pending:
+        text = f"{op.describe(box)}: {engine.ended_by}"
+        op.fail(PeerError(text, ranks, op.name, op.seq, box.epoch, cause) if ranks else AbortedError(text))
+        engine.retire(op)
+    engine.queue.clear()
+    engine.unclaimed.clear()
+    engine.messages.clear()
+
+
+def end_with_others(engine: EngineFace) -> None:
+    """End the group here, if another rank has ended it for all. The lock is held."""
+    box = engine.box
+    ranks = [peer for peer in box.peers if box.words[peer][LIFE] == LIFE_BROKEN]
+    if ranks and not engine.flags & ENDED:
+        names = ", ".join(map(str, ranks))
+        break_down(engine, f"rank(s) {names} could not finish a call that others may have completed", None, ranks)
 
 
 def _wake_peers_of_head(engine: EngineFace) -> None:

@@ -37,7 +37,7 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
-from ...errors import AbortedError, InvalidArgument, InvalidState, PeerError
+from ...errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
 from ...view.process.detector import DeathWatch
 from ..collectives.plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from ..membership.epochs import Survival
@@ -75,6 +75,9 @@ class Engine:
         unsettled: calls that ended here without a result, and may still be open at others.
         reports_losses: a call that a loss ends raises nothing, its `Work` tells.
         untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
+        broken: the exception that has come out of a call, and the call, until the books are in order again.
+        repair: the step of that which runs in a thread of its own, or ran there last.
+        ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
     def __init__(
@@ -106,6 +109,9 @@ class Engine:
         self.reports_losses = False
         self.unsettled = UnsettledCalls()
         self.untold: PeerError | None = None
+        self.broken: interrupts.Broken | None = None
+        self.repair: interrupts.Apart | None = None
+        self.ended_by = ""
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
@@ -152,6 +158,7 @@ class Engine:
             if op.error is None:
                 return op
         except BaseException as exc:
+            self.broken = exc, op  # first: a further exception from a handler may come before the next line
             interrupts.broken_off(self, exc, op)
             raise
         error = op.error
@@ -188,6 +195,7 @@ class Engine:
             self.entry.leave()
             return op
         except BaseException as exc:
+            self.broken = exc, op
             interrupts.broken_off(self, exc, op)
             raise
 
@@ -215,6 +223,7 @@ class Engine:
             step()
             self.entry.leave()
         except BaseException as exc:
+            self.broken = exc, None
             interrupts.broken_off(self, exc)
             raise
 
@@ -236,7 +245,9 @@ class Engine:
                 try:
                     if not op.publish(op.box):
                         return  # in order: what follows must not take the room
-                except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
+                except BaseException as exc:
+                    if self.is_interrupt(exc):
+                        raise
                     op.fail(exc)
             if self.flags & CHANGING:
                 return  # later calls may have to begin again: they wait for their turn
@@ -264,6 +275,7 @@ class Engine:
                 self.helper.kick()
             self.entry.leave()
         except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
+            self.broken = exc, message
             interrupts.broken_off(self, exc, message)
             interrupts.tell(self, exc, message)
             raise
@@ -278,6 +290,7 @@ class Engine:
 
     def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
         """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
+        ending.end_with_others(self)  # a rank that had ended the group may end its process afterwards
         if absence.is_final and rank not in self.mail.out:
             for message in self.mail.pending():
                 if not message.before:
@@ -308,6 +321,7 @@ class Engine:
                 self.drive(op, until)
                 self.entry.leave()
             except BaseException as exc:
+                self.broken = exc, None
                 interrupts.broken_off(self, exc)
                 raise
         if op.error is not None:
@@ -348,8 +362,10 @@ class Engine:
                 self.survival.settle()
             try:
                 block = None if op.done else self.mail.ends[op.is_send].step(op)
-            except Exception as exc:  # noqa: BLE001 - a peer's impossible word, say: it belongs to that message
-                op.fail(exc)
+            except BaseException as exc:
+                if self.is_interrupt(exc):
+                    raise
+                op.fail(exc)  # a peer's impossible word, say: it belongs to that message
                 self.mail.cancel(op)
                 self.retire(op)
                 self.messages.pop(op, None)
@@ -364,17 +380,26 @@ class Engine:
                 return NO_ROOM
         try:
             block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.box)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
-            if head.writing or head.completing:
-                head.fail(exc)
-            else:
-                head.give_up(exc)
+        except BaseException as exc:
+            if self.is_interrupt(exc):
+                raise
+            interrupts.end_by(self, head, exc)
             block = None
         if block is None:
             self.retire_heads()
             if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
                 return NO_ROOM
         return block
+
+    def is_interrupt(self, exc: BaseException) -> bool:
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves.
+
+        The outcome of a call is an `EpeeError` that the protocol or the plan raises. Threads of epee's own run no
+        signal handlers and have stack to spare, so there whatever a call raises belongs to that call.
+        """
+        if is_own(exc) or self.helper.is_current():
+            return False
+        return self.repair is None or not self.repair.is_current()
 
     def _is_held_up(self, head: Operation) -> bool:
         """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
@@ -427,8 +452,7 @@ class Engine:
 
     def settle(self) -> None:
         """Bring the books in order after an interrupt; the lock is held."""
-        interrupts.settle(self)
-        self.retire_heads()
+        interrupts.recover(self)
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
         """Wait until the block's word is there or something else happened; the caller steps again."""
@@ -459,7 +483,7 @@ class Engine:
         """Look at `flags` in the midst of a call. The lock is held, and given back while the lane is frozen."""
         if op.error is not None:
             raise op.error
-        if self.flags & FORKED:
+        if self.flags & FORKED or self.ended_by:
             self.entry.raise_ended()
         if self.flags & ENDED:
             raise AbortedError("the call was ended: another thread destroyed or aborted the process group")

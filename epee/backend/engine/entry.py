@@ -43,11 +43,13 @@ class Guarded(Protocol):
         box: the outboxes of all ranks.
         flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
         timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
     box: Outboxes
     flags: int
     timeout_s: float
+    ended_by: str
 
     def may_go_on(self, while_frozen: bool = False) -> bool:
         """Look at `flags` with the lock held; False when a call must not run now."""
@@ -155,7 +157,11 @@ class Entry:
                 step = self.after.popleft()
             except IndexError:  # nothing left, or another thread was faster
                 return
-            step()
+            try:
+                step()
+            except BaseException:
+                self.after.appendleft(step)  # a step may be run again
+                raise
 
     def hold(self) -> None:
         """After an interrupt: own the lock, as the frames of the call expect."""
@@ -179,11 +185,8 @@ class Entry:
     def recover(self) -> None:
         """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
         self.hold()
-        try:
-            if not self._guarded.flags & ENDED:
-                self._guarded.settle()
-        finally:
-            self.leave_wholly()
+        self._guarded.settle()
+        self.leave_wholly()  # not where `settle` raises: then the next call finds the lock held, and tries again
 
     def _look_around(self) -> None:
         if self._guarded.flags:
@@ -213,6 +216,8 @@ class Entry:
                 "this process group was made before a fork; the child has no part in it: "
                 "start workers by spawn or forkserver, or initialise after the fork"
             )
+        if self._guarded.ended_by:
+            raise AbortedError(self._guarded.ended_by)
         if self._guarded.flags & ABORTED:
             raise AbortedError("the process group was aborted; destroy it and initialise again")
         raise InvalidState("the process group was destroyed; initialise a new one")

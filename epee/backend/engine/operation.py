@@ -349,6 +349,8 @@ class Operation:
         cell, own = self.cell, box.own
         has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag and not self.done
         self.published = self.tag in (own[cell], own[cell + GAVE_UP])
+        if own[cell] == self.tag and own[cell + GAVE_UP] == COMPLETES and not self.done:
+            self.writing = True  # a peer may have seen that
         if has_begun_to_withdraw and self.withdrawal is None:
             self.withdraw(box, [])  # a peer may have seen it
         has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)

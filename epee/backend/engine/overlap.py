@@ -213,7 +213,9 @@ def release(engine: EngineFace) -> None:
                 continue
             _read_again(message)
             mail.let_go(message)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that message
+        except BaseException as exc:
+            if engine.is_interrupt(exc):
+                raise
             message.fail(exc)
             mail.cancel(message)
             engine.retire(message)

@@ -15,7 +15,7 @@ from ..membership.epochs import Survival
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
 from . import overlap
-from .ending import leavers
+from .ending import end_with_others, leavers
 from .operation import Block, Driven, Operation
 from .withdrawal import withdrawn
 
@@ -38,6 +38,7 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
+    end_with_others(engine)
     if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
         _examine_unsettled(engine, engine.survival, head, now)
         raise_if_overdue(engine, op, until, now)

@@ -45,6 +45,9 @@ class EngineOfLane(Protocol):
     def retire(self, op: Message) -> None:
         """Have the listeners of an ended call told."""
 
+    def is_interrupt(self, exc: BaseException) -> bool:
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves."""
+
     def raise_flag(self, bit: int) -> None:
         """Set a bit of `flags`, from any thread."""
 

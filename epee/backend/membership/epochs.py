@@ -301,7 +301,9 @@ class Survival(LaneBirth):
         for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
             try:
                 op.step(op.box)
-            except EpeeError as exc:  # it belongs to that call
+            except EpeeError as exc:
+                if self._engine.is_interrupt(exc):
+                    raise
                 op.fail(exc)
         self._engine.mask[rank] = 0
         self.hooks.put_out(

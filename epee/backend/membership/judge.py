@@ -150,7 +150,9 @@ class Judge:
         op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
         try:
             plan = op.plan if op.make is None else op.make(box)
-        except Exception as exc:  # noqa: BLE001 - it belongs to that call
+        except BaseException as exc:
+            if self._engine.is_interrupt(exc):
+                raise
             if is_rootless:
                 op.fail(exc)
                 op.by_view = True

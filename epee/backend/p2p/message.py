@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import MismatchError, PeerError, context
+from ...errors import EpeeError, MismatchError, PeerError, context, is_own
 from ..collectives.plan import NOTHING, Tensors
 from ..collectives.signature import unpack
 from ..outbox import Outboxes
@@ -163,8 +163,9 @@ class Books:
             step, args = self.entry
             try:
                 step(*args)
-            except Exception:
-                self.entry = None
+            except EpeeError as exc:
+                if is_own(exc):  # else it interrupts this step as well, which is still to be finished
+                    self.entry = None
                 raise
             self.entry = None
 

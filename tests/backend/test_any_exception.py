@@ -1,0 +1,224 @@
+"""Exceptions of any class in the worst places: in the midst of writing results, in a call that drives another one, near
+the limit of the stack, and again and again.
+
+`test_interrupts.py` goes through the lines of a call; here stands what an exception means for the other ranks, for
+other calls and for the group.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epee.backend.collectives.reducing import AllReduce
+from epee.backend.engine.engine import Engine
+from epee.errors import CommTimeoutError, EpeeError, MismatchError
+from tests.harness import run_ranks
+from tests.stand_in import stand_in
+from tests.survive import stages
+
+from . import cases
+
+KINDS = (KeyboardInterrupt, TimeoutError, MemoryError, RecursionError, CommTimeoutError)
+
+
+def failing_commits(num: int, kind: type[BaseException]) -> list[int]:
+    """Let the next `num` commits of an all_reduce raise; returns the list that counts them."""
+    commit, seen = AllReduce.commit, []
+
+    @stand_in
+    def broken(plan: AllReduce) -> None:
+        if len(seen) < num:
+            seen.append(1)
+            raise kind("in the midst of writing")
+        commit(plan)
+
+    AllReduce.commit = broken  # type: ignore[method-assign]
+    return seen
+
+
+def outcome(value: float) -> str:
+    """Make a call; return its sum."""
+    x = torch.full((3,), value)
+    dist.all_reduce(x)
+    assert len(set(x.tolist())) == 1, x
+    return str(x[0].item())
+
+
+def fails_once(rank: int, num_ranks: int, kind: type[BaseException]) -> tuple[str, list[float], list[str]]:
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        failing_commits(1, kind)
+    x, told = torch.full((3,), rank + 1.0), ""
+    try:
+        dist.all_reduce(x)
+    except kind as exc:
+        told = type(exc).__name__
+    repeated = [outcome(rank + 1.0)] if rank == 0 else []
+    return told, x.tolist(), [*repeated, outcome(10.0), outcome(20.0)]
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError, TimeoutError, KeyboardInterrupt])
+def test_results_whose_writing_is_broken_off_once_are_complete(kind: type[BaseException]) -> None:
+    broken, other = run_ranks(fails_once, 2, kind, backend="epee")
+    assert broken == (kind.__name__, [3.0] * 3, ["3.0", "20.0", "40.0"])
+    assert other == ("", [3.0] * 3, ["20.0", "40.0"])
+
+
+def fails_twice(rank: int, num_ranks: int, folder: str, is_async: bool) -> list[str]:
+    cases.init(rank, num_ranks, folder, op_timeout=20.0)
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        failing_commits(2, MemoryError)
+    told = []
+    for k in range(4):
+        x = torch.full((3,), rank + 1.0)
+        try:
+            work = dist.all_reduce(x, async_op=is_async and k == 0)
+            if work is not None:
+                work.wait()
+            told.append(str(x[0].item()))
+        except (EpeeError, MemoryError) as exc:
+            told.append(f"{type(exc).__name__}: {exc}")
+    stages.reach(folder, f"{rank} done")
+    for other in range(num_ranks):
+        stages.wait_for(folder, f"{other} done")
+    dist.destroy_process_group()
+    return told
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_results_that_cannot_be_written_twice_end_the_group_on_all_ranks(
+    tmp_path: Path, num_ranks: int, is_async: bool
+) -> None:
+    broken, *others = run_ranks(fails_twice, num_ranks, str(tmp_path), is_async, backend=None)
+    for text in broken:
+        assert text.startswith("AbortedError")
+        assert "ended on all ranks" in text
+        assert "failed twice in writing its results" in text
+        assert "initialise again" in text
+    for first, *later in others:
+        assert first == str(num_ranks * (num_ranks + 1) / 2)
+        assert all(text.split(":")[0] in ("AbortedError", "PeerError") for text in later), later
+        assert all("rank(s) 0" in text and "ended on all ranks" in text for text in later), later
+
+
+def drives_another(rank: int, num_ranks: int, kind: type[BaseException], folder: str) -> tuple[float, bool, float]:
+    """Rank 0's blocking call stands behind an asynchronous one, which rank 1 makes later."""
+    x, y = torch.full((2,), rank + 1.0), torch.full((5,), rank + 10.0)
+    if rank == 1:
+        stages.wait_for(folder, "raised")
+        dist.all_reduce(x)
+        with pytest.raises((CommTimeoutError, MismatchError)):
+            dist.all_reduce(y)
+        dist.all_reduce(y)
+        return 0.0, True, x[0].item() + y[0].item()
+
+    def handler(*_: Any) -> None:
+        raise kind("raised by a signal handler")
+
+    signal.signal(signal.SIGALRM, handler)
+    me, began = threading.get_ident(), time.monotonic()
+    work = dist.all_reduce(x, async_op=True)
+    cases.when_asleep(dist.group.WORLD._engine, lambda: signal.pthread_kill(me, signal.SIGALRM))
+    with pytest.raises(kind, match="by a signal handler"):
+        dist.all_reduce(y)
+    took, is_open = time.monotonic() - began, not work.is_completed()
+    stages.reach(folder, "raised")
+    work.wait()
+    assert y.tolist() == [10.0] * 5
+    dist.all_reduce(y)
+    return took, is_open, x[0].item() + y[0].item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_ends_the_call_that_waits_and_no_other(tmp_path: Path, kind: type[BaseException]) -> None:
+    (took, is_open, sums), (_, _, others) = run_ranks(drives_another, 2, kind, str(tmp_path), backend="epee")
+    assert is_open
+    assert sums == others == 24.0
+    assert took < 30.0, "it waited for the other rank"
+
+
+def deep(depth: int, call: Any) -> None:
+    if depth > 0:
+        deep(depth - 1, call)
+    else:
+        call()
+
+
+def near_the_limit(rank: int, num_ranks: int) -> int:
+    """Rank 0 makes each call with less stack to spare than the one before, and repeats it with enough."""
+    num_raised = 0
+    limit = sys.getrecursionlimit()
+    for spare in range(60, 2, -1):
+        for attempt in range(8):
+            x = torch.full((3,), 10.0 * spare + rank)
+            try:
+                if rank == 0 and attempt == 0:
+                    frame, used = sys._getframe(), 0
+                    while frame is not None:
+                        frame, used = frame.f_back, used + 1  # type: ignore[assignment]
+                    deep(limit - used - spare, lambda x=x: dist.all_reduce(x))  # type: ignore[misc]
+                else:
+                    dist.all_reduce(x)
+            except RecursionError:
+                num_raised += 1
+                continue
+            except (MismatchError, CommTimeoutError):
+                continue
+            break
+        assert x.tolist() == [20.0 * spare + 1] * 3, (spare, attempt)
+    return num_raised
+
+
+def test_calls_near_the_limit_of_the_stack_are_right_or_made_again() -> None:
+    assert run_ranks(near_the_limit, 2, backend="epee")[0] > 5
+
+
+def again_and_again(rank: int, num_ranks: int, kind: type[BaseException]) -> int:
+    """Rank 0's handler raises every 0.3 ms while it makes a call, until the call was broken off often enough."""
+    num_raised = 0
+    is_armed = [False]
+
+    def handler(_: int, frame: Any) -> None:
+        while frame is not None and frame.f_code is not Engine.run.__code__:
+            frame = frame.f_back  # what comes behind the call cannot be seen by it
+        if is_armed[0] and frame is not None:
+            raise kind("raised by a signal handler")
+
+    signal.signal(signal.SIGALRM, handler)
+    for k in range(1, 40):
+        for attempt in range(60):
+            x = torch.full((70_000,), 10.0 * k + rank)
+            try:
+                try:
+                    if rank == 0 and attempt < 2:
+                        is_armed[0] = True
+                        signal.setitimer(signal.ITIMER_REAL, 3e-4, 3e-4)
+                    dist.all_reduce(x)
+                finally:
+                    is_armed[0] = False
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except kind as exc:
+                if "by a signal handler" in str(exc):
+                    num_raised += 1
+                continue
+            except (MismatchError, CommTimeoutError):
+                continue
+            break
+        assert x.unique().tolist() == [20.0 * k + 1], (k, attempt)
+    return num_raised
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_a_handler_that_raises_again_and_again_leaves_results_right(kind: type[BaseException]) -> None:
+    assert run_ranks(again_and_again, 2, kind, backend="epee")[0] > 5

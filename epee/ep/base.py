@@ -7,7 +7,6 @@ part in the first round as a refusal. A crash in any of them is a death in a lan
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from dataclasses import replace
@@ -33,7 +32,7 @@ from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlaneOver
 from .gpu.platform import Platform
-from .handle import mask_of
+from .handle import mask_of, new_buffer_id
 from .membership.group_view import seat_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
 
-_buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
 
@@ -79,7 +77,7 @@ class SharedBuffer:
         self._topology = topology_of(group, size_of(group))
         self._turns = Turns()
         self._whole: SharedBuffer | None = None  # which owns the memory; None: this one does
-        self._id = next(_buffer_ids)
+        self._id = new_buffer_id()
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
         self._timeout, poison, platform, alone = 0.0, False, None, None
@@ -167,7 +165,7 @@ class SharedBuffer:
         """
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.config, other._id, other._whole = config, next(_buffer_ids), self.whole
+        other.config, other._id, other._whole = config, new_buffer_id(), self.whole
         return other
 
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:

@@ -149,7 +149,8 @@ def check_handle(handle: object, buffer_id: int, epoch: int) -> Handle:
         raise InvalidArgument(f"handle must be the .handle of a dispatch, got {type(handle).__name__}")
     if handle.buffer_id != buffer_id:
         raise StaleHandleError(
-            "handle was made by another buffer (or before it was closed); dispatch again with this one"
+            "handle was made by another buffer, or by one of another process, or before this one was closed; dispatch "
+            "again with this buffer"
         )
     if handle.epoch != epoch:
         raise StaleHandleError(f"handle is of epoch {handle.epoch}, the buffer is in epoch {epoch}; dispatch again")

@@ -6,21 +6,24 @@ A `Handle` is what users see; each path has its own kind: `HostHandle` here, `th
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from ..arrays import array_of
+from ..errors import UnsupportedError
 from .event import DONE, Event
 from .throughput.order import CombineOrder
 from .throughput.placement import Placement, SendPlan, runs
 
 SomeHandle = TypeVar("SomeHandle", bound="Handle")
+_Bound = TypeVar("_Bound", bound="BoundToBuffer")
 # A payload is a tensor, or an FP8 pair (values, scales).
 Payload: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
@@ -54,8 +57,38 @@ def _by_k(slots: torch.Tensor, rows: torch.Tensor, num_topk: int) -> list[tuple[
     return [(idx, tokens[idx], part) for idx, part in enumerate(rows[order].split(counts)) if len(part)]
 
 
+def new_buffer_id() -> int:
+    """Return a random number for a buffer: no other one of any process has it, so handles cannot be mixed up."""
+    return secrets.randbits(63)
+
+
+class BoundToBuffer:
+    """What handles of all buffers have in common: one serves the buffer and the process that made it, no other.
+
+    A copy shares what the handle knows and serves as the handle does. It cannot be pickled.
+    """
+
+    def _twin(self: _Bound) -> _Bound:
+        """Return a copy, with what has been worked out from the rows; a quarter of `copy`'s time."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __copy__(self: _Bound) -> _Bound:
+        return self._twin()
+
+    def __deepcopy__(self: _Bound, memo: dict[int, object]) -> _Bound:
+        return self._twin()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a handle cannot be pickled: it says where rows lie in the memory of one buffer of this process, until the "
+            "buffer's epoch changes; send the routing (topk_idx) instead and dispatch there"
+        )
+
+
 @dataclass(eq=False)  # not frozen: to set the fields of frozen ones takes the host eight times as long
-class Handle(ABC):
+class Handle(BoundToBuffer, ABC):
     """Remembers where the rows of one dispatch went.
 
     It serves any number of cached dispatches and combines, with any payload type, until the buffer's epoch changes or
@@ -97,12 +130,6 @@ class Handle(ABC):
     def sent_topk_idx(self) -> torch.Tensor | None:
         """`[num_tokens, num_topk]` int64: the routing of the dispatch, where the handle has a copy; else None."""
         return None
-
-    def _twin(self: SomeHandle) -> SomeHandle:
-        """Return a copy, with what has been worked out from the rows; a quarter of `copy`'s time."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        return other
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 
 from ..config import BufferConfig
 from ..event import DONE, Event
+from ..handle import BoundToBuffer
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 
@@ -144,7 +145,7 @@ class LatencyCombineCall(NamedTuple):
 
 
 @dataclass(eq=False)
-class LatencyHandle:
+class LatencyHandle(BoundToBuffer):
     """Remembers where the rows of one dispatch went. It serves any number of combines, as long as its epoch lasts.
 
     Attributes:

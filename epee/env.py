@@ -7,12 +7,15 @@ value is bad. Nothing else in the package reads the environment (a test compares
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import InvalidArgument
+
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ TABLE: tuple[Variable, ...] = (
         "",
         str,
         "Folder where the jobs of this machine are found by those who join; by default `epee-UID` among the temporary "
-        "files.",
+        "files, or in /dev/shm.",
     ),
     Variable(
         "EPEE_TOKEN_FILE",
@@ -265,6 +268,18 @@ def get_int(name: str) -> int:
 def get_bool(name: str) -> bool:
     """Return the variable as a bool (see `get`)."""
     return bool(get(name))
+
+
+def temporary_folders() -> list[str]:
+    """Return the folders for temporary files, best first: the user's, if one can be written, and that of memory.
+
+    A container with a read-only root may have the second one alone.
+    """
+    try:
+        found = [tempfile.gettempdir()]
+    except OSError:  # none can be written
+        found = []
+    return [*found, SHARED_MEMORY]
 
 
 def for_child(*python_path: Path) -> dict[str, str]:

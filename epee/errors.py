@@ -192,7 +192,21 @@ _REMEDIES = {
 }
 
 
-def shortage(what: str, exc: OSError) -> ResourceError:
-    """Return what to raise where the system refuses something to this process: it names the refusal and a remedy."""
+_FILTERED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+
+def shortage(what: str, exc: OSError, system_call: str = "") -> ResourceError:
+    """Return what to raise where the system refuses something to this process: it names the refusal and a remedy.
+
+    Args:
+        what: cannot be done.
+        exc: what the system says.
+        system_call: that needs no permission, so that only a filter, or an old kernel, refuses it.
+    """
     remedy = _REMEDIES.get(exc.errno or 0, "see what the system says of it")
+    if system_call and exc.errno in _FILTERED:
+        remedy = (
+            f"a filter refuses the system call {system_call} (the seccomp profile of an old Docker, gVisor), or the "
+            "kernel does not have it; allow it in the profile of the container"
+        )
     return ResourceError(f"{what}: {exc}; {remedy}")

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Parts import from rows above their own, never from their own or from below (docs/design.md, "Parts").
 LAYERS = (
     {"errors"},
-    {"arrays", "env", "profiling", "threads", "untraced"},
+    {"arrays", "env", "profiling", "threads", "untraced", "values"},
     {"memory", "jit", "log"},
     {"view"},
     {"link"},
@@ -31,7 +31,7 @@ NEIGHBOURS = {frozenset({"memory", "jit"})}  # kernels are loaded for memory, an
 ALONE = {"reference"}  # the oracle imports nothing of what it checks
 FRONT = {"__init__", "__main__"}  # the public names
 # What drop-in layers import of other parts: front rooms, nothing behind them (`epee.ep.__all__` has the names).
-FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "ep", "backend"}
+FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "values", "ep", "backend"}
 
 
 def module_of(path: Path) -> str:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
+from ..values import MAX_S, longest, seconds
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
 from .bootstrap.joining import (
@@ -84,7 +85,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self, dist_opts: Any, options: BackendOptions | None, default: Callable[[], BackendOptions] = BackendOptions
     ) -> None:
         rank, num_ranks = dist_opts.group_rank, dist_opts.group_size
-        timeout_s = dist_opts.timeout.total_seconds()
+        timeout_s = min(dist_opts.timeout.total_seconds(), MAX_S)  # `timedelta.max` means "for ever"
         super().__init__(rank, num_ranks)
         self._rank = rank
         self._num_ranks = num_ranks
@@ -210,10 +211,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls issued from now on wait for a silent peer."""
-        seconds = timeout.total_seconds()
-        if seconds <= 0:
-            raise InvalidArgument(f"timeout must be above 0, got {timeout}")
-        self._engine.timeout_s = self._timeout_s = seconds
+        self._engine.timeout_s = self._timeout_s = longest(timeout, "timeout")
 
     _set_default_timeout = set_timeout
 
@@ -496,7 +494,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             InvalidState: there is no such group to come into.
             SlotTakenError: another process has this rank.
         """
-        limit_s = self._birth_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._birth_timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
         if self._place is not None and not self._is_out():
             return
         before = self._engine

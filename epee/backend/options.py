@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch._C._distributed_c10d import Backend as _CBackend
 
 from .. import env
 from ..errors import InvalidArgument
+from ..values import is_whole, seconds, shown
 from ..view.group import FAULT_MODES, STALL_POLICIES, check_policy
 
 MAX_RANKS = 64
@@ -68,13 +68,13 @@ class BackendOptions(_CBackend.Options):
         staging_bytes: int | None = None,
         on_stall: str | None = None,
     ) -> None:
-        seconds = _seconds(op_timeout)
-        super().__init__("epee", timedelta(seconds=seconds) if seconds else timedelta(minutes=30))
+        timeout_s = _seconds(op_timeout)
+        super().__init__("epee", timedelta(seconds=timeout_s) if timeout_s else timedelta(minutes=30))
         self.active_ranks = _mask(active_ranks)
         self.is_extension = _flag(is_extension, "is_extension")
         self.max_group_size = _size(max_group_size)
         self.fault_mode, self.on_stall = check_policy(fault_mode, on_stall, has_mask=active_ranks is not None)
-        self.op_timeout_s = seconds
+        self.op_timeout_s = timeout_s
         self.staging_bytes = _staging(staging_bytes)
         if active_ranks is not None and max_group_size is not None and active_ranks.numel() != max_group_size:
             raise InvalidArgument(
@@ -104,20 +104,14 @@ class BackendOptions(_CBackend.Options):
 
 
 def _seconds(value: timedelta | float | None) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-        raise InvalidArgument(f"op_timeout must be a timedelta or seconds above 0, got {value!r}")
-    return float(value)
+    return 0.0 if value is None else seconds(value, "op_timeout")
 
 
 def _mask(value: Any) -> torch.Tensor | None:
     if value is None:
         return None
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.int32 or value.dim() != 1:
-        told = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        told = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
         raise InvalidArgument(f"active_ranks must be an int32 tensor [max_group_size], got {told}")
     if not (value.is_cpu or value.is_cuda) or not value.is_contiguous():
         raise InvalidArgument(
@@ -131,29 +125,24 @@ def _mask(value: Any) -> torch.Tensor | None:
 
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+        raise InvalidArgument(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def _size(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise InvalidArgument(f"max_group_size must be a number from 1 to {MAX_RANKS}, got {value!r}")
-    return value
+    if not is_whole(value, 1, MAX_RANKS):
+        raise InvalidArgument(f"max_group_size must be a number from 1 to {MAX_RANKS}, got {shown(value)}")
+    return int(value)
 
 
 def _staging(value: Any) -> int:
     name = "staging_bytes"
     if value is None:
         name, value = "EPEE_STAGING_BYTES", env.get_int("EPEE_STAGING_BYTES")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value % 4096
-        or not (MIN_STAGING_BYTES <= value <= MAX_STAGING_BYTES)
-    ):
+    if not is_whole(value, MIN_STAGING_BYTES, MAX_STAGING_BYTES) or value % 4096:
         raise InvalidArgument(
-            f"{name} must be a multiple of 4096 from {MIN_STAGING_BYTES} to {MAX_STAGING_BYTES}, got {value!r}"
+            f"{name} must be a multiple of 4096 from {MIN_STAGING_BYTES} to {MAX_STAGING_BYTES}, got {shown(value)}"
         )
-    return value
+    return int(value)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
 from ..untraced import untraced_methods
+from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
 from .device.calls import DeviceCalls
 from .engine.ending import leavers
@@ -39,6 +40,10 @@ class CallsOfView:
 
     def _meet(self) -> None:
         raise NotImplementedError
+
+    def _limit(self, timeout_s: float | None) -> float:
+        """Return for how long a call of the view waits: what its caller says, else the group's time-out."""
+        return self._engine.timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
 
     @property
     def epoch(self) -> int:
@@ -129,7 +134,7 @@ class CallsOfView:
         """
         _check_ranks(ranks, "recover_ranks")
         admission = self._admission()
-        admission.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+        admission.recover(ranks, self._limit(timeout_s))
         if self._counts_present:
             self._engine.look(admission.show_joined)
 
@@ -149,8 +154,11 @@ class CallsOfView:
                 call it again.
             CommTimeoutError, InvalidState, UnsupportedError: as `recover_ranks`.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_RANKS:
-            raise InvalidArgument(f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {size!r}")
+        if not is_whole(size, 1, MAX_RANKS):
+            raise InvalidArgument(
+                f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {shown(size)}"
+            )
+        self._limit(timeout_s)  # before anything is done
         beyond = self._beyond(size)
         if beyond:
             self._meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
@@ -163,7 +171,7 @@ class CallsOfView:
         if size == present and self._engine.survival is None:
             return
         admission = self._admission()
-        admission.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
+        admission.recover(range(present, size), self._limit(timeout_s))
         self._engine.look(admission.show_joined)
         while not admission.is_settled():  # a loss must be reported first, by a call among those who were there
             self._meet()
@@ -187,7 +195,7 @@ class CallsOfView:
         if self.options.fault_mode != "mask":
             raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')
         _check_ranks(ranks, "put_out")
-        self._admission().put_out(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+        self._admission().put_out(ranks, self._limit(timeout_s))
 
     def last_contributors(self) -> tuple[int, ...]:
         """Return the ranks whose contributions are in the result of the last collective that ended here.
@@ -291,6 +299,10 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
 
 
 def _check_ranks(ranks: Sequence[int], name: str) -> None:
-    for rank in ranks:
-        if not 0 <= rank < MAX_RANKS:
-            raise InvalidArgument(f"{name}: ranks must lie in 0 ... {MAX_RANKS - 1}, got {rank}")
+    try:
+        numbers = list(ranks)
+    except TypeError:
+        raise InvalidArgument(f"{name}: ranks must be a list of numbers, got {shown(ranks)}") from None
+    for rank in numbers:
+        if not is_whole(rank, 0, MAX_RANKS - 1):
+            raise InvalidArgument(f"{name}: ranks must lie in 0 ... {MAX_RANKS - 1}, got {shown(rank)}")

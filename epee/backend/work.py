@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import EpeeError, PeerError, RankFailedError, is_own
 from ..untraced import caller, untraced_methods
+from ..values import waiting_time
 from .engine.operation import Driven, Operation
 from .engine_face import Background
 from .outbox import Outboxes
@@ -162,7 +163,7 @@ class Work(_WorkBase):  # type: ignore[misc]
 
     def _drive(self, timeout: timedelta | None) -> bool:
         """The body of `wait`, which is the only one to call it."""
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        seconds = 0.0 if timeout is None else waiting_time(timeout)
         try:
             for op in self.ops:
                 if not op.done or op.error is not None:

@@ -15,6 +15,7 @@ from ..ep.event import Event
 from ..ep.gpu.platform import Platform
 from ..errors import CommTimeoutError, EpeeError
 from ..untraced import untraced_methods
+from ..values import waiting_time
 
 NAP_S = 50e-6
 
@@ -96,8 +97,9 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
             CommTimeoutError: the time has passed, the call goes on. Else what kernels have reported.
         """
         self._check()
-        if timeout is not None and timeout.total_seconds() > 0:
-            deadline = time.monotonic() + timeout.total_seconds()
+        limit_s = 0.0 if timeout is None else waiting_time(timeout)
+        if limit_s > 0:
+            deadline = time.monotonic() + limit_s
             while not self._event.query():
                 if time.monotonic() > deadline:
                     raise CommTimeoutError(f"wait: the GPU has not ended the call within {timeout}; it goes on")

@@ -6,7 +6,6 @@ but how they ended (see `launch.py`).
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import env
+from ..memory.signals import usable_cores
 from .check import compare_one_step
 from .launch import Send
 from .networks import enter
@@ -30,7 +30,7 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
     if settings.num_hosts > 1:
         host = settings.host_of(rank)
         env.put(EPEE_TEST="1", EPEE_HOST_KEY=f"demo {host}", EPEE_HOST_IP=enter(host, folder))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))
+    torch.set_num_threads(max(1, len(usable_cores()) // settings.num_ranks))
     dist.init_process_group(
         "epee",
         init_method=f"file://{folder / 'store'}",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..memory.signals import usable_cores
 from .finding import Finding, Verdict
 
 OLDEST_PYTHON = (3, 10)
@@ -62,7 +63,7 @@ def operating_system(system: str = sys.platform, machine: str | None = None) -> 
 
 def cores(usable: int | None = None, quota: float | None = None, root: str = _CGROUPS) -> list[Finding]:
     """Cores that this process may use, and what its cgroup grants it."""
-    usable = len(os.sched_getaffinity(0)) if usable is None else usable
+    usable = len(usable_cores()) if usable is None else usable
     quota = cgroup_cpus(root) if quota is None else quota
     value = f"{usable} usable of {os.cpu_count()}" + (f", the cgroup grants {quota:g}" if quota else "")
     if quota and quota < usable:

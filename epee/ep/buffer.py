@@ -20,6 +20,7 @@ from ..errors import InvalidArgument, UnsupportedError
 from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
+from ..values import shown
 from .attempt import CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
@@ -113,9 +114,11 @@ class Buffer(SharedBuffer):
     ) -> None:
         members = group_of(group)
         sizes = num_experts, hidden, num_topk, max_tokens_per_rank
-        config = BufferConfig(size_of(members), *sizes, dtype, num_slots, max_recv_rows or 0)
-        config = replace(config, wide_partials=bool(wide_partials))
+        config = BufferConfig(size_of(members), *sizes, dtype, num_slots, 0 if max_recv_rows is None else max_recv_rows)
+        config = replace(config, wide_partials=wide_partials is True)
         refusal = None
+        if not isinstance(wide_partials, bool):
+            refusal = InvalidArgument(f"wide_partials must be True or False, got {shown(wide_partials)}")
         if max_recv_rows == 0:
             refusal = InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
         super().__init__(members, config, device, timeout, fault_mode, on_stall, refusal)
@@ -151,7 +154,7 @@ class Buffer(SharedBuffer):
         config = BufferConfig(num_ranks, *sizes, room_bytes=room_bytes, room_expert_bytes=expert_bytes)
         refusal = None
         if not room_bytes:
-            refusal = InvalidArgument(f"room_bytes must be an int of at least 1, got {room_bytes!r}")
+            refusal = InvalidArgument(f"room_bytes must be an int of at least 1, got {shown(room_bytes)}")
         SharedBuffer.__init__(self, members, config, device, timeout, refusal=refusal)
         return self
 
@@ -183,7 +186,7 @@ class Buffer(SharedBuffer):
         sizes = num_experts, hidden, num_topk, max_tokens_per_rank, dtype
         if max_recv_rows == 0:
             raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
-        config = BufferConfig(self.num_ranks, *sizes, max_recv_rows=max_recv_rows or 0)
+        config = BufferConfig(self.num_ranks, *sizes, max_recv_rows=0 if max_recv_rows is None else max_recv_rows)
         with self._turns.queue(), self._turns:
             path = self._gpu_path()
             config = self._like_mine(config)

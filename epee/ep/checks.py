@@ -7,7 +7,6 @@ data; expert ids are looked at once (`aminmax`).
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
-from .config import FP8, FP8_MULTIPLE, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, BufferConfig
+from ..values import is_whole, seconds, shown
+from .config import (
+    FP8,
+    FP8_MULTIPLE,
+    LAYOUTS,
+    MAX_CAPACITY,
+    MAX_EXPERT_ALIGNMENT,
+    MAX_SMS,
+    PAYLOAD_DTYPES,
+    BufferConfig,
+)
 from .handle import Handle, HostHandle
 from .streams import RunOptions
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
@@ -108,14 +117,8 @@ class CombineCall(NamedTuple):
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
-    """Return the time-out in seconds; `InvalidArgument` unless it is a finite number above 0."""
-    if timeout is None:
-        return default
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise InvalidArgument(f"timeout must be a number of seconds or None, got {timeout!r}")
-    if not math.isfinite(timeout) or timeout <= 0:
-        raise InvalidArgument(f"timeout must be above 0 and finite, got {timeout}; leave it out for the default")
-    return float(timeout)
+    """Return the time-out in seconds; `InvalidArgument` unless it is a time as `seconds` takes it."""
+    return default if timeout is None else seconds(timeout, "timeout")
 
 
 def check_mask(config: BufferConfig, active_ranks: object) -> torch.Tensor | None:
@@ -135,11 +138,11 @@ def check_run(run: RunOptions) -> RunOptions:
     num_sms = run.num_sms
     if num_sms is None and type(run.async_op) is bool and type(run.sync) is bool:
         return run
-    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
-        raise InvalidArgument(f"num_sms must be an int of at least 1 or None, got {num_sms!r}")
+    if num_sms is not None and not is_whole(num_sms, 1, MAX_SMS):
+        raise InvalidArgument(f"num_sms must be an int 1 ... {MAX_SMS} or None, got {shown(num_sms)}")
     for name, value in (("async_op", run.async_op), ("sync", run.sync)):
         if not isinstance(value, bool):
-            raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+            raise InvalidArgument(f"{name} must be True or False, got {shown(value)}")
     return run
 
 
@@ -312,7 +315,7 @@ def check_dispatch(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )
     if layout not in LAYOUTS:
-        raise InvalidArgument(f"layout must be 'rank' or 'expert', got {layout!r}")
+        raise InvalidArgument(f"layout must be 'rank' or 'expert', got {shown(layout)}")
     _check_alignment(expert_alignment)
     most = _check_capacity(capacity, handle, layout)
     if handle is not None:
@@ -339,9 +342,10 @@ def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig)
 
 
 def _check_alignment(expert_alignment: object) -> None:
-    is_int = isinstance(expert_alignment, int) and not isinstance(expert_alignment, bool)
-    if not is_int or not 1 <= expert_alignment <= MAX_EXPERT_ALIGNMENT:  # type: ignore[operator]
-        raise InvalidArgument(f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {expert_alignment!r}")
+    if not is_whole(expert_alignment, 1, MAX_EXPERT_ALIGNMENT):
+        raise InvalidArgument(
+            f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {shown(expert_alignment)}"
+        )
 
 
 def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int | None:
@@ -349,10 +353,10 @@ def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int
     if capacity is None:
         return None
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-        raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {capacity!r}")
+        raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {shown(capacity)}")
     if handle is not None:
         raise InvalidArgument(
-            f"capacity must be None with a handle, whose dispatch has said which rows there are, got {capacity}"
+            f"capacity must be None with a handle, whose dispatch has said which rows there are, got {shown(capacity)}"
         )
     if layout != "rank":
         raise UnsupportedError(

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..memory.layout import Field, Layout, align_up
+from ..values import is_whole, shown
 from ..view.group import FAULT_MODES, STALL_POLICIES
 from ..view.transport.wire import MAX_MEMBERS
 
@@ -23,6 +24,7 @@ FP8_MULTIPLE = 16  # of an FP8 row: GPUs copy it in pieces of 16 bytes
 MAX_SCALE_WORDS = 1023  # of a row: what the kernels' signatures can tell apart
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
+MAX_SMS = 1 << 16  # more than a GPU has: kernels take the GPU's own number then
 MAX_CAPACITY = (1 << 31) - 1  # no call brings as many rows: larger ones are all alike
 MAX_LATENCY_TOKENS = 1 << 14
 FP8 = torch.float8_e4m3fn
@@ -106,8 +108,8 @@ class BufferConfig:
         """Raise `InvalidArgument` for the first rule that is broken."""
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise InvalidArgument(f"{name} must be an int {low} ... {high}, got {value!r}")
+            if not is_whole(value, low, high):
+                raise InvalidArgument(f"{name} must be an int {low} ... {high}, got {shown(value)}")
         if self.num_experts % self.num_ranks:
             raise InvalidArgument(
                 f"num_experts must be a multiple of the number of ranks, got {self.num_experts} experts for "

@@ -54,7 +54,7 @@ class CubinCache:
             self._fd = _make_and_open(self.folder)
         except OSError as exc:
             reason = exc.strerror if isinstance(exc, _NotOurs) else str(exc)
-            private = Path(tempfile.mkdtemp(prefix="epee-jit-"))
+            private = Path(tempfile.mkdtemp(prefix="epee-jit-", dir=env.temporary_folders()[0]))
             _log.warning("not using the kernel cache %s: %s; compiling into %s instead", self.folder, reason, private)
             weakref.finalize(self, _remove, private, os.getpid())  # at the latest when the process ends
             self.folder = private

@@ -38,8 +38,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import AuthError, EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError
-from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, naming_death, parse_claim, require_alive
+from ..errors import AuthError, EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError, shortage
+from .claim import (
+    CLAIM_BYTES,
+    COOKIE_BYTES,
+    Claim,
+    make_claim,
+    naming_death,
+    parse_claim,
+    require_alive,
+)
 from .claim import process_start_time as process_start_time  # detectors of deaths import it from here
 from .layout import CACHE_LINE_BYTES, align_up
 
@@ -108,6 +116,8 @@ class HostRegion:
         try:
             fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
+            if exc.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise shortage(f"memfd for {name} ({mapped_bytes} bytes)", exc, "memfd_create") from exc
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; free memory or descriptors") from exc
         try:
             os.ftruncate(fd, mapped_bytes)

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 
+from .. import env
 from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
 from ..threads import BackgroundThread
 from .claim import COOKIE_BYTES, Claim, naming_death, require_alive
@@ -92,7 +93,7 @@ class DescriptorServer:
 
 def _bind_unnamed(listener: socket.socket) -> int:
     """Bind a socket, take its name away again, and return an `O_PATH` descriptor of it."""
-    folder = tempfile.mkdtemp(prefix="epee-")
+    folder = tempfile.mkdtemp(prefix="epee-", dir=env.temporary_folders()[0])
     try:
         folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -31,6 +31,15 @@ _SYS_FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine(), 98)  # aarch6
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
+
+def usable_cores() -> set[int]:
+    """Return the cores that this thread may run on; all of the machine where a filter refuses to say."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set(range(os.cpu_count() or 1))
+
+
 EPOCH_BITS = 24
 SEQ_BITS = 40
 

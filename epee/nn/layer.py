@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InvalidArgument
+from ..values import is_whole, shown
 from .experts import ExpertLayer, Experts, router_dtype, router_weight
 from .functional import combine, dispatch
 from .parallel import spread_experts
@@ -27,6 +28,8 @@ from .router import Routing, route
 if TYPE_CHECKING:
     from ..ep.buffer import Buffer
     from ..ep.handle import Dispatched
+
+MAX_FFN_HIDDEN = 1 << 20
 
 
 class MoELayer(ExpertLayer):
@@ -83,11 +86,17 @@ class MoELayer(ExpertLayer):
         super().__init__()
         _check_sizes(buffer, hidden=hidden, num_experts=num_experts, num_topk=num_topk)
         if layout not in ("expert", "rank", None):
-            raise InvalidArgument(f'layout must be "expert", "rank" or None, got {layout!r}')
+            raise InvalidArgument(f'layout must be "expert", "rank" or None, got {shown(layout)}')
         if capacity is not None and (layout == "expert" or isinstance(capacity, bool) or not isinstance(capacity, int)):
             raise InvalidArgument(
-                f'capacity must be an int, with layout="rank", got {capacity!r} and layout={layout!r}'
+                f'capacity must be an int, with layout="rank", got {shown(capacity)} and layout={layout!r}'
             )
+        if not is_whole(ffn_hidden, 1, MAX_FFN_HIDDEN):
+            raise InvalidArgument(f"ffn_hidden must be an int 1 ... {MAX_FFN_HIDDEN}, got {shown(ffn_hidden)}")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise InvalidArgument(f"seed must be an int, got {shown(seed)}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidArgument(f"dtype must be a floating-point dtype of torch, got {shown(dtype)}")
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
         self.layout = layout or ("rank" if capacity is not None else _layout_with_room(buffer))
         self.capacity = capacity
@@ -166,8 +175,8 @@ def _layout_with_room(buffer: Buffer) -> str:
 
 def _check_sizes(buffer: Buffer, **sizes: int) -> None:
     for name, value in sizes.items():
-        if value != getattr(buffer.config, name):
+        wanted = getattr(buffer.config, name)
+        if isinstance(value, bool) or value != wanted:
             raise InvalidArgument(
-                f"{name} must be the buffer's, {getattr(buffer.config, name)}, got {value}; "
-                f"make the buffer with {name}={value}"
+                f"{name} must be the buffer's, {wanted}, got {shown(value)}; make the buffer with another {name}"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidArgument
+from ..values import shown
 from .protocol.messages import Member
 from .runtime import Runtime
 
@@ -27,9 +28,9 @@ def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = 
         InvalidArgument: one of them is something else.
     """
     if fault_mode is not None and fault_mode not in FAULT_MODES:
-        raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {fault_mode!r}")
+        raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {shown(fault_mode)}")
     if on_stall is not None and on_stall not in STALL_POLICIES:
-        raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {on_stall!r}")
+        raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {shown(on_stall)}")
     mode = "mask" if has_mask else fault_mode or "raise"
     return mode, on_stall or ("evict" if mode == "mask" else "error")
 

@@ -82,8 +82,9 @@ def test_who_cannot_be_watched_is_not_dead(victim: subprocess.Popen[bytes], monk
     for number in (errno.EPERM, errno.ENFILE, errno.ENOMEM, errno.EINVAL):
         with monkeypatch.context() as patch:
             patch.setattr(os, "pidfd_open", _refuse(number))
-            with pytest.raises(ResourceError, match=f"cannot watch process {victim.pid}"):
+            with pytest.raises(ResourceError, match=f"cannot watch process {victim.pid}") as caught:
                 watch.watch(4, victim.pid, start)
+            assert ("a filter refuses the system call pidfd_open" in str(caught.value)) == (number == errno.EPERM)
     assert watch.dead() == ()
     watch.watch(4, victim.pid, start)
     victim.kill()

@@ -317,6 +317,82 @@ def test_without_a_named_folder_a_private_one_among_the_temporary_files_is_used(
     assert not list(session.iterdir())
 
 
+def in_the_way(path: Path, kind: str) -> None:
+    """Put something at `path` that is no folder of this user alone."""
+    if kind == "file":
+        path.touch(0o600)
+    elif kind == "link":
+        path.symlink_to(path.parent)
+    elif kind == "dangling":
+        path.symlink_to(path.parent / "nothing")
+    else:
+        path.mkdir()
+        path.chmod(0o777 if kind == "open" else 0o700)
+        if kind == "foreign":
+            os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "open", "foreign"])
+def test_what_is_in_the_way_of_the_default_folder_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    monkeypatch.delenv("EPEE_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = f"epee-{os.geteuid()}"
+    for name in (own, f"{own}-2"):
+        in_the_way(tmp_path / name, kind)
+    job = d.JobDirectory.create("a:1")
+    assert job.path.parent == tmp_path / f"{own}-3"
+    assert mode(job.path.parent) == 0o700
+    assert d.find_jobs("a:1") == [job.path]
+    job.leave()
+
+
+def test_a_user_whose_names_are_all_taken_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EPEE_RUNTIME_DIR")
+    monkeypatch.setattr(d.env, "temporary_folders", lambda: [str(tmp_path)])
+    own = f"epee-{os.geteuid()}"
+    for name in (own, *(f"{own}-{number}" for number in range(2, 17))):
+        in_the_way(tmp_path / name, "open")
+    with pytest.raises(AuthError, match=f"{own} must belong to user .* set EPEE_RUNTIME_DIR"):
+        d.JobDirectory.create()
+
+
+@pytest.mark.parametrize("kind", ["none", "read-only", "full"])
+def test_without_a_temporary_folder_that_can_be_written_memory_has_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.delenv("EPEE_RUNTIME_DIR")
+    shared, disk = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(d.env, "SHARED_MEMORY", str(shared))
+
+    def find() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", find if kind == "none" else lambda: str(disk))
+    if kind == "read-only":
+        (disk / "file").touch()
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: str(disk / "file"))  # nothing can be made there
+    real = d._make
+
+    def fill(folder_fd: int, name: str, content: bytes) -> int:
+        if kind == "full" and os.readlink(f"/proc/self/fd/{folder_fd}").startswith(str(disk)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(folder_fd, name, content)
+
+    monkeypatch.setattr(d, "_make", fill)
+    job = d.JobDirectory.create("a:1")
+    assert job.path.parent == shared / f"epee-{os.geteuid()}"
+    assert mode(job.path.parent) == mode(job.path) == 0o700
+    assert d.find_jobs("a:1") == [job.path]
+    job.leave()
+    assert not [path for path in disk.rglob("*") if path.is_dir() and path.name.startswith("new-")]
+
+
 # ---- what cleaners do (review A5)
 
 

@@ -15,7 +15,7 @@ import ctypes
 import os
 import time
 
-from ...memory.signals import YIELD_S, futex_sleep
+from ...memory.signals import YIELD_S, futex_sleep, usable_cores
 from ..outbox import CORE, SLEEPERS
 from .entry import CHANGING, Entry, Guarded
 from .operation import Block
@@ -50,7 +50,7 @@ class Waiting:
 
     def count_ranks(self, num_ranks: int) -> None:
         """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
-        self._own_core = num_ranks <= len(os.sched_getaffinity(0))
+        self._own_core = num_ranks <= len(usable_cores())
         self.num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
 
     # ---- waiting, with the lock held
@@ -110,7 +110,7 @@ class Waiting:
         ):
             return False
         self._moved = now
-        allowed = os.sched_getaffinity(0)
+        allowed = usable_cores()
         others = allowed - {own - 1}
         if not others:
             return False

@@ -47,6 +47,7 @@ from epee.ep import (
 )
 from epee.errors import InvalidArgument
 from epee.untraced import untraced_methods
+from epee.values import is_whole, shown
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
 V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
@@ -138,8 +139,8 @@ class Buffer(LowLatency, PoolOwner):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set the SMs of default configs, an even number, for all V1 buffers."""
-        if new_num_sms < 2 or new_num_sms % 2:
-            raise InvalidArgument(f"new_num_sms must be even and at least 2, got {new_num_sms}")
+        if not is_whole(new_num_sms, 2, 1 << 16) or new_num_sms % 2:
+            raise InvalidArgument(f"new_num_sms must be even and at least 2, got {shown(new_num_sms)}")
         Buffer.num_sms = new_num_sms
 
     @staticmethod

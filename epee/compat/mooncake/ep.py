@@ -19,6 +19,7 @@ from epee.ep import BufferPool, Payload, Quantisation, group_of
 
 from ...errors import InvalidArgument, UnsupportedError
 from ...untraced import untraced_methods
+from ...values import MAX_US, is_whole, shown
 from . import pg
 from .mask import GroupMask
 from .pg import *  # noqa: F403
@@ -244,8 +245,10 @@ class Buffer:
         return_recv_hook: bool,
         zero_copy: bool = False,
     ) -> Ways:
-        if timeout_us != -1 and (isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0):
-            raise InvalidArgument(f"timeout_us must be above 0, or -1 for the group's time-out, got {timeout_us!r}")
+        if timeout_us != -1 and not is_whole(timeout_us, 1, MAX_US):
+            raise InvalidArgument(
+                f"timeout_us must be above 0, or -1 for the group's time-out, and at most {MAX_US}, got {shown(timeout_us)}"
+            )
         if active_ranks is None:
             active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         limit_us = None if timeout_us == -1 else timeout_us

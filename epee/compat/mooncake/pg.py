@@ -28,6 +28,7 @@ from ...backend import (
     set_host_ip,
 )
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
+from ...values import MAX_US, is_whole, shown
 from .responses import (
     ProposalStatus,
     ProposeViewUpdateResponse,
@@ -306,9 +307,8 @@ _groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of Mooncake's backends, in 
 
 
 def _checked_us(name: str, value: int, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        rule = "above 0" if least else "from 0 on"
-        raise InvalidArgument(f"{name} must be a number of microseconds {rule}, got {value!r}")
+    if not is_whole(value, least, MAX_US):
+        raise InvalidArgument(f"{name} must be a number of microseconds from {least} to {MAX_US}, got {shown(value)}")
     return value
 
 

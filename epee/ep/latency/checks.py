@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...errors import InvalidArgument, InvalidState, StaleHandleError
+from ...values import MAX_US, is_whole, shown
 from ..checks import check_mask, check_rows, check_run, check_tensor, check_timeout, overlap
 from ..config import CPU, BufferConfig
 from ..streams import RunOptions
@@ -66,9 +67,12 @@ def check_wait(timeout_us: object, timeout: float | None, default_s: float) -> f
         return check_timeout(timeout, default_s)
     if timeout is not None:
         raise InvalidArgument("timeout and timeout_us say the same; give one of them")
-    if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0:
-        raise InvalidArgument(f"timeout_us must be an int above 0 or None for the buffer's, got {timeout_us!r}")
-    return check_timeout(timeout_us / 1e6, default_s)
+    if not is_whole(timeout_us, 1, MAX_US):
+        raise InvalidArgument(
+            f"timeout_us must be an int of 1 ... {MAX_US} or None for the buffer's, got {shown(timeout_us)}"
+        )
+    assert isinstance(timeout_us, int)
+    return timeout_us / 1e6
 
 
 def check_run_options(num_sms: object, async_op: object, previous_event: object) -> RunOptions:
@@ -80,7 +84,7 @@ def check_run_options(num_sms: object, async_op: object, previous_event: object)
 
 def _check_hook_wish(return_hook: object, async_op: bool) -> bool:
     if not isinstance(return_hook, bool):
-        raise InvalidArgument(f"return_hook must be True or False, got {return_hook!r}")
+        raise InvalidArgument(f"return_hook must be True or False, got {shown(return_hook)}")
     if return_hook and async_op:
         raise InvalidArgument("return_hook and async_op exclude each other: a hook runs where it is called; drop one")
     return return_hook
@@ -91,7 +95,7 @@ def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: objec
     how = Quantisation(use_fp8, round_scale, use_ue8m0)  # type: ignore[arg-type]  # looked at next
     for name, value in zip(QUANTISATION_NAMES, how, strict=True):
         if not isinstance(value, bool):
-            raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+            raise InvalidArgument(f"{name} must be True or False, got {shown(value)}")
     if how.round_scale and not how.use_fp8:
         raise InvalidArgument("round_scale needs use_fp8=True: there are no scales otherwise")
     if how.use_ue8m0 and not how.round_scale:
@@ -173,7 +177,7 @@ def check_latency_combine(
         weights = weights.contiguous()
     partial_dtype = given.partial_dtype or torch.bfloat16
     if partial_dtype not in _PARTIAL_DTYPES:
-        raise InvalidArgument(f"partial_dtype must be torch.bfloat16 or torch.float32, got {partial_dtype!r}")
+        raise InvalidArgument(f"partial_dtype must be torch.bfloat16 or torch.float32, got {shown(partial_dtype)}")
     out = None
     if given.out is not None:
         out = check_tensor("out", given.out, (handle.num_tokens, config.hidden), (torch.bfloat16,), config.device)

@@ -52,7 +52,7 @@ def open_process(pid: int, start_time: int) -> int:
     except OSError as exc:
         if exc.errno == errno.EINVAL and started_at(pid) != start_time:
             return -1  # a thread of another process has the number
-        raise shortage(f"cannot watch process {pid}", exc) from exc
+        raise shortage(f"cannot watch process {pid}", exc, "pidfd_open") from exc
     try:
         started = started_at(pid)
         if is_readable(fd) or started not in (-1, start_time):

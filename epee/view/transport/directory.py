@@ -24,7 +24,8 @@ need it: a process that is known is reached through its own descriptor of its so
 `/proc/PID/fd/FD` and no name. That serves members and those who wait to become one, costs nothing before there is
 something to say, and a connection that broke can be made again, all of which connections kept from birth on would not.
 Without the folder nobody new finds the job; that is all (`is_there`). The runtime folder lies among the temporary files
-and not in XDG_RUNTIME_DIR, which is removed when the user logs out.
+and not in XDG_RUNTIME_DIR, which is removed when the user logs out; in /dev/shm where no other temporary folder can be
+written.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ import re
 import secrets
 import socket
 import stat
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ... import env
@@ -62,28 +63,68 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _UNFINISHED_S = 60.0  # a folder that is older and not whole was left by a process that died while it made it
 MAX_HOME_BYTES = 1024
 _NUM_TRIES = 20  # to open or make a folder that others make and remove
+_NUM_NAMES = 16  # of a folder for jobs, where something is in the way of the first ones
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process is short of something: another folder is no remedy
 _LOOK_S = 1.0  # how long somebody may hold the lock alone to see whether the job lives
 
 
 def runtime_folder() -> Path:
-    """Return the folder that holds this user's jobs, which exists then.
+    """Return the folder that holds this user's new jobs, which exists then; see `runtime_folders`."""
+    return next(runtime_folders())
 
-    It is EPEE_RUNTIME_DIR, else `epee-UID` in the temporary folder.
+
+def runtime_folders() -> Iterator[Path]:
+    """Yield the folders that can hold this user's jobs, best first, each made when its turn comes.
+
+    It is EPEE_RUNTIME_DIR alone, where that is set. Else it is `epee-UID` among the temporary files, and in /dev/shm.
+    Where something else is in the way of that name (another user's folder, one that is open to others, a link, a file)
+    the next of `epee-UID-2`, `epee-UID-3` ... takes its place, so that other users cannot stop this one's jobs.
 
     Raises:
-        AuthError: it belongs to another user, is open to others, or is a link.
-        ResourceError: it cannot be made.
+        AuthError: none is left, and something that is not ours alone is in the way.
+        ResourceError: none can be made.
     """
+    refusals: list[OSError] = []
+    for paths in _candidates():
+        for path in paths:
+            try:
+                path.mkdir(mode=0o700, exist_ok=True)
+                os.close(_open_private(path))
+            except OSError as exc:
+                if exc.errno in _SHORT:
+                    raise shortage(f"cannot make the folder {path}", exc) from exc
+                refusals.append(exc)
+            else:
+                yield path.resolve()
+                break
+    first = next((exc for exc in refusals if isinstance(exc, EpeeError)), None)
+    if first is not None:
+        raise first
+    told = f": {refusals[0]}" if refusals else " any more"
+    raise ResourceError(
+        f"cannot make a folder for jobs{told}; let EPEE_RUNTIME_DIR name one that can be written"
+    ) from (refusals[0] if refusals else None)
+
+
+def _candidates() -> list[list[Path]]:
+    """Return the paths of `runtime_folders` by place, whatever lies there."""
     named = str(env.get("EPEE_RUNTIME_DIR"))
-    path = Path(named) if named else Path(tempfile.gettempdir()) / f"epee-{os.geteuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        os.close(_open_private(path))
-    except OSError as exc:
-        if isinstance(exc, EpeeError):
-            raise
-        raise ResourceError(f"cannot make the folder {path}: {exc}; let EPEE_RUNTIME_DIR name another") from exc
-    return path.resolve()
+    if named:
+        return [[Path(named)]]
+    own = f"epee-{os.geteuid()}"
+    names = [own, *(f"{own}-{number}" for number in range(2, 1 + _NUM_NAMES))]
+    return [[Path(base) / name for name in names] for base in env.temporary_folders()]
+
+
+def _existing_folders() -> Iterator[Path]:
+    """Yield the folders that hold jobs of this user now, those included that are full by now."""
+    if env.get("EPEE_RUNTIME_DIR"):
+        yield runtime_folder()
+        return
+    for path in (path for paths in _candidates() for path in paths):
+        with contextlib.suppress(OSError):  # it is not there, or not ours
+            os.close(_open_private(path))
+            yield path.resolve()
 
 
 def job_key(name: str) -> str:
@@ -107,7 +148,7 @@ def job_id_of(path: str) -> bytes:
 def find_jobs(name: str | None = None) -> list[Path]:
     """Return the folders on this host of this user's living jobs made as `name` (any, if None), the youngest first."""
     found, host = [], own_host_key()
-    for path in runtime_folder().iterdir():
+    for path in (path for folder in _existing_folders() for path in folder.iterdir()):
         match = _JOB.fullmatch(path.name)
         if match is None or match[2] != host or (name is not None and match[1] != job_key(name)):
             continue
@@ -195,13 +236,14 @@ class JobDirectory:
         if len(job_id) != JOB_ID_BYTES:
             raise InvalidArgument(f"a job's id has {JOB_ID_BYTES} bytes, got {len(job_id)}")
         token = token_of_file() or Token(secret)
-        path = runtime_folder() / _folder_name(name, job_id)
+        own_name = _folder_name(name, job_id)
         for _ in range(_NUM_TRIES):
-            with contextlib.suppress(ResourceError):  # nobody has made it, or the last one has just left it
-                return cls.open(path)._checked(token)
+            for folder in _existing_folders():
+                with contextlib.suppress(ResourceError):  # nobody has made it, or the last one has just left it
+                    return cls.open(folder / own_name)._checked(token)
             with contextlib.suppress(FileExistsError):  # somebody was faster
                 return cls._make(name, job_id, secret)._checked(token)
-        raise ResourceError(f"the folder {path} comes and goes; do the processes of its job end all the time?")
+        raise ResourceError(f"the folder {own_name} comes and goes; do the processes of its job end all the time?")
 
     def _checked(self, token: Token) -> JobDirectory:
         if self.token.derive(b"same", b"") != token.derive(b"same", b""):
@@ -211,8 +253,22 @@ class JobDirectory:
 
     @classmethod
     def _make(cls, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
-        """Make a folder; `FileExistsError` where it is there already."""
-        parent = runtime_folder()
+        """Make a folder in the first place that takes it; `FileExistsError` where it is there already."""
+        refusal: ResourceError | None = None
+        try:
+            for parent in runtime_folders():
+                try:
+                    return cls._make_in(parent, name, job_id, secret)
+                except ResourceError as exc:  # the folder is full, or cannot be written any more
+                    if getattr(exc.__cause__, "errno", 0) in _SHORT:
+                        raise
+                    refusal = refusal or exc
+        except ResourceError as exc:
+            raise refusal or exc from exc.__cause__
+        raise AssertionError("`runtime_folders` raises where it yields no more")
+
+    @classmethod
+    def _make_in(cls, parent: Path, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
         remove_stale(parent)
         path = parent / _folder_name(name, job_id)
         unfinished = parent / f"new-{secrets.token_hex(JOB_ID_BYTES)}"

@@ -43,7 +43,7 @@ from ....errors import ProtocolError
 from ....link.frames import NO_WORD
 from ....link.roles import Roles
 from ....link.topology import Topology
-from ....memory.signals import YIELD_S, futex_wake, tag
+from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
 from ...config import BufferConfig
 from ...control.withdrawal import GATHERED, GAVE_UP, EndWords
 from ...latency.region import RegionWords, SectionCut
@@ -100,7 +100,7 @@ class HostsWire(Wire):
         self._reopened: dict[int, int] = {}  # by host: tag of the last call for which tags were taken away
         self._sent: dict[tuple[int, int], int] = {}  # by host and slot: number of the last frame
         self._waits: dict[int, tuple[int, int, float]] = {}  # by peer: its last wait, and until when it is
-        self._own_core = config.num_ranks <= len(os.sched_getaffinity(0))
+        self._own_core = config.num_ranks <= len(usable_cores())
 
     @property
     def regions(self) -> Sequence[HostsFields]:

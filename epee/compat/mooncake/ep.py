@@ -247,7 +247,8 @@ class Buffer:
     ) -> Ways:
         if timeout_us != -1 and not is_whole(timeout_us, 1, MAX_US):
             raise InvalidArgument(
-                f"timeout_us must be above 0, or -1 for the group's time-out, and at most {MAX_US}, got {shown(timeout_us)}"
+                "timeout_us must be above 0, or -1 for the group's time-out, and at most "
+                f"{MAX_US}, got {shown(timeout_us)}"
             )
         if active_ranks is None:
             active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))

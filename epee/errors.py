@@ -30,7 +30,10 @@ All of them can be imported from `epee`. Names and fields are API.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
+
+_DOCTOR = "epee doctor --pid"
 
 
 class EpeeError(RuntimeError):
@@ -80,13 +83,25 @@ class AuthError(EpeeError, PermissionError):
 class CommTimeoutError(EpeeError, TimeoutError):
     """A peer that is not known to be dead stayed silent for too long.
 
+    The text of one that ends a call ends with the command that shows what all ranks are doing. It may be run on this
+    host while a process of the job lives; `--pid` takes any of them.
+
     Attributes:
         ranks: the silent ranks, ascending.
+        pid: the process that raised it; 0 where there is no job yet to look at.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = (), *, has_job: bool | None = None) -> None:
+        """`has_job`: whether there is a job to look at; None: if there are silent ranks."""
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.pid = os.getpid() if has_job or (has_job is None and ranks) else 0
+
+    def __str__(self) -> str:
+        text = super().__str__()  # the arguments stay as they were given: they are what pickling keeps
+        if not self.pid or _DOCTOR in text:
+            return text
+        return f"{text}; to see who waits for whom, run: {_DOCTOR} {self.pid}"
 
 
 class AbortedError(EpeeError):

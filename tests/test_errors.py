@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import pickle
 import re
 
 import pytest
@@ -75,3 +77,14 @@ def test_context_lists_facts_and_leaves_out_what_is_not_known() -> None:
     text = errors.context("dispatch", rank=0, peer=2, root=None, elapsed=10.04)
     assert text == "dispatch (rank=0, peer=2, waited 10.0 s)"
     assert errors.context("barrier") == "barrier"
+
+
+def test_a_time_out_ends_with_the_command_that_shows_who_waits() -> None:
+    error = epee.CommTimeoutError("all_reduce: rank 1 silent", [1])
+    ends = f"; to see who waits for whom, run: epee doctor --pid {os.getpid()}"
+    assert str(error) == f"all_reduce: rank 1 silent{ends}"
+    again = epee.CommTimeoutError(f"barrier: not run: {error}", [1])
+    assert str(again) == f"barrier: not run: all_reduce: rank 1 silent{ends}"
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.ranks) == (str(error), (1,))
+    assert str(epee.CommTimeoutError("init: no word from rank 1", [1], has_job=False)) == "init: no word from rank 1"

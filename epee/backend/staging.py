@@ -183,7 +183,8 @@ def await_marks(marks: Sequence[Any], engine: Engine, name: str) -> None:
                 raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
             if elapsed > engine.timeout_s:
                 facts = context(name, rank=engine.box.rank, seq=engine.seq, elapsed_s=elapsed)
-                raise CommTimeoutError(f"{facts}: this rank's GPU has not come to the call within the group's time-out")
+                told = f"{facts}: this rank's GPU has not come to the call within the group's time-out"
+                raise CommTimeoutError(told, has_job=True)
             if elapsed > SPIN_S:
                 time.sleep(NAP_S)
 

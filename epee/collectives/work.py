@@ -102,7 +102,8 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
             deadline = time.monotonic() + limit_s
             while not self._event.query():
                 if time.monotonic() > deadline:
-                    raise CommTimeoutError(f"wait: the GPU has not ended the call within {timeout}; it goes on")
+                    told = f"wait: the GPU has not ended the call within {timeout}; it goes on"
+                    raise CommTimeoutError(told, has_job=True)
                 time.sleep(NAP_S)
             self._check()
         self._join()

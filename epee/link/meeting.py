@@ -240,6 +240,7 @@ class Meeting:
             f"init (rank={self._me.slot}): no connection with rank(s) {where}; can the hosts reach each other there? "
             "EPEE_HOST_IP names another address, `epee doctor --peer HOST:PORT` tries one",
             missing,
+            has_job=False,
         )
 
     def _missed(self, rank: int) -> str:

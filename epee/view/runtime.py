@@ -179,7 +179,8 @@ class Runtime:
         if decision is None:
             self.close()
             where = context("join", rank=self._me.slot, elapsed=timeout_s)
-            raise CommTimeoutError(f"{where}: nobody in {self._job.path} has taken this process in; is the job alive?")
+            told = f"{where}: nobody in {self._job.path} has taken this process in; is the job alive?"
+            raise CommTimeoutError(told, has_job=False)
         return decision
 
     # ---- what engines call

@@ -80,6 +80,7 @@ class BootstrapAttempt:
                 f"init (rank={self.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
                 "start all ranks with the same rendezvous, and rank numbers that differ",
                 [peer],
+                has_job=False,
             ) from exc
         self.others_know = True
         fields = read_fields(raw, peer)

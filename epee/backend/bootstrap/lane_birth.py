@@ -71,7 +71,8 @@ class LaneBirth:
             self.runtime.await_decision(epoch - 1, timeout_s)
             found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
             if not found:
-                raise CommTimeoutError(f"init: epoch {epoch} of the view did not come; is a rank in another job?")
+                told = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
+                raise CommTimeoutError(told, has_job=True)
             self._occupants.known = found[0]
         present = {member.slot for member in self._occupants.known.members}
         lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
@@ -100,7 +101,8 @@ class LaneBirth:
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
                     f"rank {offer.rank} asked to come in, and no member has taken it in within {timeout_s:.1f} s; a "
-                    "member must call recover_ranks"
+                    "member must call recover_ranks",
+                    has_job=True,
                 )
             self.runtime.await_decision(epoch, ASK_SLICE_S)
 

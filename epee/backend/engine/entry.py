@@ -108,7 +108,8 @@ class Entry:
             if time.monotonic() > until:
                 raise CommTimeoutError(
                     f"the ranks have not agreed on a view for {self._guarded.timeout_s:.0f} s (rank="
-                    f"{self._guarded.box.rank}); no call was made, it may be tried again"
+                    f"{self._guarded.box.rank}); no call was made, it may be tried again",
+                    has_job=True,
                 )
             self.queue_up()
 
@@ -206,7 +207,8 @@ class Entry:
             if time.monotonic() > until:
                 raise CommTimeoutError(
                     f"another thread has been inside a call of this group for {self._guarded.timeout_s:.0f} s (rank="
-                    f"{self._guarded.box.rank}); was it interrupted? Its next call of the group repairs that"
+                    f"{self._guarded.box.rank}); was it interrupted? Its next call of the group repairs that",
+                    has_job=True,
                 )
 
     def raise_ended(self) -> None:

@@ -227,8 +227,8 @@ class Operation:
         complete a call with it, and its reason is for those who come late.
         """
         if isinstance(self.plan, RefusedPlan):
-            told = CommTimeoutError(f"{self.describe(box)}: refused here, and given up by another rank", silent)
-            self.fail(cause or told)
+            told = f"{self.describe(box)}: refused here, and given up by another rank"
+            self.fail(cause or CommTimeoutError(told, silent, has_job=True))
         else:
             self.withdrawal = Withdrawal(self, box, silent, cause)
 

@@ -79,6 +79,7 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
                 f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up; the group "
                 "can be used: the next call pairs by its number",
                 silent,
+                has_job=True,
             )
         )
     if head.done:
@@ -112,6 +113,7 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
                 f"{', '.join(map(str, tellers)) or 'none'} could tell; the call is given up; the next one pairs by its "
                 "number",
                 tellers or lost,
+                has_job=True,
             )
         )
     engine.retire_heads()
@@ -130,7 +132,8 @@ def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) 
     else:
         told = told or "nothing with this tag was sent to this rank by any other"
         told += "; nothing was taken; the receive may be posted again"
-    head.fail(CommTimeoutError(f"{head.describe(engine.box, elapsed=now - head.started)}: {told.lstrip('; ')}", silent))
+    where = head.describe(engine.box, elapsed=now - head.started)
+    head.fail(CommTimeoutError(f"{where}: {told.lstrip('; ')}", silent, has_job=True))
 
 
 def _can_withdraw(head: Operation) -> bool:
@@ -154,7 +157,8 @@ def raise_if_overdue(engine: EngineFace, op: Driven, until: float | None, now: f
         is_told = isinstance(op, Operation) and op.told is not None
         told = "its end is still open; repeat the call" if is_told else "the call goes on and may be waited for again"
         raise CommTimeoutError(
-            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); {told}"
+            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); {told}",
+            has_job=True,
         )
 
 

@@ -139,7 +139,7 @@ class Withdrawal:
         told = told + gave_up(others) or ["interrupted"]
         told.append(_MEANING[look.end].format(names_of(look.ranks)))
         where = op.describe(box, elapsed=time.monotonic() - op.started if op.started else 0.0)
-        return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others)
+        return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others, has_job=True)
 
 
 def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:

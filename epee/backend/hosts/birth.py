@@ -164,7 +164,8 @@ def map_mirror(
             check()
             if time.monotonic() > deadline:
                 rank = layout.rank
-                raise CommTimeoutError(f"init (rank={rank}): rank {keeper} did not make its mirrors in time", [keeper])
+                told = f"init (rank={rank}): rank {keeper} did not make its mirrors in time"
+                raise CommTimeoutError(told, [keeper], has_job=False)
             time.sleep(_PAUSE_S)
         blob = bytes(words[row + MIRROR_BLOB : row + MIRROR_BLOB + BLOB_BYTES // 8])
     finally:
@@ -227,5 +228,6 @@ def await_told(
         if lost():
             return
         if time.monotonic() > deadline:
-            raise CommTimeoutError(f"init (rank={box.rank}): a gateway of another host has not asked for our words")
+            told = f"init (rank={box.rank}): a gateway of another host has not asked for our words"
+            raise CommTimeoutError(told, has_job=False)
         time.sleep(_PAUSE_S)

@@ -388,6 +388,7 @@ class Survival(LaneBirth):
             f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be "
             "tried again",
             tellers or lost,
+            has_job=True,
         )
 
     def raise_untold(self) -> None:

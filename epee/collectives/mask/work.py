@@ -72,7 +72,8 @@ class MaskedWork(DeviceWork):
         deadline = time.monotonic() + 2 * self.engine.timeout_s
         while not self.is_completed():
             if time.monotonic() > deadline:
-                raise CommTimeoutError("the GPU has not ended the call within twice the group's time-out")
+                late = "the GPU has not ended the call within twice the group's time-out"
+                raise CommTimeoutError(late, has_job=True)
             time.sleep(NAP_S)
         told = 0 if self._count is None or self._error is not None else self._count.ranks()
         if told:

@@ -87,13 +87,14 @@ class LostMessages:
         text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
         if dead:
             return RankFailedError(f"{text}; dead: {dead}", dead, name, 0, cause="process ended")
-        return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer])
+        return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer], has_job=True)
 
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
         """Let the host wait for a message's end, and raise what became of it."""
         deadline = time.monotonic() + self._engine.timeout_s + CLOSE_S
         while not is_done():
             if time.monotonic() > deadline:
-                raise CommTimeoutError(f"{name}: the GPU has not come to the message within the group's time-out")
+                told = f"{name}: the GPU has not come to the message within the group's time-out"
+                raise CommTimeoutError(told, has_job=True)
             time.sleep(NAP_S)
         self.check()

@@ -37,14 +37,14 @@ def error_of(report: KernelReport, rank: int) -> EpeeError:
             f"takes its source's next message, whatever its tag; make sender and receiver agree; {_ANEW}"
         )
     if code == TIMEOUT and not peers:
-        return CommTimeoutError(f"{head}: no message with this tag from any rank within the time-out")
+        return CommTimeoutError(f"{head}: no message with this tag from any rank within the time-out", has_job=True)
     if code == TIMEOUT:
         return CommTimeoutError(f"{head}: no sign of {what} of rank {peer} within the time-out; {_ANEW}", peers)
     if code == PEER_DEAD:
         return failed(report, rank, peer)
     if code == PEER_GAVE_UP:
         text = f"{head}: rank {peer} has given up a message between the two; this one is lost, too; {_ANEW}"
-        return CommTimeoutError(text, peers)
+        return CommTimeoutError(text, peers, has_job=True)
     if code == ABORTED:
         return AbortedError(f"{head}: the message was aborted, waiting for {what}")
     return ProtocolError(f"{head}: the kernel reports code {code} about {what}")

@@ -174,7 +174,8 @@ class MessageWork(DeviceWork):
         deadline = time.monotonic() + 2 * self.engine.timeout_s
         while not self.is_completed():
             if time.monotonic() > deadline:
-                raise CommTimeoutError("the GPU has not ended the message within twice the group's time-out")
+                told = "the GPU has not ended the message within twice the group's time-out"
+                raise CommTimeoutError(told, has_job=True)
             time.sleep(NAP_S)
         error = self.exception()
         known = {self._peer} if error is not None and self._peer != ANY else set()

@@ -436,7 +436,7 @@ class Exchange:
         while not wait_equal(words, index, want, self.words.own_address, patience, check):
             facts = self.where(src, started)
             if not membership.insist(self.behind(want, is_data), facts, self.seq, deadline):
-                raise _silent(facts, src, want, words[index], is_data)
+                raise _silent(facts, src, is_data)
             patience = time.monotonic() + RETRY_S
 
     def behind(self, want: int, is_data: bool = False) -> list[int]:
@@ -470,11 +470,11 @@ class Exchange:
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
 
 
-def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTimeoutError:
+def _silent(facts: str, src: int, is_data: bool) -> CommTimeoutError:
     what = "its rows" if is_data else "its call"
     return CommTimeoutError(
-        f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {got:#x}); this call is given up, make "
-        "the step again; raise timeout= if the peer is only slow",
+        f"{facts}: rank {src} did not send {what}; this call is given up, make the step again; raise timeout= if the "
+        "peer is only slow",
         [src],
     )
 

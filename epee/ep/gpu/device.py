@@ -179,7 +179,8 @@ class Mailboxes:
                 now = time.monotonic()
                 started = started or now
                 if now - started > timeout_s + HOST_GRACE_S:
-                    raise CommTimeoutError(f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s")
+                    told = f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s"
+                    raise CommTimeoutError(told, has_job=True)
                 if now - started > SPIN_S:
                     time.sleep(PAUSE_S)
         if words[mailbox] != 1:

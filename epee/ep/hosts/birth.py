@@ -82,7 +82,8 @@ def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: Buffer
     except CommTimeoutError as error:
         raise CommTimeoutError(
             f"Buffer (rank={rank}): the members of the running buffer have not taken this process in within "
-            f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer"
+            f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer",
+            has_job=True,
         ) from error
     engine.timeout_s = timeout_s
     return engine

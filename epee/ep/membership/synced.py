@@ -154,6 +154,7 @@ class SyncedLane(BufferLane):
                 f"{where}: the members of the running buffer have not taken this process in; all of them must call "
                 "buffer.sync() while this one makes its buffer",
                 error.ranks,
+                has_job=True,
             ) from error
         self.note_agreed(agreed)
 

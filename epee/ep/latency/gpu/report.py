@@ -59,6 +59,7 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
             f"{head}: rank {', '.join(map(str, silent))} was silent too long, so its part was left out; pass "
             "active_ranks= to go on without it, raise timeout_us= if it is only slow",
             silent,
+            has_job=True,
         )
     if code == ABORTED:
         return AbortedError(f"{head}: the call was aborted")

@@ -48,8 +48,14 @@ def label(op: str, args: tuple[Any, ...]) -> str:
     if tensors:
         first = tensors[0]
         dtype = str(first.dtype).removeprefix("torch.")
-        words.append(f"{list(first.shape)} {dtype}, {sum(tensor.nbytes for tensor in tensors)} bytes")
+        words.append(f"{list(first.shape)} {dtype}, {sum(map(_nbytes, tensors))} bytes")
     return " ".join(words)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def _tensors(given: object) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from ..errors import EpeeError
 from .outbox import Outboxes
@@ -73,6 +74,10 @@ def _collect(tensors: Any, found: list[tuple[int, int, Parts]]) -> None:
     if isinstance(tensors, (list, tuple)):
         for item in tensors:
             _collect(item, found)
+        return
+    if tensors.layout is torch.sparse_coo:  # results replace its parts: it is known by itself, and by what it has now
+        found.append((id(tensors), id(tensors) + 1, None))
+        _collect((tensors._indices(), tensors._values()), found)
         return
     start, end = span(tensors)
     if start < end:

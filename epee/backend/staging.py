@@ -1,7 +1,8 @@
 """CUDA tensors on a group: through pinned host memory, where calls do not run on the GPUs (`device/calls.py`).
 
 Data path: each tensor of a call that lies on a GPU gets a *twin*, a contiguous pinned tensor of the same shape. The
-call then runs on the twins like any other, and what it has written goes back.
+call then runs on the twins like any other, and what it has written goes back. The twin of a sparse tensor is a sparse
+CPU tensor, made in step 1 by a copy for which the host waits; results replace the entries of the caller's tensor.
 
 Order, for one call:
 1. On the caller's current stream: values are copied into the twins, and a mark is put behind the copies. The stream
@@ -59,7 +60,11 @@ class Device(Protocol):
     """What staging asks of a kind of device; the tests have one whose streams run when they please."""
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous pinned memory for `tensor`, uninitialised; `UnsupportedError` inside a recording."""
+        """Return contiguous pinned memory for `tensor`, uninitialised; of a sparse tensor a copy on the CPU.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being recorded.
+        """
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy on the current stream of the GPU tensor among the two."""
@@ -93,17 +98,20 @@ class Cuda:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory of torch's caching allocator."""
+        """Return pinned memory of torch's caching allocator, or a copy of a sparse tensor."""
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a collective on CUDA tensors needs the host, so a CUDA graph cannot record it; make the call outside"
             )
+        if tensor.layout is not torch.strided:
+            with torch.cuda.device(tensor.device):
+                return tensor.detach().cpu()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy on the current stream."""
         on_gpu = source if source.is_cuda else destination
-        with torch.cuda.device(on_gpu.device):
+        with torch.cuda.device(on_gpu.device), torch.no_grad():
             destination.copy_(source, non_blocking=True)
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
@@ -135,11 +143,12 @@ class Cuda:
         for index, event in behind:
             stream = self._stream(index)
             stream.wait_event(event)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), torch.no_grad():
                 for twin in twins:
                     if twin.tensor.device.index == index:
                         twin.tensor.copy_(twin.host, non_blocking=True)
-                        twin.tensor.record_stream(stream)
+                        if twin.tensor.layout is torch.strided:  # others got memory of this stream
+                            twin.tensor.record_stream(stream)
             done = torch.cuda.Event()
             done.record(stream)
             marks.append((index, done))
@@ -198,15 +207,17 @@ class Staged:
         self._back: list[Any] | None = None
         self._broken: RuntimeError | None = None
         first = list(_tensors_of(args[0])) if is_written else []
-        for tensor in first:
+        dense = [tensor for tensor in first if tensor.layout is torch.strided]
+        for tensor in dense:
             refuse_overlap(tensor, f"{name}: output")
-        refuse_shared(first, f"{name}: outputs")
+        refuse_shared(dense, f"{name}: outputs")
         self.args = [self._replace(arg) for arg in args]
         self.written = [self._twins[id(tensor)] for tensor in first if id(tensor) in self._twins]
         twins = list(self._twins.values())
         self._is_read = is_read
         for twin in twins if is_read else ():
-            _device.copy(twin.host, twin.tensor)
+            if twin.tensor.layout is torch.strided:
+                _device.copy(twin.host, twin.tensor)
         self.marks = _device.marks(twins)
 
     def _replace(self, arg: Any) -> Any:
@@ -214,7 +225,7 @@ class Staged:
             if not arg.is_cuda:
                 return arg
             if id(arg) not in self._twins:
-                plain = arg.detach()
+                plain = arg.detach() if arg.layout is torch.strided else arg  # entries of a detached one are its own
                 self._twins[id(arg)] = Twin(plain, _device.host_like(plain))
             return self._twins[id(arg)].host
         if isinstance(arg, (list, tuple)):

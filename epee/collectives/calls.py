@@ -171,6 +171,8 @@ def _fit(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> Non
 
 def _allreduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
     tensor = one(tensors, "all_reduce")
+    if tensor.layout is torch.sparse_coo:
+        raise NotServed
     out = c.give(tensor, "all_reduce: tensor")
     kind = kind_of(opts, out.dtype, "all_reduce")
     x = c.multiply(tensor, "all_reduce: tensor", opts) if kind[1] == PREMUL_SUM else out

@@ -42,7 +42,7 @@ def options(kind: str, **fields: Any) -> Any:
 
 
 def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse()
+    return torch.eye(3).to_sparse()  # which all_reduce alone takes
 
 
 REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -55,7 +55,9 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda n: dist.all_gather(_interleaved(n), ones(5)),
         "share memory",
     ),
-    "sparse": (lambda n: dist.all_reduce(sparse()), "strided"),
+    "sparse broadcast": (lambda n: dist.broadcast(sparse(), 0), "strided"),
+    "sparse rows": (lambda n: dist.all_reduce(sparse().to_sparse_csr()), "strided"),
+    "maximum of sparse": (lambda n: dist.all_reduce(sparse(), op=Op.MAX), "sparse tensors have SUM and AVG"),
     "meta": (lambda n: dist.all_reduce(torch.ones(2, device="meta")), "meta"),
     "quantised": (lambda n: dist.all_reduce(torch.quantize_per_tensor(ones(2), 0.1, 0, torch.qint8)), "qint8"),
     "list too short": (lambda n: dist.all_gather([ones(2)] * (n - 1), ones(2)), "one tensor per rank"),

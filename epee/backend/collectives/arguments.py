@@ -38,6 +38,7 @@ from .reduce import PREMUL_SUM, Reducer, check, premultiply
 from .reducing_hosts import plan_reduce_scatter, plan_reduction
 from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from .signature import pack as pack_signature
+from .sparse.all_reduce import plan_sparse
 
 _SUM = dist.ReduceOp.SUM
 
@@ -198,7 +199,12 @@ def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = 
     """Reduce in place, on all ranks or on `root`."""
     name, label = ("all_reduce", "all_reduce: tensor") if root is None else ("reduce", "reduce: tensor")
     position = -1 if root is None else check_root(root, box, name)
-    carrier = carrier_of(tensor, label)
+    try:
+        carrier = carrier_of(tensor, label)
+    except InvalidArgument:
+        if tensor.layout is torch.sparse_coo and root is None:
+            return plan_sparse(box, tensor, op, label)
+        raise
     dtype = tensor.dtype
     reducer = _reducer(op, dtype, name)
     sink: Any

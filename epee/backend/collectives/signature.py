@@ -32,6 +32,7 @@ OPS: tuple[str, ...] = (
     "dispatch",
     "combine",
     "device_meeting",
+    "sparse_all_reduce",
 )
 OP_CODE = {name: code for code, name in enumerate(OPS)}
 REFUSED = OP_CODE["refused"]

@@ -30,7 +30,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context
+from ...errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context, is_own
 from ...memory.layout import align_up
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors
 from ..collectives.signature import REFUSED, unpack
@@ -206,8 +206,8 @@ class Operation:
         self.seen = len(peers)
         try:
             self._check(box)
-        except (MismatchError, ProtocolError):
-            if self._has_moved_on(box):
+        except (MismatchError, ProtocolError) as exc:
+            if is_own(exc) and self._has_moved_on(box):
                 return MOVED_ON
             raise
         if plan.rounds > 1 or plan.merge_bytes:
@@ -236,7 +236,7 @@ class Operation:
         """End the call here because of `cause`, alike on all ranks; it may stay open, see `withdrawal.py`."""
         if self.done or self.completing or self.writing:
             return
-        if not self.published or isinstance(cause, MismatchError | ProtocolError):
+        if not self.published or (isinstance(cause, MismatchError | ProtocolError) and is_own(cause)):
             self.fail(cause)  # the peers will find a refusal, or have found the same
             return
         if self.withdrawal is None:

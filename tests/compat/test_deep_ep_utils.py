@@ -147,3 +147,118 @@ def test_this_machine_has_no_rdma() -> None:
     assert not envs.check_fast_rdma_atomic_support()
     envs.check_nvlink_connections(None)  # type: ignore[arg-type]
     assert envs.get_nvlink_gbs() == (0 if not torch.cuda.is_available() else pytest.approx(430))
+
+
+def _quantised(num_tokens: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows in FP8, their scales (powers of two), and what these stand for."""
+    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(hidden))
+    stored, scales = math.per_token_cast_to_fp8(x, round_scale=True)
+    wide = stored.float() * scales.repeat_interleave(128, 1)[:, :hidden]
+    return stored, scales, wide.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("hidden", [128, 200, 512, 640, 1024])
+def test_a_cast_back_takes_scales_of_any_shape(hidden: int) -> None:
+    stored, scales, want = _quantised(6, hidden)
+    blocks = scales.shape[1]
+    by_column = scales.t().contiguous().t()  # as low-latency calls return them
+    wide = torch.zeros(6, blocks + 3)
+    wide[:, :blocks] = scales
+    shapes = [scales, scales.view(-1), scales[:, :, None], scales.view(6, 1, blocks), scales.view(3, 2, -1), by_column]
+    for given in (*shapes, wide[:, :blocks], scales.double(), scales.view(1, -1)):
+        assert torch.equal(math.per_token_cast_back(stored, given), want), list(given.shape)
+    assert torch.equal(math.per_token_cast_back(stored.t().contiguous().t(), scales), want)
+
+
+@pytest.mark.parametrize("hidden", [128, 512, 640, 1024])
+def test_a_cast_back_takes_packed_scales_of_any_shape(hidden: int) -> None:
+    stored, scales, want = _quantised(8, hidden)
+    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    filled = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4), value=7)
+    rows = filled.view(torch.int32)  # each row in words of its own
+    dense = exponents.reshape(-1).view(torch.int32)  # one word after the other
+    for given in (rows, rows.t().contiguous().t(), rows[:, :, None], rows.reshape(-1), dense, dense.view(2, -1)):
+        assert torch.equal(math.per_token_cast_back(stored, given), want), list(given.shape)
+    assert torch.equal(math.per_token_cast_back(stored, rows.view(torch.uint32)), want)
+
+
+def test_a_cast_back_takes_one_scale_for_each_row() -> None:
+    stored = torch.randn(4, 384).to(torch.float8_e4m3fn)
+    scales = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    want = (stored.float() * scales[:, None]).bfloat16()
+    words = torch.tensor([126, 127, 128, 129], dtype=torch.uint8).view(torch.int32)
+    for given in (scales, scales[:, None], scales[:, None, None], words):
+        assert torch.equal(math.per_token_cast_back(stored, given), want)
+
+
+def test_a_cast_back_takes_rows_of_any_number_of_dimensions() -> None:
+    stored, scales, want = _quantised(6, 256)
+    for shape in ((2, 3, 256), (6, 1, 256), (1, 2, 3, 256)):
+        got = math.per_token_cast_back(stored.view(shape), scales.view(*shape[:-1], 2))
+        assert torch.equal(got, want.view(shape))
+    by_expert = torch.tensor([0.5, 2.0])
+    got = math.per_token_cast_back(stored.view(2, 3, 256), by_expert)
+    assert torch.equal(got, (stored.view(2, 3, 256).float() * by_expert[:, None, None]).bfloat16())
+    assert math.per_token_cast_back(stored[:0], scales[:0]).shape == (0, 256)
+    assert math.per_token_cast_back(stored[:, :0], scales).shape == (6, 0)
+    assert torch.equal(math.per_token_cast_back(stored[:1, :128], scales[0, 0]), want[:1, :128])
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (5, 2), (7,), (0,)])
+def test_a_cast_back_refuses_scales_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    stored = torch.zeros(6, 256, dtype=torch.float8_e4m3fn)
+    with pytest.raises(InvalidArgument, match=r"x_scales must hold 2 scales for each of 6 rows"):
+        math.per_token_cast_back(stored, torch.ones(shape))
+    with pytest.raises(InvalidArgument, match=r"x_fp8 must be \[num_tokens, hidden\]"):
+        math.per_token_cast_back(stored[0], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64, torch.float64],
+)
+def test_a_tensor_of_any_dtype_and_place_has_a_sum(dtype: torch.dtype) -> None:
+    values = torch.arange(21).remainder(3).to(dtype)
+    for part in (values[:5], values[:0], values.view(3, 7)[:, ::2], values[3], values.view(7, 3).t()):
+        again = torch.empty(part.numel() + 1, dtype=dtype)[1:]
+        again.copy_(part.reshape(-1))
+        assert math.hash_tensor(part) == math.hash_tensor(again)
+    words = torch.tensor([1, 2, 1 << 30], dtype=torch.int32)
+    assert math.hash_tensor(words.view(torch.uint8)) == math.hash_tensor(words) == 3 + (1 << 30)
+    assert math.hash_tensors(None, words, [words, None]) == 0
+
+
+def test_small_arithmetic_takes_what_has_no_elements_and_tensors() -> None:
+    assert math.calc_diff(torch.zeros(0, 3), torch.zeros(0, 3)) == 0
+    assert math.safe_div(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 2.0])).tolist() == [0, 2]
+    with pytest.raises(ZeroDivisionError):
+        math.safe_div(1, 0)
+    ids = torch.tensor([[1, 1, 0, -1], [2, -1, 2, 2]], dtype=torch.int32)
+    math.inplace_unique(ids, 3)
+    assert ids.tolist() == [[1, 0, -1, -1], [2, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_topk"), [(2, 6), (2, 8), (4, 8)])
+def test_even_scores_fill_all_ranks(num_ranks: int, num_topk: int) -> None:
+    scores = gate.get_unbalanced_scores(20, 8, num_ranks, num_topk, 1.0, True)
+    ranks = scores.topk(num_topk, dim=1)[1] // (8 // num_ranks)
+    assert bool((torch.nn.functional.one_hot(ranks, num_ranks).amax(1) == 1).all())
+
+
+def test_a_ratio_below_one_is_an_even_one_where_scores_are_random() -> None:
+    assert gate.get_unbalanced_scores(8, 8, 2, 2, 0.5, False).shape == (8, 8)
+    assert gate.map_unbalanced_ratio_to_factor(8, 8, 2, 2, 0.5) == 1
+    assert gate.get_unbalanced_scores(0, 8, 2, 2, 1.0, True).shape == (0, 8)
+
+
+def _references_without_tokens(rank: int, num_ranks: int) -> None:
+    x, idx = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, 2, dtype=torch.int32)
+    rows, local, weights, src, counts = refs.dispatch((x, x[:, :1]), idx, idx.float(), 0, 4)
+    assert isinstance(rows, tuple)
+    assert weights is not None
+    assert [len(part) for part in (*rows, local, weights, src)] == [0] * 5
+    assert counts.tolist() == [0] * num_ranks
+
+
+def test_references_take_no_tokens_at_all() -> None:
+    run_ranks(_references_without_tokens, 2)

@@ -15,14 +15,14 @@ def get_unbalanced_scores(
 ) -> torch.Tensor:
     """Return scores `[num_tokens, num_experts]` float32 whose top-k gives one rank `ratio` times what others get.
 
-    Tokens are counted once per rank. Rank 0 is the one where `precise` is False, and the ratio an expected one;
-    `precise` gives it as exactly as whole tokens can.
+    Tokens are counted once per rank. Rank 0 is the one where `precise` is False, and the ratio an expected one, at
+    least 1; `precise` gives it as exactly as whole tokens can.
 
     Raises:
-        InvalidArgument: the ratio is below 1, or the sizes do not allow it.
+        InvalidArgument: `precise`, and the ratio is below 1, or the sizes do not allow it.
     """
-    if ratio < 1:
-        raise InvalidArgument(f"ratio must be at least 1, got {ratio}")
+    if precise and ratio < 1:
+        raise InvalidArgument(f"ratio must be at least 1 with precise=True, got {ratio}")
     make = get_precise_unbalanced_scores if precise else get_random_unbalanced_scores
     return make(num_tokens, num_experts, num_ranks, num_topk, ratio)
 
@@ -38,15 +38,25 @@ def get_random_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
 ) -> torch.Tensor:
     """Return scores as `get_scores_by_factor`, with a factor found by bisection."""
-    low, high = 1.0, 1.0 if ratio == 1 else 100.0
-    for _ in range(_STEPS if ratio > 1 else 0):
+    factor = map_unbalanced_ratio_to_factor(num_tokens, num_experts, num_ranks, num_topk, ratio)
+    return get_scores_by_factor(num_tokens, num_experts, num_ranks, factor)
+
+
+def map_unbalanced_ratio_to_factor(
+    num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
+) -> float:
+    """Return the factor by which `get_scores_by_factor` gives the ratio, found by bisection; 1 for one up to 1."""
+    if ratio <= 1:
+        return 1.0
+    low, high = 1.0, 100.0
+    for _ in range(_STEPS):
         middle = (low + high) / 2
         scores = get_scores_by_factor(num_tokens, num_experts, num_ranks, middle)
         ranks = scores.topk(num_topk, dim=1, sorted=False)[1].div(num_experts // num_ranks, rounding_mode="floor")
         counts = torch.nn.functional.one_hot(ranks, num_ranks).amax(1).sum(0).tolist()
         is_above = counts[0] * (num_ranks - 1) > sum(counts[1:]) * ratio
         low, high = (low, middle) if is_above else (middle, high)
-    return get_scores_by_factor(num_tokens, num_experts, num_ranks, (low + high) / 2)
+    return (low + high) / 2
 
 
 def get_precise_unbalanced_scores(
@@ -60,8 +70,10 @@ def get_precise_unbalanced_scores(
     spread = min(num_topk, int(others / ratio) + 1)  # ranks of a token, such that rank 0 need not take all tokens twice
     per_other = int(num_tokens * spread / (others + ratio))
     num_special = min(num_tokens, round(per_other * ratio)) if others else num_tokens
-    if num_topk > num_local * max(1, min(spread, others or 1)):
-        raise InvalidArgument(f"{num_topk} experts of a token do not fit into {spread} ranks of {num_local}")
+    ranks_of_special, ranks_of_rest = 1 + min(others, spread - 1), min(others, spread)
+    least = ranks_of_special if num_special == num_tokens else min(ranks_of_rest, ranks_of_special)
+    if num_topk > num_local * max(1, least):
+        raise InvalidArgument(f"{num_topk} experts of a token do not fit into {least} ranks of {num_local}")
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float32, device=torch.get_default_device()) * _LOW
     turn = 0
     for place, token in enumerate(torch.randperm(num_tokens, dtype=torch.int64, device="cpu").tolist()):

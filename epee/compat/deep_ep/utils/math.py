@@ -7,6 +7,8 @@ above `amax / 448`, and `stored = v * (1 / scale)`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
@@ -55,13 +57,48 @@ def per_token_cast_to_fp8(
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 `[num_tokens, hidden]` from values and scales (float32, or packed exponents as int32)."""
+    """Return the values of quantised rows in bfloat16, in the shape of `x_fp8`.
+
+    Args:
+        x_fp8: `[num_tokens, hidden]`, or more dimensions, the last of which is `hidden`; any strides.
+        x_scales: one scale for each 128 channels of a row, in any shape and strides that hold them in this order; or
+            one for each row, or for each index of the first dimension. Floating point, or packed exponents (int32, four
+            in a word; those behind the last block of a row are not read).
+
+    Raises:
+        InvalidArgument: `x_fp8` has less than two dimensions, or the number of scales fits no such layout.
+    """
     if x_fp8.numel() == 0:
         return x_fp8.to(torch.bfloat16)
-    num_tokens, hidden = x_fp8.shape
-    scales = _unpack(x_scales) if x_scales.dtype == torch.int32 else x_scales
-    blocks = pad(x_fp8.float(), (0, scales.shape[1] * BLOCK - hidden)).view(num_tokens, -1, BLOCK)
-    return (blocks * scales[:, :, None]).view(num_tokens, -1)[:, :hidden].to(torch.bfloat16).contiguous()
+    if x_fp8.dim() < 2:
+        raise InvalidArgument(f"x_fp8 must be [num_tokens, hidden], got {list(x_fp8.shape)}; call .view(1, -1)")
+    hidden = x_fp8.shape[-1]
+    values = x_fp8.reshape(-1, hidden).to(torch.float32)
+    num_blocks = ceil_div(hidden, BLOCK)
+    scales = _scales_of_blocks(x_scales, len(values), num_blocks, x_fp8.shape)
+    blocks = pad(values, (0, num_blocks * BLOCK - hidden)).view(len(values), num_blocks, BLOCK)
+    product = (blocks * scales[:, :, None]).view(len(values), -1)[:, :hidden]
+    return product.to(torch.bfloat16).reshape(x_fp8.shape).contiguous()
+
+
+def _scales_of_blocks(scales: torch.Tensor, num_rows: int, num_blocks: int, shape: torch.Size) -> torch.Tensor:
+    """Return the scales as `[num_rows, num_blocks]`, or `[num_rows, 1]`.
+
+    Raises:
+        InvalidArgument: there are too few or too many for `x_fp8` of this shape.
+    """
+    is_packed = scales.dtype in (torch.int32, torch.uint32)
+    flat = _unpack(scales) if is_packed else scales.reshape(-1)
+    if flat.numel() in (num_rows * num_blocks, num_rows):
+        return flat.view(num_rows, -1)
+    if flat.numel() == shape[0]:
+        return flat.repeat_interleave(num_rows // shape[0]).view(num_rows, 1)
+    if is_packed and flat.numel() == num_rows * align(num_blocks, 4):
+        return flat.view(num_rows, -1)[:, :num_blocks]
+    raise InvalidArgument(
+        f"x_scales must hold {num_blocks} scales for each of {num_rows} rows, or one, for x_fp8 {list(shape)}; got "
+        f"{list(scales.shape)} {scales.dtype}, which are {flat.numel()}"
+    )
 
 
 def _pack(scales: torch.Tensor) -> torch.Tensor:
@@ -70,24 +107,32 @@ def _pack(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    exponents = packed.contiguous().view(torch.uint8).to(torch.int32)
+    """Return the scales of packed exponents, in one dimension."""
+    exponents = packed.reshape(-1).view(torch.uint8).to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return `1 - 2 xy / (xx + yy)` over all elements plus one: 0 where they are equal."""
+    """Return `1 - 2 xy / (xx + yy)` over all elements plus one: 0 where they are equal, or where there are none."""
+    if x.numel() == 0 and y.numel() == 0:
+        return 0.0
     first, second = x.double() + 1, y.double() + 1
     return float(1 - 2 * (first * second).sum() / (first * first + second * second).sum())
 
 
-def safe_div(a: float, b: float) -> float:
-    """Return a / b, and 0 for 0 / 0."""
-    return 0 if a == 0 and b == 0 else a / b
+def safe_div(a: Any, b: Any) -> Any:
+    """Return a / b, and 0 for 0 / 0; of tensors their quotient."""
+    try:
+        return a / b
+    except ZeroDivisionError:
+        if a == 0:
+            return 0
+        raise
 
 
 def ceil_div(x: int, y: int) -> int:
     """Return x / y rounded up."""
-    return -(-x // y)
+    return (x + y - 1) // y
 
 
 def align(x: int, y: int) -> int:
@@ -117,8 +162,10 @@ def create_grouped_scores(scores: torch.Tensor, group_idx: torch.Tensor, num_gro
 
 
 def hash_tensor(t: torch.Tensor) -> int:
-    """Return the sum of the tensor's 4-byte words."""
-    return int(t.contiguous().view(torch.int32).sum())
+    """Return the sum of the 4-byte words of the tensor's elements, of any dtype; the last word is filled with zeros."""
+    raw = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)  # begins at its storage
+    octets = raw.view(-1).view(torch.uint8)
+    return int(pad(octets, (0, -len(octets) % 4)).view(torch.int32).sum())
 
 
 def hash_tensors(*tensors: object) -> int:

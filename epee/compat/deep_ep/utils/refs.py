@@ -21,7 +21,7 @@ def _gathered(mine: torch.Tensor, num_rows: int) -> torch.Tensor:
     padded[: len(mine)] = raw.view(torch.uint8).view(len(mine), width)
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, padded)
-    return torch.stack(parts).view(mine.dtype).view(-1, num_rows, *mine.shape[1:])
+    return torch.stack(parts).view(mine.dtype).view(len(parts), num_rows, *mine.shape[1:])
 
 
 def dispatch(

@@ -37,7 +37,18 @@ _DOCTOR = "epee doctor --pid"
 
 
 class EpeeError(RuntimeError):
-    """Base of everything that epee raises on purpose."""
+    """Base of everything that epee raises on purpose.
+
+    Attributes:
+        source: the group or buffer whose call failed, for example "group default_pg"; empty where none is known. It
+            stands in the text.
+    """
+
+    source = ""
+
+    def __str__(self) -> str:
+        text = super().__str__()  # the arguments stay as they were given: they are what pickling keeps
+        return f"{text} [{self.source}]" if self.source and f"[{self.source}]" not in text else text
 
 
 class InvalidArgument(EpeeError, ValueError):
@@ -98,7 +109,7 @@ class CommTimeoutError(EpeeError, TimeoutError):
         self.pid = os.getpid() if has_job or (has_job is None and ranks) else 0
 
     def __str__(self) -> str:
-        text = super().__str__()  # the arguments stay as they were given: they are what pickling keeps
+        text = super().__str__()
         if not self.pid or _DOCTOR in text:
             return text
         return f"{text}; to see who waits for whom, run: {_DOCTOR} {self.pid}"
@@ -182,6 +193,12 @@ def is_of_handler(exc: BaseException) -> bool:
 
 
 _FOLDER = is_own.__code__.co_filename.removesuffix("errors.py")
+
+
+def named(error: BaseException, source: str) -> None:
+    """Note the group or buffer in the error of a call that failed between ranks, unless one is noted already."""
+    if isinstance(error, (MismatchError, CommTimeoutError, AbortedError, PeerError)) and not error.source:
+        error.source = source
 
 
 def context(op: str, **facts: object) -> str:

@@ -97,7 +97,7 @@ def test_the_rank_that_is_behind_is_named_on_each_host() -> None:
         assert f"rank 0: elsewhere, {done} calls ended, in all_reduce seq {done + 1}" in shown.output
         assert "run this on each host" in shown.output
         assert "\nrank 0: elsewhere\n" in shown.output
-        assert re.search(r"lane \d+: all_reduce seq \d+ epoch 1, waits for 2 since ", shown.output)
+        assert re.search(r"group default_pg: all_reduce seq \d+ epoch 1, waits for 2 since ", shown.output)
         told = json.loads(CliRunner().invoke(app, ["doctor", "--pid", str(pids[0]), "--json"]).output)
         assert [rank["num_made"] for rank in told["groups_over_hosts"][0]["ranks"]] == [done + 1, done + 1, done]
         assert [rank["health"] for rank in told["ranks"]] == ["running", "elsewhere", "elsewhere"]

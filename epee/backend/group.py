@@ -28,6 +28,7 @@ from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..values import MAX_S, longest, seconds
+from ..view.label import group_label
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
 from .bootstrap.joining import (
@@ -93,7 +94,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
         self._is_first = not dist_opts.global_ranks_in_group  # the default group
         self._birth_timeout_s, self._timeout_s, self._p2p_timeout_s = timeout_s, 0.0, 0.0
-        self._group_name = ""
+        self._group_name = str(getattr(dist_opts, "group_id", ""))
         self._group_desc = ""
         self._place: Place | None = None
         self._on_device: DeviceCalls | None = None
@@ -121,6 +122,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._engine: Engine = engine
         self._engine.timeout_s = self._timeout_s or self.options.op_timeout_s or self._birth_timeout_s
         self._engine.p2p_timeout_s = self._p2p_timeout_s
+        self._show_name()
         if self._engine.survival is not None:
             self._engine.survival.remember(self._store)
             self._place = place_of(engine, self.options.mode)
@@ -178,6 +180,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:
         """Keep the name that torch gives the group."""
         self._group_name = name
+        self._show_name()
 
     def getGroupDesc(self) -> str:
         """Return the description that torch gave the group."""
@@ -186,6 +189,13 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def setGroupDesc(self, desc: str) -> None:
         """Keep the description that torch gives the group."""
         self._group_desc = desc
+        self._show_name()
+
+    def _show_name(self) -> None:
+        """Let errors and hang reports call the group what torch calls it."""
+        self._engine.box.label.text = text = group_label(self._group_name, self._group_desc)
+        if self._engine.survival is not None:
+            self._engine.survival.call_it(text)
 
     def get_group_store(self) -> Any:
         """Return the store through which the group was made."""

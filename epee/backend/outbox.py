@@ -39,6 +39,7 @@ from ..errors import ProtocolError
 from ..memory.host import HostRegion
 from ..memory.layout import Field, Layout
 from ..memory.signals import SEQ_BITS
+from ..view.label import Label
 
 NUM_CELLS = 128
 CELL_BYTES = 2048
@@ -254,6 +255,7 @@ class Outboxes:
         here: the ranks of this rank's host, itself among them; nothing in a group on one host.
         sites: per host its positions, hosts by their lowest; nothing in a group on one host.
         mirror_base: per rank the index of its row in the field "mirrors".
+        label: the group's name.
     """
 
     exports: Any = None
@@ -278,6 +280,7 @@ class Outboxes:
         for peer, region in enumerate(regions):
             if region.nbytes < layout.nbytes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
+        self.label = Label()
         self.rank = rank
         self.num_ranks = num_ranks
         self.members = tuple(range(num_ranks))

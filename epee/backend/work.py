@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, PeerError, RankFailedError, is_own
+from ..errors import EpeeError, PeerError, RankFailedError, is_own, named
 from ..untraced import caller, untraced_methods
 from ..values import waiting_time
 from .engine.operation import Driven, Operation
@@ -169,6 +169,7 @@ class Work(_WorkBase):  # type: ignore[misc]
                 if not op.done or op.error is not None:
                     self.engine.wait(op, seconds if seconds > 0 else None)
         except BaseException as exc:
+            named(exc, self.engine.box.label.text)
             if caller() == "torch.distributed.distributed_c10d":
                 for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
@@ -187,7 +188,10 @@ class Work(_WorkBase):  # type: ignore[misc]
 
     def exception(self) -> BaseException | None:
         """Return what it ended with, if that was an error."""
-        return next((op.error for op in self.ops if op.error is not None), None)
+        error = next((op.error for op in self.ops if op.error is not None), None)
+        if error is not None:
+            named(error, self.engine.box.label.text)
+        return error
 
     def lost_ranks(self) -> set[int]:
         """Return the ranks that the call has lost on its way or failed because of; not those that were asked to go."""

@@ -31,6 +31,7 @@ from ..errors import (
     RankFailedError,
     ResourceError,
     UnsupportedError,
+    named,
 )
 from . import meeting, moves
 from .calls import NotServed, Prepared, prepare
@@ -229,6 +230,11 @@ class DeviceHalf(MeetingHalf):
             raise error
 
     def _error_of(self, machine: Collectives, report: KernelReport) -> EpeeError:
+        error = self._cause_of(machine, report)
+        named(error, self._engine.box.label.text)
+        return error
+
+    def _cause_of(self, machine: Collectives, report: KernelReport) -> EpeeError:
         error = error_of(report, self._rank)
         if may_be_of_dead(report):
             if self._notifier is not None:

@@ -1,9 +1,8 @@
 """Why does a job hang? `epee doctor --pid PID`: what each rank of the job of one process is doing.
 
 Data path: `view/report.py` reads the boards of all ranks of the job, from outside; nothing is sent, so ranks may be
-stopped or hold the GIL. A wait of the backend that has slept writes its call to the board
-(`backend/membership/epochs.py`); a rank without a line computes, is between two calls, or waits in a `Buffer`, which
-has no line of its own.
+stopped or hold the GIL. A wait of a group or a buffer that has slept writes its call to the board (`view/awaited.py`);
+a rank without a line computes, or is between two calls.
 
 Boards are those of one host. Of a group over several `backend/hosts/report.py` tells how far each rank is, those of
 other hosts as far as this host has heard, and that tells who is behind.
@@ -79,7 +78,7 @@ def suspects(report: JobReport) -> list[str]:
 
 def _doing(rank: RankReport) -> str:
     """What a rank does that others wait for, as far as its board tells."""
-    calls = [f"{row.op} seq {row.seq}" for row in rank.rows if row.op]
+    calls = [f"{row.op} seq {row.seq}{f' of {row.name}' if row.name else ''}" for row in rank.rows if row.op]
     return f"it is in {', '.join(calls)} itself" if calls else "it computes, or waits elsewhere"
 
 
@@ -152,6 +151,7 @@ def as_json(report: JobReport) -> str:
             "epoch": rank.epoch,
             "calls": [
                 {
+                    "name": row.name,
                     "lane": row.lane,
                     "op": row.op,
                     "seq": row.seq,

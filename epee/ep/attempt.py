@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EpeeError, InvalidArgument
+from ..errors import EpeeError, InvalidArgument, named
 from ..profiling import is_profiling
 from .checks import check_timeout
 from .control.exchanging import RowExchange
@@ -190,7 +190,12 @@ class CallsAgain:
                     raise
                 return None
             except Exception as error:
-                self._fail(op, error, before)
+                try:
+                    self._fail(op, error, before)
+                except Exception as cause:
+                    named(cause, self._turns.label.text)
+                    raise
+                named(error, self._turns.label.text)
                 raise
             finally:
                 if self._closing.asked:

@@ -22,6 +22,7 @@ from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
+from ..view.label import label_of
 from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
@@ -80,6 +81,7 @@ class SharedBuffer:
         self._id = new_buffer_id()
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
+        self._turns.label.text = f"{type(self).__name__} of {label_of(group)}"
         self._timeout, poison, platform, alone = 0.0, False, None, None
         try:
             if refusal is not None:
@@ -140,10 +142,20 @@ class SharedBuffer:
             retire()
             raise
         self._exchange.membership.forget = self._path.close
+        self._show_name(group)
         # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
         finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange)
         finalizer.atexit = False
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
+
+    def _show_name(self, group: dist.ProcessGroup) -> None:
+        """Number the buffer among those of its group, alike on all ranks, for errors and hang reports."""
+        membership = self._exchange.membership
+        if not isinstance(membership, BufferLane):
+            return  # of one rank, or over several hosts: there is no number on which the ranks agree
+        number, _ = membership.identity
+        self._turns.label.text = text = f"{type(self).__name__} {number} of {label_of(group)}"
+        membership.roster.call_it(text)
 
     _platform_of = staticmethod(platform_of)
 

@@ -21,7 +21,8 @@ from types import TracebackType
 
 import torch
 
-from ..errors import AbortedError, ForkError, InvalidState
+from ..errors import AbortedError, ForkError, InvalidState, named
+from ..view.label import Label
 
 
 class Closing:
@@ -53,11 +54,13 @@ class Turns:
 
     Attributes:
         closing: the note.
+        label: the buffer's name.
         is_closed: the memory is given back, or not yet made.
     """
 
     def __init__(self) -> None:
         self.closing = Closing()
+        self.label = Label()
         self.is_closed = True  # until `open`
         self._lock = threading.RLock()  # knows who holds it: no word of ours that an interrupt could leave behind
         self._pid = os.getpid()
@@ -114,6 +117,8 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            named(error, self.label.text)
         try:
             if self._gpu is not None:
                 gpu, self._gpu = self._gpu, None

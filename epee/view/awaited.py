@@ -60,6 +60,11 @@ class Awaited:
         """Speak for `lane`, which has `row` of this process's board."""
         self._lane, self._row = lane, row
 
+    def call_it(self, name: str) -> None:
+        """Show the name of the group or buffer in hang reports."""
+        if self._row is not None:
+            self._row.call_it(name)
+
     def end(self) -> None:
         """Use it no more."""
         self._row = None

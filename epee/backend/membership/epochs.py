@@ -482,6 +482,10 @@ class Survival(LaneBirth):
         if self._occupants.is_home:
             self._job.store, self._job.name_later = store, weakref.WeakMethod(self.admission.name_later)
 
+    def call_it(self, name: str) -> None:
+        """Show the group's name in hang reports."""
+        self._awaited.call_it(name)
+
     def close(self) -> None:
         """End the lane, and this process's part in the job if it was the last."""
         self.hide()

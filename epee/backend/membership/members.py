@@ -36,6 +36,7 @@ _SHARED = (
     "host_of",
     "placed_in",
     "here",
+    "label",
     "payload_bytes",
     "staging_bytes",
     "ring",

@@ -125,7 +125,7 @@ def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) 
     sizes = [f"{call.num_elements} elements of {call.dtype}" for call in (unpack(here), unpack(there))]
     return MismatchError(
         f"{message.describe(box)}: rank {box.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
-        "the tensor is untouched and the lane works on; make sender and receiver agree"
+        "the tensor is untouched and later messages work; make sender and receiver agree"
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ...backend.engine.engine import Engine
 from ...backend.work import is_loss
 from ...ep.gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
-from ...errors import CommTimeoutError, EpeeError, RankFailedError
+from ...errors import CommTimeoutError, EpeeError, RankFailedError, named
 from .machine import Messages, Queued
 from .meetings import Pairs
 from .params import MAX_RANKS
@@ -51,6 +51,8 @@ class LostMessages:
             return
         with self._lock:
             errors = [self._error_of(machine, report) for report in machine.reports()]
+        for error in errors:
+            named(error, self._engine.box.label.text)
         if self._engine.reports_losses:
             for error in filter(is_loss, errors):
                 logger.warning("%s", error)

@@ -332,6 +332,10 @@ class Roster:
         """Show that no call waits."""
         self._awaited.hide()
 
+    def call_it(self, name: str) -> None:
+        """Show the buffer's name in hang reports."""
+        self._awaited.call_it(name)
+
     def look_at(self, rank: int) -> None:
         """Tell the agent that a rank's process seems to have ended; it looks for itself."""
         self.seat.runtime.look_at(self.seat.slots[rank])

@@ -1,7 +1,7 @@
 """A process's board: memory that it alone writes and the others can read, also after its death.
 
     words: version of the state | decided epoch, has left | turns of the agent thread | one row per lane | what each
-           lane tells of itself
+           lane tells of itself | the name of each lane's group or buffer
     two copies of the state: length, checksum, bytes
 
 Who writes: the agent thread writes the state, the epoch and its turns; the thread that runs a lane's calls writes the
@@ -42,7 +42,7 @@ from ..transport.wire import (
 
 MAX_ROWS = 56  # lanes beyond these work, but no hang report shows them
 _WORDS_PER_LINE = 8
-_MAGIC = int.from_bytes(b"epeebrd3", "little")
+_MAGIC = int.from_bytes(b"epeebrd4", "little")
 _MAGIC_WORD, _VERSION = 0, 1
 _EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
 _TURNS = 16
@@ -51,7 +51,9 @@ _ROWS = 64
 _TOLD = _ROWS + MAX_ROWS * _WORDS_PER_LINE
 _TOLD_WORDS = 16  # of a lane: how many bytes, then these
 MAX_TOLD_BYTES = 8 * (_TOLD_WORDS - 1)
-NUM_WORDS = _TOLD + MAX_ROWS * _TOLD_WORDS
+_NAMES = _TOLD + MAX_ROWS * _TOLD_WORDS
+_NAME_WORDS = 8  # of a row: what it belongs to, for people; UTF-8, zeros behind it
+NUM_WORDS = _NAMES + MAX_ROWS * _NAME_WORDS
 _COPIES = 8 * NUM_WORDS
 _HEAD = struct.Struct("<Q16s")
 _COPY_BYTES = _HEAD.size + MAX_STATE_BYTES
@@ -71,6 +73,7 @@ class Row(NamedTuple):
         waits_for: slots, ascending.
         since_s: start of the call or of this wait, as `time.monotonic()` counts on this machine.
         progress: grows whenever something came.
+        name: of the group or buffer, cut at 64 bytes; empty if it has not been told.
     """
 
     lane: int
@@ -80,6 +83,7 @@ class Row(NamedTuple):
     waits_for: tuple[int, ...]
     since_s: float
     progress: int
+    name: str = ""
 
 
 class LaneRow:
@@ -91,9 +95,20 @@ class LaneRow:
         lane: int,
         told: memoryview | None = None,
         on_tell: Callable[[bytes], None] | None = None,
+        name: memoryview | None = None,
     ) -> None:
-        """`told`: the lane's place for what it tells; None: nobody reads it. `on_tell` has it told to other hosts."""
+        """Begin idle and without a name.
+
+        Args:
+            line: of the row.
+            lane: its id.
+            told: where what the lane tells of itself is written; None: nobody reads it.
+            on_tell: sends that to other hosts.
+            name: where the name is written; None: nobody reads it.
+        """
         self._line, self._lane = line, lane
+        self._name = memoryview(bytearray(8 * _NAME_WORDS)) if name is None else name
+        self.call_it("")
         self._on_tell: Callable[[bytes], None] | None = None  # an empty place is no news
         self._told = memoryview(bytearray(8 * _TOLD_WORDS)) if told is None else told
         self._progress = 0
@@ -118,6 +133,11 @@ class LaneRow:
         self._told[:8] = len(data).to_bytes(8, "little")
         if self._on_tell is not None:
             self._on_tell(data)
+
+    def call_it(self, name: str) -> None:
+        """Show the name of the group or buffer, for people."""
+        data = name.encode()[: 8 * _NAME_WORDS]
+        self._name[:] = data.ljust(8 * _NAME_WORDS, b"\0")
 
     def clear(self) -> None:
         """Give the row back."""
@@ -176,7 +196,9 @@ class Board:
             at = _ROWS + number * _WORDS_PER_LINE
             if self._words[at] == 0:
                 line, place = self._words[at : at + _WORDS_PER_LINE], _TOLD + number * _TOLD_WORDS
-                return LaneRow(line.cast("B"), lane, self._words[place : place + _TOLD_WORDS].cast("B"), on_tell)
+                told, start = self._words[place : place + _TOLD_WORDS], _NAMES + number * _NAME_WORDS
+                name = self._words[start : start + _NAME_WORDS]
+                return LaneRow(line.cast("B"), lane, told.cast("B"), on_tell, name.cast("B"))
         return LaneRow(memoryview(bytearray(_ROW.size)), lane, None, on_tell)
 
     def close(self) -> None:
@@ -262,8 +284,12 @@ class BoardView:
             is_possible = 0 < lane <= LANE_LIMIT and name.isascii() and seq <= FOREVER and epoch <= EPOCH_LIMIT
             if is_possible:
                 slots = tuple(slot for slot in range(MAX_MEMBERS) if mask >> slot & 1)
-                text = "".join(letter if letter.isprintable() else "?" for letter in name.decode())
-                rows.append(Row(lane - 1, text, seq, epoch, slots, since_ns / 1e9, progress))
+                start = _NAMES + number * _NAME_WORDS
+                raw = bytes(self._words[start : start + _NAME_WORDS]).rstrip(b"\0")
+                called = _printable(raw.decode("utf-8", "ignore"))
+                rows.append(
+                    Row(lane - 1, _printable(name.decode()), seq, epoch, slots, since_ns / 1e9, progress, called)
+                )
         return rows
 
     def told(self, lane: int) -> bytes:
@@ -315,6 +341,10 @@ def read_board_of(pid: int) -> BoardState | None:
         return view.read()
     finally:
         view.close()
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _checksum(version: int, data: bytes) -> bytes:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from typing import Protocol
 
-from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
+from ...errors import CommTimeoutError, InvalidState, RankFailedError, context, is_own
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
 from .header import REASON_BYTES
@@ -171,7 +171,7 @@ class CallEnd:
             cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call sees how it ended.
             Turned: the view has changed.
         """
-        is_silence = cause is None or isinstance(cause, (CommTimeoutError, RankFailedError))
+        is_silence = cause is None or (isinstance(cause, (CommTimeoutError, RankFailedError)) and is_own(cause))
         if cause is not None and self._words.is_gathered(self._mark):
             raise cause  # the others may be following
         try:
@@ -182,7 +182,7 @@ class CallEnd:
             raise cause from None
         if look.end is End.COMPLETES and is_silence:
             return
-        if cause is not None and not (look.end is End.OPEN and isinstance(cause, CommTimeoutError)):
+        if cause is not None and not (look.end is End.OPEN and is_silence and isinstance(cause, CommTimeoutError)):
             raise cause
         raise self.given_up() if look.end is End.FAILED else self._undecided(look) from cause
 

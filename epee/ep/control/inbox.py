@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context, is_own
 from ...memory.host import HostRegion
 from ...memory.signals import fence, tag, wait_equal
 from ...view.process.detector import DeathWatch
@@ -146,9 +146,11 @@ class Exchange:
         try:
             self.publish(header, counts, text, deadline)
             return self.gather(deadline)
-        except (Moved, EpeeError):
+        except Moved:
             raise
         except BaseException as error:
+            if is_own(error):
+                raise
             if self._row is not last and self.end.is_open and not self._is_left:
                 self._is_left = True
                 self.end.give_up(error)  # interrupted on its way to the wait
@@ -247,8 +249,9 @@ class Exchange:
         self.gathered = self.seq
         try:
             return self._checked(copy, self.parties)
-        except EpeeError:
-            self.end.close()  # all see the same rows, so nobody has a result
+        except EpeeError as error:
+            if is_own(error):
+                self.end.close()  # all see the same rows, so nobody has a result
             raise
 
     def _checked(self, copy: bytes, parties: tuple[int, ...]) -> ExchangedRows:

@@ -41,6 +41,7 @@ from ...errors import (
     ProtocolError,
     StaleHandleError,
     UnsupportedError,
+    is_own,
 )
 from ...link.roles import Roles
 from ...link.topology import Topology
@@ -292,9 +293,9 @@ class HostsPath:
         """
         try:
             return make()
-        except (InvalidArgument, ProtocolError):
-            raise
         except BaseException as error:
+            if isinstance(error, (InvalidArgument, ProtocolError)) and is_own(error):
+                raise
             told = error if isinstance(error, Exception) else AbortedError(f"{type(error).__name__} on the way")
             self._engine.refuse(name, told)
             raise

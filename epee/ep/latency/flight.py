@@ -30,6 +30,7 @@ from ...errors import (
     PeerError,
     RankFailedError,
     context,
+    is_own,
 )
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S
@@ -311,7 +312,7 @@ class Flights:
         if not flight.is_alike:
             return
         end = self._end_of(flight)
-        if isinstance(error, MismatchError) and not flight.gathered:
+        if isinstance(error, MismatchError) and is_own(error) and not flight.gathered:
             end.fail()  # nobody can have halves that fit: each of them sees it, or that it has failed
             return
         self._unknown.append(end)

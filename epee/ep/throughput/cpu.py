@@ -29,6 +29,7 @@ from ...errors import (
     CommTimeoutError,
     NoQuorumError,
     PeerError,
+    is_own,
 )
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
@@ -167,7 +168,9 @@ class CpuPath:
         except BaseException as error:
             self.arenas.let_go(arena, slot, last_seq)
             # a loss ends it on all, and who has been put out is to hear that, not of an error of somebody's
-            is_loss = isinstance(error, (Moved, PeerError)) and not isinstance(error, NoQuorumError)
+            is_loss = isinstance(error, Moved) or (
+                isinstance(error, PeerError) and is_own(error) and not isinstance(error, NoQuorumError)
+            )
             if self.exchange.seq > last_seq and not is_loss:
                 self.exchange.abandon()  # some may wait for rows that will not come
             raise

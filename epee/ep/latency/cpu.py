@@ -112,7 +112,12 @@ class LatencyCalls(ABC):
             return
         self._flights.require_slot()
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
-        self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
+        last_seq = self._wire.seq
+        try:
+            self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
+        except BaseException as raised:
+            self._flights.abandon(last_seq, raised)
+            raise
 
     def check(self) -> None:  # noqa: B027
         """Nothing fails behind the host's back here."""
@@ -135,13 +140,18 @@ class LatencyCalls(ABC):
         got = self._empty_result(call.facts.quantisation, handle)
         how = call.facts.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
-        flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options)
-        handle.seq = flight.seq
-        with self._flights.sending(flight):
-            self._send_tokens(flight, call, handle)
-        return self._flights.finish(
-            flight, got, lambda: self._receive_tokens(flight, call.facts.quantisation, got, handle)
-        )
+        last_seq = self._wire.seq
+        try:
+            flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options)
+            handle.seq = flight.seq
+            with self._flights.sending(flight):
+                self._send_tokens(flight, call, handle)
+            return self._flights.finish(
+                flight, got, lambda: self._receive_tokens(flight, call.facts.quantisation, got, handle)
+            )
+        except BaseException as error:
+            self._flights.abandon(last_seq, error)
+            raise
 
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
         buffer_id, config, cut = call.facts.sizes
@@ -250,14 +260,18 @@ class LatencyCalls(ABC):
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, array_of(got))
         kind = _KIND_OF_PARTIAL[call.facts.partial_dtype]
-        flight = self._flights.begin(
-            SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code), options
-        )
-        with self._flights.sending(flight):
-            self._send_partials(flight, call, handle)
-        return self._flights.finish(
-            flight, result, lambda: self._receive_partials(flight, call.facts.partial_dtype, result, handle)
-        )
+        head = SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code)
+        last_seq = self._wire.seq
+        try:
+            flight = self._flights.begin(head, options)
+            with self._flights.sending(flight):
+                self._send_partials(flight, call, handle)
+            return self._flights.finish(
+                flight, result, lambda: self._receive_partials(flight, call.facts.partial_dtype, result, handle)
+            )
+        except BaseException as error:
+            self._flights.abandon(last_seq, error)
+            raise
 
     def _owners(self, handle: HostLatencyHandle) -> Ints:
         return np.where(handle.topk_idx < 0, -1, handle.topk_idx // handle.cut.config.num_local_experts)

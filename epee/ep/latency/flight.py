@@ -3,6 +3,10 @@
 A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
 a flight, its slot is freed: a call that failed leaves nothing behind that could hold up or mix with a later one.
 
+An exception from a signal handler can come between any two lines, so a flight is noted before it takes its slot, and
+is given up by `abandon` when its call raises. One that no call owns all the same, and whose caller has no hook to
+receive it, is given up by the next call or by `sync` (`reclaim`).
+
 A call without a mask ends alike on all (`control/ending.py`): a rank that does not get all halves in time, or is
 interrupted in its wait, gives it up for all, and is taken along where a peer has got all of its own. With a mask each
 rank ends it by itself: who did not come is a finding.
@@ -15,8 +19,10 @@ whole call.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
@@ -80,7 +86,10 @@ class Flight:
         wait_us: microseconds that the receive half has waited for each rank.
         words: by which the ranks agree on the end of a call without a mask.
         gathered: its number when this rank has all halves of such a call, 0 before.
+        is_received: its hook has begun to receive.
     """
+
+    is_received = False
 
     part = "half"
     gone: Collection[int] = ()  # whoever is in the epoch stays in it
@@ -171,11 +180,16 @@ class Flights:
         self._dead = dead
         self._why_gone = why_gone
         self._hide = hide
+        self._begun: dict[int, Flight] = {}  # by number: calls that have a slot, or are about to take it
+        self._hooks: dict[int, Callable[[], bool]] = {}  # by number: whether a caller can still receive
         self._unknown: list[CallEnd] = []  # of calls that were left here, and that may have ended well on others
         self._lost = ""  # why the buffer cannot go on
 
     def require_slot(self) -> None:
         """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
+        self.reclaim()
+        if not self.wire.is_free():
+            self.reclaim(is_thorough=True)
         if not self.wire.is_free():
             raise NoFreeSlot(
                 f"{self.wire.num_open} calls have been sent and not received, among them the one "
@@ -189,6 +203,7 @@ class Flights:
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
             CommTimeoutError: it is still open how one ended.
         """
+        self.reclaim()
         for end in self._unknown[:]:
             end.settle()
             self._lost = self._lost or end.lost
@@ -198,6 +213,8 @@ class Flights:
 
     def restart(self) -> None:
         """An epoch begins, with call 1 on all ranks: what was open is forgotten."""
+        self._begun.clear()
+        self._hooks.clear()
         self._unknown.clear()
         self._lost = ""
 
@@ -209,8 +226,46 @@ class Flights:
             self.wire.say_begun(flight.seq)
         self.read_mask(flight)
         self.wire.set_cut(flight.active, flight.seq)
+        self._begun[flight.seq] = flight
         self.wire.begin()  # last: from here on the call has a slot, which must be freed
         return flight
+
+    def _free(self, flight: Flight) -> None:
+        """Give the slot of a call back."""
+        self.wire.free(flight.seq)
+        self._hooks.pop(flight.seq, None)
+        self._begun.pop(flight.seq, None)
+
+    def abandon(self, last_seq: int, error: BaseException) -> None:
+        """Give up the calls after `last_seq`, whose caller gets `error` and no hook."""
+        for seq in [seq for seq in self._begun if seq > last_seq]:
+            self._end(seq, error)
+
+    def reclaim(self, is_thorough: bool = False) -> None:
+        """Give up the calls that nobody can receive any more: an interrupt has lost them, or their hook.
+
+        Between two calls only.
+
+        Args:
+            is_thorough: look also for hooks that nobody but a cycle of references holds.
+        """
+        if not self._begun:
+            return
+        if is_thorough:
+            gc.collect()
+        for seq in list(self._begun):
+            can_receive = self._hooks.get(seq)
+            if can_receive is None or not can_receive():
+                self._end(seq, InvalidState("the call was interrupted, and nobody has its hook"))
+
+    def _end(self, seq: int, error: BaseException) -> None:
+        flight = self._begun[seq]
+        try:
+            if seq <= self.wire.seq:  # else it was not counted: it has not begun
+                self.give_up(flight, error)
+        finally:
+            self._hooks.pop(seq, None)
+            self._begun.pop(seq, None)
 
     def read_mask(self, flight: Flight) -> None:
         """Leave out who is marked inactive; this rank always counts on itself."""
@@ -363,7 +418,7 @@ class Flights:
                 self.leave(flight, error)
             elif flight.is_alike:
                 self._end_of(flight).fail()  # nobody has anything of this rank
-            self.wire.free(flight.seq)
+            self._free(flight)
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
         """Receive now, or hand out a hook that does."""
@@ -380,8 +435,11 @@ class Flights:
             check_hook(flight.epoch, self._epoch())
             flight.start()
             self.read_mask(flight)
+            flight.is_received = True
             self.receive(flight, hooks.pop())
 
+        owner = weakref.ref(hook)  # and not what it receives: that refers to the hook
+        self._hooks[flight.seq] = lambda: owner() is not None and not flight.is_received
         result.hook = hook
         return result
 
@@ -395,7 +453,7 @@ class Flights:
             self.leave(flight, error)
             raise
         finally:
-            self.wire.free(flight.seq)
+            self._free(flight)
             self.mark(flight)
             self._hide()
 

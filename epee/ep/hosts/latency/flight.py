@@ -92,7 +92,7 @@ class HostsFlights(Flights):
         try:
             self.leave(flight, error)
         finally:
-            self.wire.free(flight.seq)
+            self._free(flight)
 
     def _judge(self, flight: Flight, heads: dict[int, SectionHeader]) -> None:
         """Leave out whose half is here and brings this rank nothing, where that is a loss."""

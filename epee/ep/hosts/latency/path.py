@@ -171,6 +171,7 @@ class LatencyHostsPath(LatencyCalls):
         """
         num_ranks = self.config.num_ranks
         error: EpeeError | None = None
+        self._flights.reclaim(is_thorough=True)
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         if error is not None:

@@ -181,6 +181,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
+        self._flights.reclaim(is_thorough=True)
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()

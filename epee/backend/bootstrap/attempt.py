@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from ...errors import (
     PeerError,
     ProtocolError,
     RankFailedError,
+    SlotTakenError,
     UnsupportedError,
     context,
 )
@@ -37,12 +40,15 @@ from ...memory.claim import OwnerEndedError
 from ...memory.host import HostRegion
 from ...view.job import told_fields
 from ...view.process.detector import DeathWatch
-from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS
+from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS, has_left
 
 MAX_RECORD_BYTES = 16 << 10
 WHATS = ("", "/hello", "/folder", "/token")  # the records of one rank, see `birth.py`, `hosts/birth.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
+TWIN_LOOK_S = 0.5  # between two looks for another process with this rank
+TWIN_GRACE_S = 5.0  # a process that leaves its group is given this time, so that another one can have its rank
+MAX_TWINS = 8
 REASON_WAIT_S = 2.0  # a store may be slower than shared memory
 
 _REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)
@@ -64,7 +70,8 @@ class BootstrapAttempt:
         self.region: HostRegion | None = None
         self.others_know = False
         self._over = False
-        self.number = store.add(f"epee/births/{rank}", 1)
+        self._twin = 0  # the process that has this rank, as was last seen; 0 for none
+        self.number = store.add(_counter(rank), 1)
 
     def key(self, rank: int) -> str:
         """Return the key of a rank's record."""
@@ -73,12 +80,24 @@ class BootstrapAttempt:
     def read(self, peer: int, what: str, deadline: float) -> bytes:
         """Return a record of `peer`; raise what it tells instead if it has failed."""
         try:
-            self.store.wait([self.key(peer) + what], time_left(deadline))
+            self._await(self.key(peer) + what, deadline)
             raw = bytes(self.store.get(self.key(peer) + what))
+        except SlotTakenError:
+            raise
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
+            if self._twin:
+                raise self._twice() from exc
+            again = (
+                ""
+                if self.number == 1
+                else (
+                    f"; this is start {self.number} of rank {self.rank} with this rendezvous: does another process "
+                    "have the rank as well?"
+                )
+            )
             raise CommTimeoutError(
                 f"init (rank={self.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
-                "start all ranks with the same rendezvous, and rank numbers that differ",
+                f"start all ranks with the same rendezvous, and rank numbers that differ{again}",
                 [peer],
                 has_job=False,
             ) from exc
@@ -88,6 +107,68 @@ class BootstrapAttempt:
             raise failure(fields, self.rank, self.num_ranks)
         self.others_know = False
         return raw
+
+    def _await(self, key: str, deadline: float) -> None:
+        """Wait for a record. Where this rank was begun before in this store, look for a process that has it already.
+
+        Raises:
+            SlotTakenError: there is one, in a group that runs, which this process has no part in.
+        """
+        began = time.monotonic()
+        while self.number > 1 and deadline - time.monotonic() > TWIN_LOOK_S:
+            asked = time.monotonic()
+            try:
+                self.store.wait([key], timedelta(seconds=TWIN_LOOK_S))
+                return
+            except RuntimeError:
+                if time.monotonic() - asked < TWIN_LOOK_S / 2:
+                    raise  # it is not the time: the store has gone
+            self._twin = self._find_twin()
+            if self._twin and time.monotonic() - began > TWIN_GRACE_S:
+                raise self._twice()
+        self.store.wait([key], time_left(deadline))
+
+    def _find_twin(self) -> int:
+        """Return the process that has this rank in the group that was made before in this store; 0: it is over.
+
+        That a process leaves a group and another one takes its rank is in order, and so is it that ranks are numbered
+        anew: then this process, or nobody, is in the group that was made before.
+        """
+        try:
+            for number in range(self.number - 1, max(0, self.number - 1 - MAX_TWINS), -1):
+                keys = [f"epee/{number}/{rank}" for rank in range(self.num_ranks)]
+                if not self.store.check(keys):
+                    continue  # a twin of the twin, say
+                found = [json.loads(read_fields(bytes(self.store.get(key)), 0)["record"]) for key in keys]
+                pids = [(fields["boot_id"], fields["namespace"], fields["pid"]) for fields in found]
+                here = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+                boot_id, namespace, pid = pids[self.rank]
+                if (*here, os.getpid()) in pids or (boot_id, namespace) != here:
+                    return 0
+                region = HostRegion.attach(bytes.fromhex(found[self.rank]["blob"]), is_writable=False)
+                words = region.words(0, STATE_WORDS)
+                is_over = has_left(words)
+                words.release()
+                region.close()
+                return 0 if is_over else int(pid)
+        except (EpeeError, OSError, ValueError, TypeError, KeyError):  # it has ended; or what is there cannot be read
+            return 0
+        except RuntimeError:  # the store has gone
+            return self._twin
+        return 0
+
+    def _twice(self) -> SlotTakenError:
+        """Return the error of a process whose rank another one has, and let that one's group be made again later."""
+        self.others_know = True  # they have a group, and wait for nobody
+        with contextlib.suppress(RuntimeError):
+            if self.store.add(_counter(self.rank), 0) == self.number:
+                for what in WHATS:
+                    self.store.delete_key(self.key(self.rank) + what)
+                self.store.add(_counter(self.rank), -1)
+        return SlotTakenError(
+            f"init (rank={self.rank}): rank {self.rank} is here twice: process {self._twin} of this host has it, in a "
+            "group that runs; start every process with a RANK of its own"
+        )
 
     def explain(self, error: BaseException, watch: DeathWatch) -> BaseException:
         """Return what to raise for `error`: what `heard` says if that is more.
@@ -156,6 +237,11 @@ class BootstrapAttempt:
             time.sleep(0.01)
         text = f"init (rank={self.rank}, peer={peer}): rank {peer} failed without a word"
         return error or PeerError(text, [peer], "init")
+
+
+def _counter(rank: int) -> str:
+    """Return the key that counts how often a rank was begun in a store."""
+    return f"epee/births/{rank}"
 
 
 def time_left(deadline: float) -> timedelta:

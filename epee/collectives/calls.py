@@ -119,7 +119,7 @@ class Prepared:
             factor = float(factor)
         self.is_plain = False
         copy = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        copy.mul_(factor)
+        (torch.view_as_real(copy) if copy.is_complex() else copy).mul_(factor)  # by parts, as on CPU tensors
         self._kept.append(copy)
         return copy
 

@@ -24,6 +24,10 @@ def test_premul_sum_has_the_bits_of_cpu_tensors() -> None:
     run_ranks(cases.products_emulated, 2, backend="epee", timeout_s=200)
 
 
+def test_a_rank_alone() -> None:
+    run_ranks(cases.alone, 1, backend="epee", timeout_s=200)
+
+
 def test_survivors_go_on_with_unlike_sizes_and_factors_of_their_own() -> None:
     run_mortal(cases.masked, 3, 1, dead={1}, timeout_s=200)
 

@@ -158,11 +158,18 @@ def unlike_emulated(rank: int, num_ranks: int) -> None:
         assert _plain(y).tolist() == [num_ranks] * 2
 
 
+def alone(rank: int, num_ranks: int) -> None:
+    """A group of one rank."""
+    with closed_at_end(give_half(rank)):
+        unlike(rank, num_ranks)
+        products(rank, num_ranks)
+
+
 def masked(rank: int, num_ranks: int, folder: str, victim: int) -> None:
     """In mode "mask", before and after a death."""
     half = mask_cases.init(rank, num_ranks, folder)
     unlike(rank, num_ranks)
-    products(rank, num_ranks, counts=(5, 12_001), dtypes=(torch.bfloat16,))
+    products(rank, num_ranks, counts=(5, 40_001), dtypes=(torch.bfloat16,))
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -28,6 +28,10 @@ def test_a_rank_alone() -> None:
     run_ranks(cases.alone, 1, backend="epee", timeout_s=200)
 
 
+def test_tensors_in_pools_give_the_same() -> None:
+    run_ranks(cases.pooled, 3, backend="epee", timeout_s=200)
+
+
 def test_survivors_go_on_with_unlike_sizes_and_factors_of_their_own() -> None:
     run_mortal(cases.masked, 3, 1, dead={1}, timeout_s=200)
 

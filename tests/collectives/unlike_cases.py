@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import epee
 from tests.backend.test_staging import _device, _plain, on_gpu
-from tests.collectives import cases, mask_cases
+from tests.collectives import cases, mask_cases, pool_cases
 from tests.collectives.cases import closed_at_end, give_half, look_soon
 
 Placing = Callable[[torch.Tensor], torch.Tensor]
@@ -163,6 +164,16 @@ def alone(rank: int, num_ranks: int) -> None:
     with closed_at_end(give_half(rank)):
         unlike(rank, num_ranks)
         products(rank, num_ranks)
+
+
+def pooled(rank: int, num_ranks: int) -> None:
+    """Tensors in memory pools, on all ranks and on one."""
+    half, pool = pool_cases.give_pool(rank)
+    with closed_at_end(half):
+        in_pool = functools.partial(pool_cases.in_pool, pool)
+        unlike(rank, num_ranks, in_pool)
+        unlike(rank, num_ranks, in_pool if rank else on_gpu)
+        products(rank, num_ranks, in_pool, dtypes=(torch.float32,))
 
 
 def masked(rank: int, num_ranks: int, folder: str, victim: int) -> None:

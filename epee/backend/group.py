@@ -16,6 +16,7 @@ refused raises `InvalidArgument` here, and the peers of a collective are told (`
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -44,7 +45,7 @@ from .bootstrap.joining import (
 )
 from .bootstrap.seat import meeting_place, own_job
 from .collectives import arguments as calls
-from .collectives.plan import Make, Plan
+from .collectives.plan import Make, Tensors
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
 from .device.calls import NOT_SERVED, DeviceCalls
@@ -52,7 +53,9 @@ from .device.calls import make as make_device_calls
 from .device.messages import DeviceMessages
 from .device.messages import make as make_device_messages
 from .engine.engine import Engine
-from .membership.members import counting
+from .engine.operation import Operation
+from .membership.admission import UNSEEN_DEATH_S
+from .membership.members import TooShort, fitted
 from .membership.sizes import Mask
 from .options import BackendOptions
 from .outbox import Outboxes
@@ -65,6 +68,8 @@ from .view_calls import check_peer as check_peer_in_view
 from .work import DONE, Ended, Work, is_loss
 
 _MAX_TAG = (1 << 63) - 1
+_UNSEEN_HERE_S = 1.0  # how long a process of this host may take to be seen to die
+_LOOK_S = 0.005  # between checks of whether ranks are dead
 _alive: set[ProcessGroup] = set()
 
 
@@ -94,6 +99,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
         self._is_first = not dist_opts.global_ranks_in_group  # the default group
         self._birth_timeout_s, self._timeout_s, self._p2p_timeout_s = timeout_s, 0.0, 0.0
+        self._told_size = -1, 0  # calls that had been issued when the program asked for the size last, and the answer
         self._group_name = str(getattr(dist_opts, "group_id", ""))
         self._group_desc = ""
         self._place: Place | None = None
@@ -127,6 +133,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             self._engine.survival.remember(self._store)
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
+        if self._engine.survival is not None and self._engine.mask.shows_at_once:
+            self._engine.survival.show_losses()
         self._engine.reports_losses = self.options.reports_losses
         for old in self._ends:
             old.detach()  # of an engine before, which has been closed
@@ -161,9 +169,23 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def size(self) -> int:
         """Return the number of ranks: that at birth, unless the options have it follow who takes part."""
-        if not self._counts_present or self._engine.survival is None:
+        engine = self._engine
+        if not self._counts_present or engine.survival is None:
             return self._num_ranks
-        return self._engine.mask.span
+        size = engine.mask.span
+        self._told_size = engine.seq, size
+        return size
+
+    def _expected_size(self) -> int:
+        """Return how many entries the lists of the next call have most likely; `fitted` looks at others, too.
+
+        That is the size that the program was given since its last call: it may have changed since, by a loss.
+        """
+        engine = self._engine
+        if engine.survival is None:
+            return self._num_ranks
+        told_at, size = self._told_size
+        return size if told_at == engine.seq else engine.mask.span
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -239,13 +261,50 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def _go(self, make: Make, opts: Any, outputs: Any, reads: Any, writes: Any = None) -> Any:
         """Run or start a call; its Work shows `outputs`, which it writes, unless `writes` says otherwise."""
-        tensors = (outputs if writes is None else writes, reads)
+        tensors, given = (outputs if writes is None else writes, reads), make
         if self._counts_present:
-            make = functools.partial(_counted, make, self.size())
-        if opts is not None and not opts.asyncOp:
-            self._engine.run(make, opts, tensors)
-            return DONE
-        return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
+            make = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
+        try:
+            if opts is not None and not opts.asyncOp:
+                self._engine.run(make, opts, tensors)
+                return DONE
+            return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
+        except TooShort as exc:
+            self._await_lost(exc)
+        return self._go(given, opts, outputs, reads, writes)
+
+    def _run(self, make: Make, opts: Any, tensors: Tensors) -> Operation:
+        """Run a call to its end."""
+        if not self._counts_present:
+            return self._engine.run(make, opts, tensors)
+        try:
+            fits = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
+            return self._engine.run(fits, opts, tensors)
+        except TooShort as exc:
+            self._await_lost(exc)
+        return self._run(make, opts, tensors)
+
+    def _await_lost(self, error: TooShort) -> None:
+        """Wait until it is known that the members for which the lists of a call have no entries are lost.
+
+        Raises:
+            InvalidArgument: they live.
+        """
+        engine = self._engine
+        wait_s = _UNSEEN_HERE_S if engine.box.exports is None else UNSEEN_DEATH_S
+        until = time.monotonic() + min(engine.timeout_s, wait_s)
+        while not engine.mask.has_lost(error.members, error.epoch):
+            if time.monotonic() > until:
+                raise InvalidArgument(*error.args) from None
+            engine.look(lambda: self._look_for_dead(error.members))
+            time.sleep(_LOOK_S)
+
+    def _look_for_dead(self, ranks: Sequence[int]) -> None:
+        engine = self._engine
+        engine.watch.look(ranks)
+        dead = {*engine.watch.dead()}.intersection(ranks)
+        if dead and engine.survival is not None:
+            engine.survival.found_dead(dead)
 
     # ---- collectives
 
@@ -312,14 +371,12 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it returns."""
-        size = self.size() if self._counts_present else self.num_slots
+        size = len(output_lists) if self._counts_present else self.num_slots
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
         calls.check_one_dtype(inputs)
         make: Make = functools.partial(calls.all_gather_lists, output_lists=output_lists, inputs=inputs)
-        if self._counts_present:
-            make = functools.partial(_counted, make, size)
-        self._engine.run(make, opts, (output_lists, inputs))
+        self._run(make, opts, (output_lists, inputs))
         return DONE
 
     @collective("gather")
@@ -608,12 +665,7 @@ def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
     limit = options.max_group_size or members.group_size
     if tensor is not None:
         limit = tensor.numel()
-    return Mask(limit, members.members, tensor, options.keeps_lost)
-
-
-def _counted(make: Make, group_size: int, box: Outboxes) -> Plan:
-    """Plan a call as one with `group_size` entries in its lists, however many the group counts when it runs."""
-    return make(counting(box, group_size))
+    return Mask(limit, members.members, tensor, options.keeps_lost, options.shows_at_once)
 
 
 def _check_tag(tag: int, name: str) -> None:

@@ -50,10 +50,13 @@ class BackendOptions(_CBackend.Options):
         counts_present: the group's size is 1 + the highest rank that takes part (or is still shown, `keeps_lost`),
             lists have so many entries, and those of absent ranks are filled with zeros.
         joins_later: with `is_extension`: the process works alone until it calls `join`.
+        shows_at_once: that tensor, the size of the group and `shown_epoch` show a loss as soon as this process knows of
+            it, not with the call that meets it.
         keeps_lost: the tensor `active_ranks` keeps the 1 of a lost rank until the program puts it out.
     """
 
     reports_losses = False
+    shows_at_once = False
     keeps_lost = False
     joins_later = False
     counts_present = False

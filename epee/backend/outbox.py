@@ -248,6 +248,8 @@ class Outboxes:
         staging_bytes: size of one staging buffer.
         payload_bytes: offsets handed out by peers must end at or below this.
         num_roots: ranks below it are ranks of the group, lost maybe, also where lists have fewer entries.
+        num_entries: of the user's lists with one element per rank, where they end before the highest member, because
+            all members from there on are known to be lost; 0: they have `group_size`.
         zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
         host_of: per rank of the group the number of its host; nothing in a group on one host.
@@ -264,6 +266,7 @@ class Outboxes:
     here: Sequence[int] = ()
     zeroes = False
     num_roots = 0
+    num_entries = 0
 
     def __init__(
         self,

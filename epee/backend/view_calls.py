@@ -51,6 +51,14 @@ class CallsOfView:
         return self._engine.members.epoch
 
     @property
+    def shown_epoch(self) -> int:
+        """The epoch of the newest view that this process shows: that of its calls, or of a loss that is shown at once.
+
+        Losses are shown at once under Mooncake's names only (`BackendOptions.shows_at_once`).
+        """
+        return max(self._engine.members.epoch, self._engine.mask.epoch)
+
+    @property
     def timeout_s(self) -> float:
         """How long a call waits for silent ranks when it names no time-out, in seconds."""
         return self._engine.timeout_s
@@ -99,6 +107,49 @@ class CallsOfView:
     def get_num_synced_ranks(self) -> int:
         """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
         return sum(self.get_peer_state(range(MAX_RANKS)))
+
+    def local_peer_state(self, ranks: Sequence[int]) -> list[bool]:
+        """Return for each rank whether it takes part or is ready to, as far as this process knows; no communication.
+
+        False at once for a rank of whose death there is proof. True for a rank for which a process waits when all
+        members have heard of it; programs that ask on all ranks, between calls, get it between the same two calls
+        (`bootstrap/local_state.py`).
+
+        Args:
+            ranks: 0 ... 63.
+        """
+        _check_ranks(ranks, "local_peer_state")
+        self._require_open()
+        survival = self._engine.survival
+        if survival is None:
+            return [rank in self._engine.members.members for rank in ranks]
+        return survival.local_state.states(ranks)
+
+    def take_in(self, ranks: Sequence[int]) -> int:
+        """Take in the processes that wait for those of `ranks` that are lost or were never there.
+
+        Returns:
+            A rank for which no process waits, and then nothing has been done; -1 when all take part.
+
+        Raises:
+            As `recover_ranks`.
+        """
+        self._require_open()
+        survival = self._engine.survival
+        if survival is None:
+            return next((rank for rank in ranks if rank not in self._engine.members.members), -1)
+        wanted = survival.local_state.must_be_taken_in(ranks)
+        here = {*survival.admission.waiting(), *survival.local_state.alive(survival.runtime.view())}
+        for rank in wanted:
+            if rank not in here:
+                return rank
+        if wanted:
+            self.recover_ranks(wanted)
+        return -1
+
+    def _require_open(self) -> None:
+        if self._engine.flags & ENDED:
+            raise InvalidState("the process group was destroyed or aborted; it has no ranks any more")
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
         """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""

@@ -7,7 +7,7 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -40,6 +40,9 @@ class EngineOfWork(Protocol):
 
     def take_back(self, op: Driven, exc: BaseException) -> None:
         """Give up a message out of whose blocking call `exc` comes."""
+
+    def await_shown(self, ranks: Collection[int]) -> None:
+        """Wait a moment until it is shown that these ranks are lost."""
 
     def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
         """Call `listener(op)` when the call has ended."""
@@ -158,6 +161,7 @@ class Work(_WorkBase):  # type: ignore[misc]
             return self._drive(timeout)
         except PeerError as exc:
             if self.engine.reports_losses and is_loss(exc) and is_own(exc) and self.is_completed():
+                self.engine.await_shown(exc.ranks)
                 return True
             raise
 

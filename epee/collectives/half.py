@@ -16,6 +16,7 @@ made all the same, as one that is like no other, so that peers hear at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -185,7 +186,15 @@ class DeviceHalf(MeetingHalf):
         """Return a call as the kernels make it."""
         size = self._engine.members.group_size
         entries = min(size, self._engine.mask.span) if self._policy.counts_present else size
-        call = prepare(method, self._rank, entries, args, kwargs)
+        try:
+            call = prepare(method, self._rank, entries, args, kwargs)
+        except InvalidArgument:
+            for longer in range(entries + 1, size + 1):  # the program may have asked for the size before a loss showed
+                with contextlib.suppress(InvalidArgument):
+                    call, entries = prepare(method, self._rank, longer, args, kwargs), longer
+                    break
+            else:
+                raise
         if self._policy.is_masked:
             call.moves = [masked(move, self._rank, size, entries) for move in call.moves]
         return call

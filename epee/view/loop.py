@@ -101,12 +101,15 @@ class Hooks(NamedTuple):
         thaw: go on.
         decided: a new view; in order, each once.
         trouble: calls cannot end well any more (evicted, the agent failed) or for the time being (no quorum).
+        asked: other processes ask to join the job, or ask no more; or a process of another host has sent what it shows
+            of its part in the lane.
     """
 
     freeze: Callable[[], LaneState]
     thaw: Callable[[], None]
     decided: Callable[[Decision], None]
     trouble: Callable[[Exception], None]
+    asked: Callable[[], None] = lambda: None
 
 
 class Shared:
@@ -378,6 +381,8 @@ class Loop:
         """Map the boards of those whom a message brings, then let the agent answer it."""
         if isinstance(message, LaneTold):
             self.peers.note_told(sender, message.lane, message.data)
+            if message.lane in self._lanes:
+                self._lanes[message.lane].asked()
             if self.agent.epoch and sender not in self.agent.slot_of:  # voted out, it may not have noticed anything
                 self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
             return
@@ -548,7 +553,10 @@ class Loop:
             self._waiting[nonce] = slot
         elif self._waiting.pop(nonce, None) is None:
             return
-        self.shared.waiting = tuple(sorted(set(self._waiting.values())))
+        before, self.shared.waiting = self.shared.waiting, tuple(sorted(set(self._waiting.values())))
+        if before != self.shared.waiting:
+            for hooks in list(self._lanes.values()):
+                hooks.asked()
 
     # ---- the end
 

@@ -192,6 +192,7 @@ class Runtime:
         thaw: Callable[[], None],
         decided: Callable[[Decision], None],
         trouble: Callable[[Exception], None],
+        asked: Callable[[], None] = lambda: None,
     ) -> LaneRow:
         """Take part with a lane (one process group or buffer) from now on; return its row for hang reports.
 
@@ -208,7 +209,7 @@ class Runtime:
             raise InvalidArgument(f"lane must lie in 0 ... {LANE_LIMIT} and be new, got {lane}")
         if len(self._rows) >= MAX_LANES:
             raise InvalidArgument(f"a process takes part in {MAX_LANES} groups and buffers at most; destroy some")
-        loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble)
+        loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble, asked)
 
         given_up = threading.Event()
 
@@ -366,6 +367,11 @@ class Runtime:
             if member.slot == slot and peer is not None:
                 return peer.health(time.monotonic())
         return "unknown"
+
+    def is_dead(self, member: Member) -> bool:
+        """Return whether this process's agent has proof that a member is dead."""
+        peer = self._running().peers.get(member.nonce)
+        return peer is not None and peer.is_dead
 
     def host_of(self, slot: int) -> str:
         """Return the key of the host on which a member runs; "" for no member."""

@@ -56,3 +56,46 @@ def test_the_mask_goes_beyond_the_users_tensor() -> None:
     assert tensor.tolist() == [1, 0, 1]
     assert mask.first(7) == [1, 0, 1, 0, 0, 1, 0]
     assert mask[5] == 1
+
+
+def shown_at_once(keeps_lost: bool = False) -> tuple[Mask, torch.Tensor]:
+    tensor = torch.zeros(4, dtype=torch.int32)
+    return Mask(4, (0, 1, 2, 3), tensor, keeps_lost, shows_at_once=True), tensor
+
+
+def test_a_loss_shows_before_calls_meet_it_and_a_process_that_comes_later_shows_with_its_first_call() -> None:
+    mask, tensor = shown_at_once()
+    mask.lose([3], 2, is_agreed=False)
+    assert (tensor.tolist(), mask.first(4), mask.span, mask.epoch) == ([1, 1, 1, 0], [1, 1, 1, 1], 3, 0)
+    assert not mask.has_agreed([3])
+    mask.lose([3], 2, is_agreed=True)
+    assert mask.epoch == 2
+    assert mask.has_agreed([3])
+    mask.put(3, 1, epoch=1)  # a call that was planned before
+    assert tensor.tolist() == [1, 1, 1, 0]
+    mask.put(3, 1, epoch=3)  # nobody had planned a call between the loss and the join
+    assert (tensor.tolist(), mask.span) == ([1, 1, 1, 1], 4)
+    assert not mask.has_lost([3], 3)
+
+
+def test_the_loss_of_a_process_that_calls_have_not_met_yet_shows() -> None:
+    mask, tensor = shown_at_once()
+    mask.lose([2], 2, is_agreed=True)
+    mask.lose([2], 4, is_agreed=True)  # of the one that took its place in view 3
+    mask.put(2, 1, epoch=3)
+    assert tensor.tolist() == [1, 1, 0, 1]
+    mask.put(2, 0, epoch=4)
+    assert (tensor.tolist(), mask.first(4)) == ([1, 1, 0, 1], [1, 1, 0, 1])
+
+
+def test_who_is_lost_is_known_where_the_program_keeps_what_it_is_shown() -> None:
+    mask, tensor = shown_at_once(keeps_lost=True)
+    mask.lose([3], 2, is_agreed=True)
+    assert (tensor.tolist(), mask.span, mask.epoch) == ([1, 1, 1, 1], 4, 2)
+    assert mask.has_lost([3], 1)
+
+
+def test_a_mask_of_other_groups_waits_for_the_call() -> None:
+    mask = Mask(2, (0, 1), torch.ones(2, dtype=torch.int32))
+    mask.lose([1], 2, is_agreed=True)
+    assert (mask.span, mask.epoch, mask.has_lost([1], 1)) == (2, 0, False)

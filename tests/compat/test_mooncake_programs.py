@@ -70,8 +70,9 @@ def recovery(slot: int, num_slots: int, folder: str) -> Any:
         standard_calls(rank, num_processes)
         if rank == broken_rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        while active_ranks[broken_rank]:  # what kernels and the program look at
+        while active_ranks[broken_rank]:  # what kernels and the program look at; it may show between any two calls
             dist.all_reduce(torch.ones(1))
+            steps += 1
         stages.reach(folder, "broken")
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         while True:

@@ -28,13 +28,13 @@ from ...view.protocol.messages import Decision, Member
 from ..options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ..outbox import OutboxOwner
 
-VERSION = 3
+VERSION = 4
 FOLDER_KEY = "epee/job"
 HOSTS = "hosts"  # in that record, of a group over several: on how many it began
 LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
-_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQ")
+_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQ")
 _LOCATOR = struct.Struct(f"<II{BLOB_BYTES}sI")
 FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
@@ -191,6 +191,7 @@ class Offer(NamedTuple):
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
         turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
+        next_seq, heard, before: of which waiting ranks the process has heard (`local_state.Mark`).
     """
 
     state: int
@@ -199,6 +200,9 @@ class Offer(NamedTuple):
     blob: bytes
     port: int = 0
     turned: int = 0
+    next_seq: int = 0
+    heard: int = 0
+    before: int = 0
 
     def pack(self) -> bytes:
         """Return the bytes for the board."""

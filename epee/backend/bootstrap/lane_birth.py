@@ -50,7 +50,8 @@ class LaneBirth:
         if asks:
             hooks.enter_as(seat.job.slot)
         self._row: LaneRow | None
-        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
+        called = hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble, hooks.asked
+        self._row = row = self.runtime.register(seat.lane, *called)
         self._awaited = Awaited(self.runtime, self._on_stall)
         self._awaited.begin(seat.lane, row)
         self._occupants.known = joined_by or self.runtime.view()

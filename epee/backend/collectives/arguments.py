@@ -152,14 +152,30 @@ def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> No
 
 def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[torch.Tensor]:
     """Return the tensors of the members, in their order, from a list with one per rank of the group."""
-    if len(tensors) != box.group_size:
-        raise InvalidArgument(f"{name} must have one tensor per rank ({box.group_size}), got {len(tensors)}")
+    num_entries = box.num_entries or box.group_size
+    if len(tensors) != num_entries:
+        raise InvalidArgument(f"{name} must have one tensor per rank ({num_entries}), got {len(tensors)}")
+    if box.num_entries:
+        return [tensors[rank] if rank < num_entries else _in_vain(tensors[0]) for rank in box.members]
     return [tensors[rank] for rank in box.members]
+
+
+def _in_vain(like: torch.Tensor) -> torch.Tensor:
+    """Return what stands for the tensor of a lost member for which the user's list has no entry."""
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _part(array: Array, rank: int, count: int, box: Outboxes) -> Array:
+    """Return the elements of a rank in an array that has `count` for each, or others where it has none of it."""
+    if box.num_entries and rank >= box.num_entries:
+        return np.zeros(count, array.dtype)
+    return array[rank * count : (rank + 1) * count]
 
 
 def _absent(box: Outboxes) -> list[int]:
     """Return the ranks whose places in the results are filled with zeros."""
-    return [rank for rank in range(box.group_size) if rank not in box.members] if box.zeroes else []
+    num_entries = box.num_entries or box.group_size
+    return [rank for rank in range(num_entries) if rank not in box.members] if box.zeroes else []
 
 
 def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Any:
@@ -171,7 +187,8 @@ def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name:
 
 def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
     """Return the place for everybody's rows; those of lost ranks keep what they hold."""
-    return (target if box.num_ranks == box.group_size else in_place)(output, carrier, name)
+    is_filled = box.num_ranks == box.group_size and not box.num_entries
+    return (target if is_filled else in_place)(output, carrier, name)
 
 
 def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Target:
@@ -288,7 +305,7 @@ def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
     last = box.num_ranks - 1
     end = _with_zeros(whole, [array[rank * count : (rank + 1) * count] for rank in _absent(box)])
     return {
-        position: _Piece(array[rank * count : (rank + 1) * count], end if position == last else None)
+        position: _Piece(_part(array, rank, count, box), end if position == last else None)
         for position, rank in enumerate(box.members)
     }
 
@@ -303,7 +320,7 @@ def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor)
     carrier = carrier_of(tensor, "all_gather: input")
     carrier_of(output, "all_gather: output")
     count = tensor.numel()
-    _same(output, tensor, count * box.group_size, "all_gather: output")
+    _same(output, tensor, count * (box.num_entries or box.group_size), "all_gather: output")
     sinks = _pieces(_gathered(output, carrier, "all_gather: output", box), count, box)
     signature = _signature("all_gather", tensor.dtype, count)
     return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
@@ -317,7 +334,7 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
         raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
     targets = []
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        _same(output, tensor, tensor.numel() * box.group_size, f"{name}: outputs[{position}]")
+        _same(output, tensor, tensor.numel() * (box.num_entries or box.group_size), f"{name}: outputs[{position}]")
         carrier_of(output, f"{name}: outputs[{position}]")
         targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", box))
     refuse_shared(outputs, f"{name}: outputs")
@@ -325,7 +342,10 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
     flat = np.empty(sum(counts), carrier.dtype)
     pack([source(tensor, carrier) for tensor in inputs], flat)
     sinks: dict[int, Any] = {
-        position: GatheredPart(targets, counts, rank, carrier) for position, rank in enumerate(box.members)
+        position: GatheredPart(targets, counts, rank, carrier)
+        if rank < (box.num_entries or box.group_size)
+        else Target(np.empty(sum(counts), carrier.dtype))
+        for position, rank in enumerate(box.members)
     }
     sinks[box.num_ranks - 1] = FinishAfter(sinks[box.num_ranks - 1], targets)
     zeros: list[Array] = []
@@ -344,8 +364,9 @@ def all_gather_lists(
     """Everybody's list of tensors goes to everybody: `output_lists[r][i]` gets rank r's `inputs[i]`."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
-    if len(output_lists) != box.group_size:
-        raise InvalidArgument(f"{name}: one list per rank ({box.group_size}) is needed, got {len(output_lists)}")
+    num_entries = box.num_entries or box.group_size
+    if len(output_lists) != num_entries:
+        raise InvalidArgument(f"{name}: one list per rank ({num_entries}) is needed, got {len(output_lists)}")
     flat = np.empty(sum(tensor.numel() for tensor in inputs), carrier.dtype)
     pack([source(tensor, carrier) for tensor in inputs], flat)
     sinks: dict[int, Any] = {}
@@ -434,11 +455,11 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
     carrier_of(tensor, "reduce_scatter: input")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     count = output.numel()
-    _same(tensor, output, count * box.group_size, "reduce_scatter: input")
+    _same(tensor, output, count * (box.num_entries or box.group_size), "reduce_scatter: input")
     values = source(tensor, carrier)
     if isinstance(op, PremulSum):
         values = premultiply(values.copy(), output.dtype, op.factor)
-    segments = [values[rank * count : (rank + 1) * count] for rank in box.members]
+    segments = [_part(values, rank, count, box) for rank in box.members]
     sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, count, op)
     return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box, count)
@@ -456,12 +477,12 @@ def reduce_scatter_coalesced(
     counts = [output.numel() for output in outputs]
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         carrier_of(output, f"{name}: outputs[{position}]")
-        _same(tensor, output, counts[position] * box.group_size, f"{name}: inputs[{position}]")
+        _same(tensor, output, counts[position] * (box.num_entries or box.group_size), f"{name}: inputs[{position}]")
     refuse_shared(outputs, f"{name}: outputs")
     flats = [source(tensor, carrier) for tensor in inputs]
     segments = np.empty((box.num_ranks, sum(counts)), carrier.dtype)
     for position, rank in enumerate(box.members):
-        pieces = [flat[rank * n : (rank + 1) * n] for flat, n in zip(flats, counts, strict=True)]
+        pieces = [_part(flat, rank, n, box) for flat, n in zip(flats, counts, strict=True)]
         pack(pieces, segments[position])
     if isinstance(op, PremulSum):
         premultiply(segments.reshape(-1), inputs[0].dtype, op.factor)
@@ -501,17 +522,22 @@ def all_to_all_single(
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
     _same(output, tensor, output.numel(), "all_to_all: output")
-    sent = _split_counts(tensor, input_splits, box.group_size, "all_to_all: input")
-    expected = _split_counts(output, output_splits, box.group_size, "all_to_all: output")
+    num_entries = box.num_entries or box.group_size
+    sent = _split_counts(tensor, input_splits, num_entries, "all_to_all: input")
+    expected = _split_counts(output, output_splits, num_entries, "all_to_all: output")
     values = source(tensor, carrier)
     whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
     first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
-    segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in box.members]
+    inside = [rank for rank in box.members if rank < num_entries]
+    segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in inside]
     end = _with_zeros(whole, [whole.array[first_expected[rank] : first_expected[rank + 1]] for rank in _absent(box)])
     sinks = [
-        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == box.members[-1] else None)
-        for rank in box.members
+        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == inside[-1] else None)
+        for rank in inside
     ]
+    for _ in box.members[len(inside) :]:  # lost, and without a place here: as much as with the first rank
+        segments.append(np.zeros(sent[0], carrier.dtype))
+        sinks.append(_Piece(np.empty(expected[0], carrier.dtype), None))
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
 
 

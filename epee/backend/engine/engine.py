@@ -33,7 +33,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection, Sized
 from functools import partial
 from typing import Any
 
@@ -539,6 +539,11 @@ class Engine:
             survival.await_thaw(FROZEN_LOOK_S)
 
     # ---- the end
+
+    def await_shown(self, ranks: Collection[int]) -> None:
+        """Where losses are shown at once: wait a moment until these are. Without the lock."""
+        if self.survival is not None:
+            self.survival.await_shown(ranks)
 
     def retire(self, op: Driven) -> None:
         """Have the listeners of an ended call told once the lock is free."""

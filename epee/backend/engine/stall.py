@@ -213,6 +213,8 @@ def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float
     if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
         return head.done  # who is lost leaves the view as well, and the view says what becomes of the call
     if lost:
+        if engine.survival is not None:
+            engine.survival.found_dead(lost)
         head.fail(_peer_error(engine.box, lost, head, now, ENDED))
         return True
     left = sorted(concerned.intersection(gone))

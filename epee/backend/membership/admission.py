@@ -100,6 +100,10 @@ class Admission:
         """Return since which epoch each rank takes part in the newest view; who had it in an earlier one is gone."""
         return self._occupants.since_in(self._runtime.view())
 
+    def is_joiner(self, rank: int) -> bool:
+        """Return whether a process asks to come into the job for this rank, and not only into the group."""
+        return rank in self._joiners()
+
     def _joiners(self) -> dict[int, int]:
         """Return who asks to come into the job, and with it into its first group: rank -> slot."""
         if not self._occupants.is_home:

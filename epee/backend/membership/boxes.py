@@ -92,7 +92,8 @@ class Boxes:
         if box is not self.box:
             self._engine.members = self.box = box
             for rank in range(self.full.group_size):
-                self._engine.mask.put(rank, int(rank in box.members), self._occupants.was_put_out(rank))
+                is_in, is_asked = int(rank in box.members), self._occupants.was_put_out(rank)
+                self._engine.mask.put(rank, is_in, is_asked, box.epoch)
 
     def retired(self, seq: int) -> bool:
         """Calls up to `seq` have ended: later ones are planned for who is left. True: no change is known to come."""

@@ -18,6 +18,7 @@ says, call by call, what they mean. So nothing of this is on the path of a call 
     Boxes      with whose outboxes each call runs, and how many ranks the group counts in it
     Judge      what the decisions mean for a call: it goes on, moves to a later epoch, or fails
     Intake     reads the outboxes of newcomers; Arrival: says when all can read each other's
+    LocalState what this process knows of the ranks without a call
     Admission  what users ask for: who waits to come in, take them in
     Settling   over several hosts: whether all is here that lost ranks of other hosts had said (`hosts/settling.py`)
     Gate       over several hosts: when a view with newcomers may be taken over (`hosts/gate.py`)
@@ -33,8 +34,9 @@ lost in the next epoch.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +50,7 @@ from ...view.protocol.messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision
 from ...view.protocol.outcome import Course, cut_of
 from ..bootstrap.home import FOUNDER, IN, Offer, parse_offers
 from ..bootstrap.lane_birth import LaneBirth
+from ..bootstrap.local_state import LocalState, Mark
 from ..engine.entry import CHANGING, ENDED, NEWS
 from ..engine.operation import Operation
 from ..hosts.gate import Gate
@@ -62,15 +65,19 @@ from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
 from .judge import LOSS, Judge
 
+SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
+
 
 class Survival(LaneBirth):
     """The lane of one engine.
 
     Attributes:
         admission: what users ask for: who waits to come in, and is to be taken in.
+        local_state: what this process knows of the ranks without a call.
     """
 
     admission: Admission
+    local_state: LocalState
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """As `LaneBirth`; `attach` comes later."""
@@ -113,6 +120,8 @@ class Survival(LaneBirth):
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
         self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look, self._told)
+        asked = self.admission, self._read_marks, self._publish_mark
+        self.local_state = LocalState(self.runtime, engine, occupants, *asked)
         self._engine = engine
         engine.survival = self
         own = box.regions[box.rank].blob
@@ -124,6 +133,8 @@ class Survival(LaneBirth):
         for rank in occupants.removed:
             self._leave_out(rank)
         self.hooks.attach(engine, course, self._ways)
+        self.hooks.on_asked = self.local_state.note
+        self.local_state.note()  # of those that have asked before
 
     def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
         rank_of = self._occupants.rank_of
@@ -229,6 +240,14 @@ class Survival(LaneBirth):
             return parse_offers(self.runtime.told(self._occupants.lane)) | own
         return {}
 
+    def _read_marks(self) -> dict[int, Mark]:
+        return {slot: Mark(*offer[-3:]) for slot, offer in self._told().items()}
+
+    def _publish_mark(self, mark: Mark) -> None:
+        if self._offer is not None and self._row is not None:
+            self._offer = self._offer._replace(**mark._asdict())
+            self._row.tell(self._offer.pack())
+
     def _tell_turned(self, epoch: int) -> None:
         """Tell that this rank needs nothing of those who were lost by the view of an epoch."""
         if self._offer is not None and self._row is not None:
@@ -323,6 +342,30 @@ class Survival(LaneBirth):
         kind, words = kind_of_loss([cause])
         absence = Absence(epoch, words, kind, cause not in (*MAY_LIVE, PUT_OUT))
         self._engine.leave_out(rank, absence, self._raises and cause != LEFT)
+
+    # ---- losses that are shown at once
+
+    def show_losses(self) -> None:
+        """Have the engine's mask, which has just been made, show losses as soon as they are known here."""
+        occupants, mask = self._occupants, self._engine.mask
+        present = {occupants.rank_of[slot] for slot in occupants.since}
+        for rank in self._engine.members.members:
+            epoch, cause = occupants.removed.get(rank, (0, LEFT))
+            if rank not in present and cause not in (LEFT, PUT_OUT):
+                mask.lose([rank], epoch, is_agreed=True)
+        self.hooks.show_losses()
+
+    def show_dead(self, ranks: Iterable[int]) -> None:
+        """Show ranks of whose death there is proof, before the members have agreed on it."""
+        self._engine.mask.lose(ranks, self._occupants.epoch + 1, is_agreed=False)
+
+    def await_shown(self, ranks: Collection[int]) -> None:
+        """Wait a moment until the members have agreed that these ranks are lost, and it is shown. Without the lock."""
+        mask, until = self._engine.mask, time.monotonic() + SHOWN_S
+        while mask.shows_at_once and not mask.has_agreed(ranks) and not self._engine.flags & ENDED:
+            if time.monotonic() > until:
+                return
+            time.sleep(SHOWN_LOOK_S)
 
     # ---- single calls
 
@@ -457,8 +500,9 @@ class Survival(LaneBirth):
         epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
-    def found_dead(self, ranks: Iterable[int]) -> None:
+    def found_dead(self, ranks: Collection[int]) -> None:
         """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
+        self.show_dead(ranks)
         for rank in ranks:
             self.runtime.look_at(self._occupants.slot_of[rank])
 

@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ...errors import EvictedError, NoQuorumError, PeerError
 from ...link.meeting import Partner
@@ -41,11 +41,13 @@ class LaneHooks:
     Attributes:
         decisions: those that have come and have not been taken over, in order.
         hosts: slot -> its host, in a group over several.
+        on_asked: called when other processes ask to come in.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
         self.hosts: Mapping[int, object] = {}
+        self.on_asked: Callable[[], object] | None = None
         self._put_out: EvictedError | None = None
         self._ways: Ways | None = None
         self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
@@ -59,6 +61,7 @@ class LaneHooks:
         self._error: Exception | None = None
         self._entry: tuple[int, bytes] | None = None  # of who asks to come in: its slot, and what it offers
         self._is_frozen = False
+        self._shown: dict[int, tuple[int, int]] | None = None  # slot -> since, rank: of those whose loss is to be shown
         self._lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
         self._has_news = threading.Event()
@@ -85,6 +88,14 @@ class LaneHooks:
                 | NEWS * bool(self.decisions)
                 | TROUBLED * bool(self._error)
             )
+
+    def show_losses(self) -> None:
+        """Have the engine's mask show each loss from now on as soon as a decision says so."""
+        with self._lock:
+            since, rank_of = self._occupants.since, self._occupants.rank_of
+            self._shown = {slot: (when, rank_of[slot]) for slot, when in since.items()}
+            for decision in self.decisions:
+                self._show_lost(self._shown, decision)
 
     @property
     def is_attached(self) -> bool:
@@ -173,10 +184,32 @@ class LaneHooks:
         """Take note of a view; whoever drives the group looks at it."""
         with self._lock:
             self._tell_ways(decision)
+            if self._shown is not None:
+                self._show_lost(self._shown, decision)
             self.decisions.append(decision)
             if self._engine is not None:
                 self._engine.raise_flag(NEWS)
         self._has_news.set()
+
+    def _show_lost(self, shown: dict[int, tuple[int, int]], decision: Decision) -> None:
+        """Show whom the job has lost by a decision; calls show who has left, or was put out. The lock is held."""
+        assert self._engine is not None, "attach comes first"
+        parts = parts_of(decision, self._occupants.lane)
+        gone = {slot: rank for slot, (when, rank) in shown.items() if parts.get(slot) != when}
+        since = {slot: when for slot, (when, _) in shown.items() if slot not in gone}
+        for slot in gone:
+            del shown[slot]
+        for one in self._occupants.newcomers(decision, since):
+            shown[one.member.slot] = one.since, one.rank
+        removed = {removal.slot for removal in decision.removed if removal.cause != LEFT}
+        lost = [rank for slot, rank in gone.items() if slot in removed]
+        if lost:
+            self._engine.mask.lose(lost, decision.epoch, is_agreed=True)
+
+    def asked(self) -> None:
+        """Publish for whom processes wait, once the group has what it takes (`bootstrap/local_state.py`)."""
+        if self.on_asked is not None:
+            self.on_asked()
 
     def _tell_ways(self, decision: Decision) -> None:
         """Tell the links' thread of a view. The lock is held."""

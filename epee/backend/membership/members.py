@@ -11,16 +11,19 @@ Who writes, who reads: nothing here is shared with other processes; narrowing me
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Sequence
 
-from ...errors import AuthError, InvalidState, ProtocolError, RankFailedError, ResourceError
+from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError
 from ...memory.host import HostRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
 from ..bootstrap.home import OutboxEndpoint
+from ..collectives.plan import Make, Plan
 from ..outbox import Outboxes, open_outbox, sites_of
+from .sizes import Mask
 
 logger = logging.getLogger("epee")
 
@@ -89,6 +92,68 @@ def counting(box: Outboxes, group_size: int) -> Outboxes:
     new = copy.copy(box)
     new.group_size = max(group_size, 1 + box.members[-1])
     new.num_roots = box.group_size
+    new.zeroes = True
+    return new
+
+
+class TooShort(InvalidArgument):
+    """The lists of a call would fit if some members were lost, which is not known here.
+
+    Attributes:
+        members: these ranks.
+        epoch: in which they are members.
+    """
+
+    def __init__(self, error: InvalidArgument, members: Sequence[int], epoch: int) -> None:
+        super().__init__(*error.args)
+        self.members, self.epoch = members, epoch
+
+
+def fitted(make: Make, size: list[int], mask: Mask, box: Outboxes) -> Plan:
+    """Plan a call of a group whose size follows who takes part, for the length of list that the program has given.
+
+    A program may have asked for the size before a loss was shown or afterwards, and a rank may take part in the call
+    that is lost before it ends. So lists may have an entry for each rank that the group counts, or for those below the
+    lost ranks at its end. What lost ranks put into the call has no place in shorter lists, and is dropped.
+
+    Args:
+        make: plans the call.
+        size: one element, how many entries are expected; what has fitted is noted, and holds when the call is planned
+            again.
+        mask: knows who is lost.
+        box: the outboxes with which the call is to run.
+
+    Raises:
+        TooShort: the lists end before members that are not known to be lost.
+    """
+    try:
+        beyond = [rank for rank in box.members if rank >= size[0]] if size[0] <= box.members[-1] else ()
+        is_short = bool(beyond) and mask.has_lost(beyond, box.epoch)
+        return make(_shortened(box, size[0]) if is_short else counting(box, size[0]))
+    except InvalidArgument as exc:
+        error = exc
+    for longer in range(1 + box.members[-1], 1 + max(box.group_size, size[0])):
+        with contextlib.suppress(InvalidArgument):
+            plan = make(counting(box, longer))
+            size[0] = longer
+            return plan
+    own = box.members[box.rank]
+    for shorter in range(box.members[-1], own, -1):
+        beyond = [rank for rank in box.members if rank >= shorter]
+        with contextlib.suppress(InvalidArgument):
+            plan = make(_shortened(box, shorter))
+            if mask.has_lost(beyond, box.epoch):
+                size[0] = shorter
+                return plan
+            error = TooShort(error, beyond, box.epoch)
+            break
+    raise error
+
+
+def _shortened(box: Outboxes, num_entries: int) -> Outboxes:
+    """Return the same outboxes for the plan of a call whose lists end before the highest members, which are lost."""
+    new = copy.copy(counting(box, box.group_size))
+    new.num_entries = num_entries
     new.zeroes = True
     return new
 

@@ -104,7 +104,7 @@ class MooncakeBackendOptions(BackendOptions):
         if self_sync and not self_deactivate:
             raise InvalidArgument("auto_sync_on_failure=True needs auto_deactivate_on_failure=True; set both")
         super().__init__(fault_mode="mask", **fields)
-        self.reports_losses = self.joins_later = self.counts_present = True
+        self.reports_losses = self.joins_later = self.counts_present = self.shows_at_once = True
         self.keeps_lost = not self_deactivate
         self.auto_deactivate_on_failure = bool(self_deactivate)
         self.auto_sync_on_failure = bool(self_sync)
@@ -144,14 +144,16 @@ def _active(backend: Any) -> set[int]:
 
 
 def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
-    """Return for each rank whether it takes part, or waits to. A collective call: all members make it.
+    """Return for each rank whether it takes part, or waits to, as far as this process knows; no communication.
 
+    One rank may call it alone. A rank that is proved dead is False at once; one for which a process waits is True when
+    all members' agents have heard of it. Where all ranks ask between calls they hear of it between the same two calls.
     A rank beyond the present size may wait as well.
 
     Raises:
         InvalidArgument: a rank that no group can have, below 0 or above 63.
     """
-    states: list[bool] = backend.get_peer_state(_checked(ranks))
+    states: list[bool] = backend.local_peer_state(_checked(ranks))
     return states
 
 
@@ -167,20 +169,17 @@ def get_active_ranks(backend: Any) -> torch.Tensor:
 
 
 def get_num_synced_ranks(backend: Any) -> int:
-    """Return how many ranks take part or wait to, those beyond the present size included.
-
-    A collective call: all members get the same answer.
-    """
-    return int(backend.get_num_synced_ranks())
+    """Return how many ranks take part or wait to, those beyond the present size included; as `get_peer_state`."""
+    return sum(backend.local_peer_state(range(_MAX_RANKS)))
 
 
 def get_current_epoch(backend: Any) -> int:
-    """Return the epoch of the group's view."""
-    return int(backend.epoch)
+    """Return the epoch of the group's view; a death shows at once, what else changes with the next call."""
+    return int(backend.shown_epoch)
 
 
 def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
-    return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, reject_reason=reason)
+    return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.shown_epoch, reject_reason=reason)
 
 
 def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
@@ -189,14 +188,10 @@ def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
     One member suffices, all may call it. A rank for which nobody waits is a reason to reject; nothing changes then.
     Ranks beyond the present size make the group grow; then all members call it.
     """
-    active = _active(backend)
-    lost = [rank for rank in _checked(ranks) if rank not in active]
-    if lost:
-        absent = sorted(set(lost) - backend.ready_ranks())
-        if absent:
-            return _reject(backend, f"rank {absent[0]} is not there and no process waits in its place; start one")
-        backend.recover_ranks(lost)
-    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
+    absent = backend.take_in(sorted(_checked(ranks)))
+    if absent >= 0:
+        return _reject(backend, f"rank {absent} is not there and no process waits in its place; start one")
+    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.shown_epoch)
 
 
 recover_ranks = activate_ranks
@@ -216,7 +211,7 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
         except (CommTimeoutError, InvalidState, UnsupportedError) as exc:
             return _reject(backend, str(exc))
     backend.put_out_lost(ranks)
-    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
+    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.shown_epoch)
 
 
 def join_group(backend: Any) -> None:

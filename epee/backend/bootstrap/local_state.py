@@ -1,0 +1,185 @@
+"""What one process knows of the ranks of its group, without a call: who takes part, and for whom a process waits.
+
+Mooncake's `get_peer_state` and `get_num_synced_ranks` ask here; one rank may ask alone. A rank takes part if it is in
+the newest view and there is no proof of its death. A waiting rank counts when all members' agents have heard of it.
+
+Programs also ask in a loop with calls in it, on all ranks, and leave the loop by the answer. So that they leave it
+between the same two calls, each rank publishes beside its row on the board of which waiting ranks it has heard, and
+which of its calls comes next (`Mark`). A call completes only when all members have begun it. So when call n has ended,
+everybody sees which ranks all members had heard of before they began call n, and that is the answer until call n + 1
+has ended. Where nobody makes calls there is nothing to agree on: after `ALONE_S` a rank that all have heard of counts.
+
+Who writes, who reads: the agent thread when it hears of somebody, and the thread that asks, write this process's mark,
+with the engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a
+writer. Between hosts marks come a moment later, and ranks of several hosts may then leave their loops one call apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ...errors import EpeeError
+from ...memory.claim import has_ended
+from ...memory.signals import SEQ_BITS
+from ...view.process.detector import is_torn_down
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import Decision, Member
+from ...view.runtime import Runtime
+from ..membership.admission import Admission
+from ..membership.engine_of_lane import EngineOfLane
+from ..membership.occupants import Occupants
+from ..outbox import CELL_WORDS, NUM_CELLS, has_left
+
+ALONE_S = 0.5  # how long a waiting rank is known before it counts without calls
+LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
+_SEQ_MASK = (1 << SEQ_BITS) - 1
+
+
+class Mark(NamedTuple):
+    """Of which waiting ranks a process has heard, as bits.
+
+    Attributes:
+        next_seq: the call that came next here when it heard of the last of them.
+        heard: all of them.
+        before: those of which it had heard before it began the call before `next_seq`.
+    """
+
+    next_seq: int = 0
+    heard: int = 0
+    before: int = 0
+
+    def moved(self, heard: int, next_seq: int) -> Mark:
+        """Return the mark of a process that has heard of these now."""
+        return Mark(next_seq, heard, self.before if next_seq == self.next_seq else self.heard)
+
+    def has(self, rank: int) -> bool:
+        """Return whether the process has heard of a rank."""
+        return bool(self.heard >> rank & 1)
+
+    def has_before(self, rank: int, seq: int) -> bool:
+        """Return whether it had heard of a rank before it began call `seq`."""
+        return bool((self.heard if self.next_seq <= seq else self.before) >> rank & 1)
+
+
+class LocalState:
+    """See above.
+
+    Args:
+        read_marks: returns the marks of the members that have one, by slot, this process's among them.
+        publish: writes this process's mark.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        engine: EngineOfLane,
+        occupants: Occupants,
+        admission: Admission,
+        read_marks: Callable[[], Mapping[int, Mark]],
+        publish: Callable[[Mark], None],
+    ) -> None:
+        self._runtime = runtime
+        self._engine = engine
+        self._occupants = occupants
+        self._admission = admission
+        self._read_marks = read_marks
+        self._publish = publish
+        self._mark = Mark()
+        self._heard_at: dict[int, float] = {}
+
+    def states(self, ranks: Sequence[int]) -> list[bool]:
+        """Return for each rank whether it takes part, or a process waits for it of which all members have heard."""
+        asking = self.note()
+        view = self._runtime.view()
+        alive = self.alive(view)
+        wanted = {rank for rank in ranks if rank in asking and rank not in alive}
+        heard = self._heard(wanted, alive) if wanted else set()
+        return [rank in alive or rank in heard for rank in ranks]
+
+    def alive(self, view: Decision) -> dict[int, int]:
+        """Return who takes part in a view, has not left the group and is not known to be dead: rank -> slot."""
+        members = {member.slot: member for member in view.members}
+        present, left = self._occupants.present(view), self._left(view)
+        return {rank: slot for rank, slot in present.items() if rank not in left and self._is_alive(members[slot])}
+
+    def must_be_taken_in(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` without which the next call here would run, or that are dead."""
+        alive, box = self.alive(self._runtime.view()), self._engine.members
+        since = self._admission.since()
+        return [
+            rank
+            for rank in ranks
+            if rank not in alive
+            or not self._engine.mask[rank]
+            or rank not in box.members
+            or since.get(rank, 0) > box.epoch
+        ]
+
+    def note(self) -> set[int]:
+        """Publish for whom processes wait, as far as this one has heard; return these ranks. Any thread."""
+        asking = {*self._admission.waiting()}
+        now, heard_at = time.monotonic(), self._heard_at
+        self._heard_at = {rank: heard_at.get(rank, now) for rank in asking}
+        if _bits(asking) != self._mark.heard:
+            has_lock = self._engine.entry.stop_calls(LOCK_S)
+            try:
+                asking = {*self._admission.waiting()}  # another thread may have been here with less, or with more
+                # A thread that keeps the lock for so long is in the midst of a call, and may begin another one.
+                self._mark = self._mark.moved(_bits(asking), self._engine.seq + (1 if has_lock else 2))
+                self._publish(self._mark)
+            finally:
+                if has_lock:
+                    self._engine.entry.let_calls()
+        return asking
+
+    def _left(self, view: Decision) -> set[int]:
+        """Return who has left the group, of those whose outboxes calls have been planned with."""
+        box, since = self._engine.members, self._occupants.since_in(view)
+        pairs = zip(box.members, box.words, strict=True)
+        return {rank for rank, words in pairs if since.get(rank, 0) <= box.epoch and has_left(words)}
+
+    def _is_alive(self, member: Member) -> bool:
+        if member.nonce == self._runtime.member.nonce:
+            return True
+        if self._runtime.is_dead(member):
+            return False
+        if member.host != self._runtime.member.host:
+            return True
+        try:
+            endpoint = parse_endpoint(member.endpoint)
+        except EpeeError:
+            return False
+        process = endpoint.pid, endpoint.start_time
+        if is_torn_down(*process) or has_ended(*process):
+            self._runtime.look_at(member.slot)  # the agent has not turned since
+            return False
+        return True
+
+    def _heard(self, ranks: set[int], alive: Mapping[int, int]) -> set[int]:
+        """Return those of the waiting ranks that count."""
+        marks = self._read_marks()
+        marks = {slot: mark for slot, mark in self._read_marks().items() if marks.get(slot) == mark}
+        return {rank for rank in ranks if self._counts(rank, [marks.get(slot) for slot in alive.values()])}
+
+    def _counts(self, rank: int, marks: Sequence[Mark | None]) -> bool:
+        has_heard = [mark for mark in marks if mark is not None and mark.has(rank)]
+        is_alone = time.monotonic() - self._heard_at.get(rank, 0.0) >= ALONE_S
+        is_known = len(has_heard) == len(marks)
+        if not is_known and (not is_alone or self._admission.is_joiner(rank)):
+            return False  # who is in the job already shows its request to all at once, and to no agent
+        ended = self._engine.num_retired
+        if all(mark.has_before(rank, ended) for mark in has_heard):
+            return True
+        return is_alone and not self._is_called(ended + 1)
+
+    def _is_called(self, seq: int) -> bool:
+        """Return whether a peer has begun call `seq`."""
+        box = self._engine.members
+        cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
+        return any(words[cell] & _SEQ_MASK == seq & _SEQ_MASK for words in box.peer_words)
+
+
+def _bits(ranks: Iterable[int]) -> int:
+    return sum(1 << rank for rank in ranks)

@@ -1,0 +1,167 @@
+"""Mooncake's `get_peer_state` and `get_num_synced_ranks` are local: one rank asks alone, and acts on the answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epee.compat.mooncake import ep, pg
+from tests.harness import DEAD, run_mortal
+from tests.survive import stages
+
+LONG_S = 30.0
+
+
+def _start(rank: int, num_ranks: int, folder: str, is_extension: bool = False) -> Any:
+    options = ep.MooncakeBackendOptions(torch.ones(num_ranks, dtype=torch.int32), is_extension)
+    store = dist.FileStore(str(Path(folder) / "store"), -1)
+    dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    return dist.group.WORLD
+
+
+def _total() -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def _await_state(group: Any, rank: int, state: bool) -> int:
+    """Ask until the answer is so; return how often."""
+    deadline, times = time.monotonic() + LONG_S, 1
+    while pg.get_peer_state(group, [rank]) != [state]:
+        assert time.monotonic() < deadline
+        times += 1
+        time.sleep(0.01)
+    return times
+
+
+def _alone(slot: int, num_processes: int, folder: str) -> Any:
+    """Process 2 dies, process 3 comes for its rank; rank 0 alone asks and recovers it, while rank 1 does nothing."""
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+        _start(2, 3, folder, is_extension=True)
+        return _total()
+    group = _start(slot, 3, folder)
+    assert _total() == 3
+    if slot == 2:
+        stages.reach(folder, "ready")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if slot == 0:
+        assert pg.get_peer_state(group, [1]) == [True]
+        stages.wait_for(folder, "ready")
+        _await_state(group, 2, False)
+        assert pg.get_num_synced_ranks(group) == 2
+        refused = pg.recover_ranks(group, [2])
+        assert refused.status is pg.ProposalStatus.Rejected
+        stages.reach(folder, "lost")
+        _await_state(group, 2, True)
+        assert pg.get_num_synced_ranks(group) == 3
+        assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        stages.reach(folder, "recovered")
+    stages.wait_for(folder, "recovered")
+    total = _total()
+    assert pg.get_active_ranks(group).tolist() == [1, 1, 1]
+    assert pg.get_peer_state(group, [0, 1, 2]) == [True] * 3
+    stages.meet(folder, "over", slot, (0, 1))
+    return total
+
+
+def test_one_rank_asks_and_recovers_while_the_others_make_no_call() -> None:
+    assert run_mortal(_alone, 4, dead={2}, timeout_s=80) == [3.0, 3.0, DEAD, 3.0]
+
+
+def _one_asks(slot: int, num_processes: int, folder: str) -> Any:
+    """Rank 0 asks between its calls, the other ranks only make them."""
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+        _start(2, 3, folder, is_extension=True)
+        total = 0.0
+        while total < 4:
+            total = _total()
+        return total
+    group = _start(slot, 3, folder)
+    assert _total() == 3
+    if slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total, is_in = 0.0, False
+    while total < 4:  # rank 0 counts twice when it has seen the third rank: then all leave together
+        x = torch.full((1,), 2.0 if is_in else 1.0)
+        dist.all_reduce(x)
+        total = x.item()
+        if slot == 0 and total == 2:
+            stages.reach(folder, "lost")
+            if pg.get_peer_state(group, [2])[0]:
+                assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        is_in = slot == 0 and total == 3 and Path(folder, "stage-lost").exists()
+    return total
+
+
+def test_one_rank_asks_between_calls_that_all_make() -> None:
+    assert run_mortal(_one_asks, 4, dead={2}, timeout_s=80) == [4.0, 4.0, DEAD, 4.0]
+
+
+def _at_once(rank: int, num_ranks: int, folder: str) -> list[bool]:
+    """The agent thread of rank 0 stands still (the program holds the interpreter's lock) when rank 1 dies."""
+    group = _start(rank, num_ranks, folder)
+    _total()
+    pid = Path(folder) / f"pid-{rank}"
+    pid.write_text(str(os.getpid()))
+    stages.reach(folder, f"named-{rank}")
+    if rank == 0:
+        stages.wait_for(folder, "named-1")
+        victim = int((Path(folder) / "pid-1").read_text())
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)
+        try:
+            os.kill(victim, signal.SIGKILL)
+            while _has_memory(victim):
+                pass
+            return pg.get_peer_state(group, [0, 1, 2])
+        finally:
+            sys.setswitchinterval(interval)
+            stages.reach(folder, "over")
+    stages.wait_for(folder, "over")
+    return []
+
+
+def _has_memory(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/statm").read_text().split()[0] != "0"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_proven_death_is_false_before_the_agent_has_turned() -> None:
+    assert run_mortal(_at_once, 3, dead={1}, timeout_s=60)[0] == [True, False, True]
+
+
+def _comes_back(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 2 is put out, asks to come back, and is taken in by rank 0, which asks alone."""
+    pg.set_collective_timeout_us(60_000_000)
+    group = _start(rank, num_ranks, folder)
+    assert _total() == 3
+    stages.meet(folder, "through", rank, range(num_ranks))
+    if rank == 2:
+        stages.wait_for(folder, "out")
+        pg.join_group(group)
+        return _total()
+    if rank == 0:
+        assert pg.deactivate_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        assert pg.get_peer_state(group, [0, 1]) == [True, True]
+        stages.reach(folder, "out")
+        _await_state(group, 2, True)
+        assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        stages.reach(folder, "in")
+    stages.wait_for(folder, "in")
+    return _total()
+
+
+def test_a_rank_that_was_put_out_and_asks_to_come_back_is_seen_by_one_that_asks_alone() -> None:
+    assert run_mortal(_comes_back, 3, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]

@@ -421,10 +421,11 @@ class Buffer(SharedBuffer):
         """Bring expert outputs back to the tokens' ranks and sum them. Collective.
 
         Args:
-            y: `[num_recv, hidden]`, a row for each row of the dispatch. Rank layout: the caller has weighted and
-                summed its local experts. Expert layout: plain expert outputs; epee multiplies by the weights of the
-                dispatch (one if it had none). Memory from `combine_input` is not copied; on GPUs nor is the `x` of a
-                dispatch.
+            y: `[num_recv, hidden]`, a row for each row of the dispatch; of one with `sync=False` on GPUs it may be cut
+                to the rows that came, which the host then waits for (not in a graph). Rank layout: the caller has
+                weighted and summed its local experts. Expert layout: plain expert outputs; epee multiplies by the
+                weights of the dispatch (one if it had none). Memory from `combine_input` is not copied; on GPUs nor is
+                the `x` of a dispatch.
             handle: of the dispatch.
             topk_weights: to be sent back: `[num_recv, num_topk]` (rank layout), `[num_recv]` (expert layout).
             bias: one or two `[num_tokens, hidden]`, of y's dtype or float32, added before the rounding.

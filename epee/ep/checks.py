@@ -26,7 +26,7 @@ from .config import (
     BufferConfig,
 )
 from .handle import Handle, HostHandle
-from .streams import RunOptions
+from .streams import RunOptions, is_capturing
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 from .throughput.placement import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
 
@@ -408,6 +408,25 @@ def _check_weights(
     return check_tensor("topk_weights", weights, shape, dtypes, config.device).contiguous()
 
 
+def _rows_to_combine(y: object, handle: Handle) -> int:
+    """Return how many rows `y` must have: those of the result; of one without CPU sync no more than that.
+
+    Then the caller may have cut it to the rows that came, whose number the host reads here: it waits for the GPU.
+
+    Raises:
+        InvalidArgument: fewer rows than came.
+    """
+    most = handle.num_recv
+    if handle.is_exact or not isinstance(y, torch.Tensor) or y.dim() != 2 or len(y) >= most or is_capturing():
+        return most
+    if len(y) < handle.num_read_rows:
+        raise InvalidArgument(
+            f"y must have the {handle.num_read_rows} rows that came, up to the {most} of the result, got {len(y)}; "
+            "do not cut off rows that came"
+        )
+    return len(y)
+
+
 def check_combine(
     config: BufferConfig,
     y: object,
@@ -418,13 +437,14 @@ def check_combine(
     members: Sequence[int] | None = None,
 ) -> CombineCall:
     """Check the arguments of a combine; `members` where a view leaves ranks out (CPU)."""
-    rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES, config.device)
+    num_rows = _rows_to_combine(y, handle)
+    rows = check_tensor("y", y, (num_rows, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:
         raise InvalidArgument(f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}")
     if topk_weights is not None and not handle.with_topk:
         raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
     per_row = (config.num_topk,) if handle.layout == "rank" else ()
-    weights = _check_weights(topk_weights, (handle.num_recv, *per_row), rows.dtype, config)
+    weights = _check_weights(topk_weights, (num_rows, *per_row), rows.dtype, config)
     shape = (handle.num_tokens, config.hidden)
     biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
     if len(biases) > 2:

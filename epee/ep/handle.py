@@ -206,6 +206,12 @@ class Handle(BoundToBuffer, ABC):
         return True
 
     @property
+    def num_read_rows(self) -> int:
+        """Rows that a combine reads, without padding behind them; the host waits for the GPU."""
+        ends = self.token_ends if self.layout == "rank" else self.slot_ends
+        return min(int(ends[-1]), self.num_recv)
+
+    @property
     def received_up_to(self) -> torch.Tensor | None:
         """`[num_ranks, num_ranks]` int32 on the GPU: tokens that rank d (column) gets from ranks 0 ... s (row).
 

@@ -82,7 +82,7 @@ class CheckedCalls:
     ) -> CombineCall:
         """Return a checked combine; arguments and errors as of `check_combine`."""
         call = check_combine(self._config, y, handle, topk_weights, bias, out, members)
-        is_plain = bias is None and out is None
+        is_plain = bias is None and out is None and len(call.y) == handle.num_recv  # fewer rows are checked each time
         facts = self._facts(combine_facts, y, handle, topk_weights) if is_plain else None
         if facts is not None and _are_whole(y, topk_weights):
             return call._replace(memo=self._note(facts))

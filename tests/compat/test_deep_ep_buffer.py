@@ -16,6 +16,7 @@ from epee import reference
 from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference.orders import combine_in_order
+from tests.compat import cut_cases
 from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, v1_handle_over_hosts, world
 from tests.ep.buffer_cases import Call, Setup, make_bias, make_input, make_output, make_weights_back, same_bits
 from tests.harness import run_ranks
@@ -400,3 +401,7 @@ def _other_device(rank: int, num_ranks: int) -> None:
 
 def test_a_device_that_is_not_served_is_unsupported() -> None:
     run_ranks(_other_device, 2)
+
+
+def test_worst_case_results_may_be_cut_to_the_rows_that_came() -> None:
+    run_ranks(cut_cases.cut_by_v1, 2)

@@ -17,6 +17,7 @@ from epee import reference
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference import Received, Routed
 from epee.reference.orders import combine_in_order
+from tests.compat import cut_cases
 from tests.compat.deep_ep_cases import num_rows_of, world
 from tests.ep.buffer_cases import (
     Call,
@@ -416,3 +417,14 @@ def test_what_a_buffer_says_about_itself() -> None:
     # the model's value for four H200 is 11.5 SMs, with its margin and made even: 16
     assert run_ranks(_describe, 4)[2] == {"sms": 16, "fast link": 144, "alone": 64}
     assert run_ranks(_describe, 1)[0]["sms"] == 4
+
+
+@pytest.mark.parametrize("name", list(cut_cases.NAMES))
+def test_results_may_be_cut_to_the_rows_that_came(name: str) -> None:
+    run_ranks(cut_cases.cut_results, 2, name)
+
+
+def test_rows_that_came_may_not_be_cut_off() -> None:
+    here, peer = run_ranks(cut_cases.too_few, 2, "deep_ep")
+    assert all(text.startswith("InvalidArgument: y must") for text in here)
+    assert all("rank 0" in text for text in peer)

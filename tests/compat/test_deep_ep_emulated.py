@@ -21,7 +21,7 @@ from epee.ep.pool import latency as latency_rooms
 from epee.ep.pool import needs, pool
 from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
-from tests.compat import hybrid_cases
+from tests.compat import cut_cases, hybrid_cases
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
 from tests.compat.deep_ep_cases import v1_handle, world
@@ -468,3 +468,18 @@ def _bad_sizes(rank: int, num_ranks: int) -> None:
 
 def test_sizes_that_kernels_do_not_serve_are_refused_on_all() -> None:
     run_ranks(_early, 2, _bad_sizes, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", list(cut_cases.NAMES))
+def test_results_may_be_cut_to_the_rows_that_came(name: str) -> None:
+    _run(2, cut_cases.cut_results, name)
+
+
+def test_rows_that_came_may_not_be_cut_off() -> None:
+    here, peer = _run(2, cut_cases.too_few, "deep_ep")
+    assert all(text.startswith("InvalidArgument: y must have the 6 rows that came") for text in here)
+    assert all("rank 0" in text for text in peer)
+
+
+def test_results_of_v1_may_be_cut_to_the_rows_that_came() -> None:
+    _run(2, cut_cases.cut_by_v1)

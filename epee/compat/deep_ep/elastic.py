@@ -27,6 +27,7 @@ from epee.compat.deep_ep.shared.rows import (
     device_of,
     filled_up,
     int64_routing,
+    padded,
     payload_filled_up,
     values_of,
 )
@@ -291,9 +292,11 @@ class ElasticBuffer(PoolOwner):
         """Bring rows back to their tokens and sum them, unweighted, in V2's order (over hosts, by host). Collective.
 
         Args:
-            x: a row for each row of the dispatch.
+            x: a row for each row of the dispatch; of one without CPU sync at least the rows that came, so a program
+                may cut its results to their number (on GPUs the host then waits for the dispatch).
             handle: of the dispatch.
-            topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`.
+            topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`; as
+                many rows as `x`.
             bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they come last).
             previous_event, previous_event_before_epilogue: waited for first.
             async_with_compute_stream: run on the communication stream and return an event.
@@ -319,6 +322,8 @@ class ElasticBuffer(PoolOwner):
         rows: Any = cut(x, num_recv, known.num_rows)
         weights: Any = cut(topk_weights, num_recv, known.num_rows)
         core = known.core
+        if known.do_expand and core.is_exact and not known.do_cpu_sync:  # the program may have cut off the padding
+            rows, weights = (padded(given, core.num_read_rows, num_recv) for given in (rows, weights))
         if known.do_expand and self.num_rdma_ranks == 1:
             core = known.in_order(_EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER)
         elif not known.do_expand:
@@ -326,8 +331,8 @@ class ElasticBuffer(PoolOwner):
                 core = known.in_order(_LANE_ORDERS[bias is not None])
             if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are asked for
                 local = known.core.recv_topk_idx
-                if local is not None and weights.shape == local.shape:
-                    weights = weights.masked_fill(local < 0, 0)
+                if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
+                    weights = weights.masked_fill(local[: len(weights)] < 0, 0)
         return known.room.core.combine(
             rows,
             core,

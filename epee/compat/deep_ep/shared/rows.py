@@ -76,11 +76,19 @@ def payload_filled_up(x: Payload, num_rows: int) -> Payload:
 
 
 def cut(rows: object, num_rows: int, num_given: int) -> object:
-    """Return the first `num_rows` rows of a tensor that has `num_given`; anything else as it is, others will judge."""
-    if num_given == num_rows:
-        return rows
-    if isinstance(rows, torch.Tensor) and rows.dim() and len(rows) == num_given:
+    """Return the first `num_rows` rows of a tensor that has them, and up to `num_given`; anything else as it is.
+
+    The call that is made with them will judge what is neither.
+    """
+    if isinstance(rows, torch.Tensor) and rows.dim() and num_rows < len(rows) <= num_given:
         return rows[:num_rows]
+    return rows
+
+
+def padded(rows: object, num_read: int, num_rows: int) -> object:
+    """Return a tensor of `num_read` rows or more with zeros behind them, `num_rows` in all; anything else as it is."""
+    if isinstance(rows, torch.Tensor) and rows.dim() and num_read <= len(rows) < num_rows:
+        return filled_up(rows, num_rows, 0)
     return rows
 
 

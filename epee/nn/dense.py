@@ -46,7 +46,8 @@ class DenseMoELayer(ExpertLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for `x` `[.., hidden]`, in the same shape and dtype."""
         tokens = x.reshape(-1, self.hidden)
-        logits = functional.linear(tokens.to(self.router.dtype), self.router)
+        wide = torch.promote_types(self.router.dtype, torch.float32)
+        logits = functional.linear(tokens.to(wide), self.router.to(wide))
         routing = route(logits, self.num_topk, self.given_idx)
         self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         y = torch.zeros_like(tokens, dtype=routing.topk_weights.dtype)

@@ -70,9 +70,12 @@ class Experts(nn.Module):
         return self.gate_up.shape[0]
 
     def run(self, position: int, x: Tensor) -> Tensor:
-        """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; same shape back."""
-        gate, up = functional.linear(x, self.gate_up[position]).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, self.down[position])
+        """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; same shape back.
+
+        It computes in the dtype of `x`, which mixed precision may have made narrower than that of the weights.
+        """
+        gate, up = functional.linear(x, self.gate_up[position].to(x.dtype)).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, self.down[position].to(x.dtype))
 
 
 def router_weight(hidden: int, num_experts: int, *, seed: int, dtype: torch.dtype) -> nn.Parameter:

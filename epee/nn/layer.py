@@ -140,7 +140,8 @@ class MoELayer(ExpertLayer):
         return combine(self._buffer, y, dispatched).view(x.shape)
 
     def _route(self, tokens: Tensor) -> Routing:
-        routing = route(functional.linear(tokens.to(self.router.dtype), self.router), self.num_topk)
+        wide = torch.promote_types(self.router.dtype, torch.float32)  # be it that the parameters were made narrower
+        routing = route(functional.linear(tokens.to(wide), self.router.to(wide)), self.num_topk)
         self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         return routing
 

@@ -282,3 +282,16 @@ def test_copies_share_the_buffer_and_saving_is_refused_in_words() -> None:
     for text in run_ranks(_copied, 2, Case((5, 7))):
         assert text.startswith("a Buffer cannot be pickled or saved")
         assert "state_dict" in text
+
+
+def _narrowed(rank: int, num_ranks: int, case: Case) -> torch.dtype:
+    del num_ranks
+    with buffer_for(case) as buffer:
+        layer = MoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, buffer).bfloat16()
+        out = layer(tokens_of(case, rank).bfloat16())
+        out.float().sum().backward()
+        return out.dtype
+
+
+def test_a_layer_made_narrower_still_routes_in_float32() -> None:
+    assert run_ranks(_narrowed, 2, Case((5, 7), dtype=torch.float32)) == [torch.bfloat16] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import epee
-from epee.nn import expert_parameters, mark_experts, sync_gradients
+from epee.nn import MoELayer, expert_parameters, mark_experts, sync_gradients
 from tests.harness import run_ranks
 
 from . import parallel_cases as cases
@@ -197,3 +197,24 @@ def _one_rank(rank: int, num_ranks: int) -> list[Any]:
 
 def test_experts_that_all_are_here_are_ordinary_parameters() -> None:
     assert run_ranks(_one_rank, 1) == [[]]
+
+
+def _mixed_precision(rank: int, num_ranks: int) -> list[torch.dtype]:
+    """FSDP2 computes in bfloat16: the router's weights and the tokens are cast on the way, experts' weights are not."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    assert dist.group.WORLD is not None
+    mesh, policy = DeviceMesh.from_group(dist.group.WORLD, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with epee.Buffer(num_experts=4, hidden=16, num_topk=2, max_tokens_per_rank=8, dtype=torch.float32) as buffer:
+        layer = MoELayer(16, 24, 2 * num_ranks, 2, buffer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        out = layer(torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)))
+        out.float().square().mean().backward()
+        sync_gradients(layer)
+        return [out.dtype, *(each.grad.dtype for each in layer.parameters())]  # type: ignore[union-attr]
+
+
+def test_mixed_precision_of_fsdp2_computes_in_its_dtype() -> None:
+    f32, bf16 = torch.float32, torch.bfloat16
+    assert run_ranks(_mixed_precision, 2, backend="epee") == [[bf16, f32, f32, f32]] * 2

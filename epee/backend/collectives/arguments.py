@@ -383,7 +383,7 @@ def all_gather_lists(
             absent += [target(output, carrier, f"{name}: outputs[{rank}]") for output in outputs]
     refuse_shared([output for outputs in output_lists for output in outputs], f"{name}: outputs")
     if absent:
-        last = box.num_ranks - 1
+        last = max(sinks)
         sinks[last] = ZeroAfter(sinks[last], [place.array for place in absent], absent)
     plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
     plan.detail = shapes_word([tensor.numel() for tensor in inputs])

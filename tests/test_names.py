@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import epee
 from epee.doctor.hang import all_as_json, as_text, look
+from tests.csrc.emulated import has_compiler
+from tests.csrc.emulated_buffer import emulated
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -121,6 +123,31 @@ def test_time_outs_of_buffers_name_the_buffer(backend: str, tmp_path: Any) -> No
     assert all(len(each) == 1 for each in names), texts
     assert [each[0].split()[0] for each in names] == ["Buffer", "Buffer", "Buffer", "LatencyBuffer"]
     assert names[0] != names[1] == names[2]
+
+
+def _gpu_buffer(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """A dispatch on the emulated GPU, to which the other rank does not come."""
+    del num_ranks
+    topk_idx, weights = _routing()
+    x = torch.ones(8, 128, dtype=torch.bfloat16)
+    found = []
+    with epee.Buffer(timeout=60.0, **SIZES) as buffer:
+        buffer.dispatch(x, topk_idx, weights)
+        if rank == 0:
+            found.append(_timed_out(lambda: buffer.dispatch(x, topk_idx, weights, timeout=0.3)))
+            stages.reach(folder, "over")
+        else:
+            stages.wait_for(folder, "over")
+    return found
+
+
+@pytest.mark.compiler
+@pytest.mark.timeout(240)  # it may have to build the kernels
+@pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with")
+def test_time_outs_of_gpu_buffers_name_the_buffer(tmp_path: Any) -> None:
+    (text,) = run_ranks(emulated, 2, _gpu_buffer, str(tmp_path), backend="epee", timeout_s=200)[0]
+    _check_ends(text)
+    assert re.search(r"\[EmulatedBuffer \d+ of group default_pg\]", text)
 
 
 def _mismatch(rank: int, num_ranks: int) -> list[str]:

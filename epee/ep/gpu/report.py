@@ -19,6 +19,7 @@ from ...errors import (
     context,
 )
 from ...memory.signals import untag
+from ..throughput.placement import overflow
 from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
 from .signature import describe_difference, is_of_losses
 
@@ -201,11 +202,7 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
         reason = _REFUSALS.get(got, f"code {got}")
         return MismatchError(f"{head}: rank {peer} refused the call, {reason}; see the error there")
     if code == OVERFLOW:
-        layout = "expert" if where else "rank"
-        return InvalidArgument(
-            f"{head}: rank {peer} would receive {got} rows, its {layout} layout holds {expected}; "
-            f"make the buffer with max_recv_rows={got} or more, or dispatch fewer tokens"
-        )
+        return InvalidArgument(f"{head}: {overflow(peer, got, 'expert' if where else 'rank', expected)}")
     if code == BAD_EXPERT:
         return InvalidArgument(
             f"{head}: topk_idx must hold expert ids below num_experts or -1 for none, "

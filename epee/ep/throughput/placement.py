@@ -199,11 +199,17 @@ def checked_counts(
     capacity = config.capacity(layout, alignment)
     worst = max(range(num_ranks), key=needed.__getitem__)
     if needed[worst] > capacity:
-        raise InvalidArgument(
-            f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
-            f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
-        )
+        raise InvalidArgument(f"{where}: {overflow(worst, needed[worst], layout, capacity)}")
     return counts
+
+
+def overflow(rank: int, num_rows: int, layout: str, capacity: int) -> str:
+    """Return in words that a rank has no room for its rows, and what to do about it."""
+    other = ', use layout="rank"' if layout == "expert" else ""
+    return (
+        f"rank {rank} would receive {num_rows} rows, its {layout} layout holds {capacity}; make the buffer with "
+        f"max_recv_rows={num_rows} or more{other}, or dispatch fewer tokens"
+    )
 
 
 def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:

@@ -94,6 +94,12 @@ def array_of(tensor: torch.Tensor) -> Array:
     return strided_array(tensor, NUMPY_DTYPES[tensor.dtype])
 
 
+def require_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise `InvalidArgument` where a tensor has elements and no memory for them."""
+    if not tensor.data_ptr() and tensor.numel():
+        raise InvalidArgument(f"{name}: {_no_memory(tensor)}")
+
+
 def _no_memory(tensor: torch.Tensor) -> InvalidArgument:
     return InvalidArgument(
         f"a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}) has no memory for its elements (a fake "
@@ -121,7 +127,36 @@ def copy_array(destination: Array, source: Array) -> None:
 
 num_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_AS_IS = contextlib.nullcontext()
 _GUARDS = [getattr(torch._C, name, None) for name in ("_DisableTorchDispatch", "DisableTorchFunction")]
+
+
+def plain_tensors() -> Any:
+    """Return a context for tensors that are written later: they are of no inference mode and of no dispatch mode.
+
+    A tensor made in inference mode could not be written outside of it, be the mode that of the first caller only.
+    """
+    if torch.is_inference_mode_enabled() or num_dispatch_modes():
+        return _plain_tensors()
+    return _AS_IS
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), without_modes():
+        yield
+
+
+def real_tensors() -> Any:
+    """Return a context for calls on GPU tensors: torch's operators copy their memory, whatever modes the thread has."""
+    return without_modes() if num_dispatch_modes() else _AS_IS
+
+
+def writing(tensor: torch.Tensor) -> Any:
+    """Return a context in which `tensor` may be written, be it a tensor of inference mode or not."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return torch.inference_mode()
+    return _AS_IS
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from ..arrays import array_of, plain_tensors
 from ..errors import ProtocolError
 from .host import HostRegion, mapped_size
 from .layout import Field, Layout
@@ -160,7 +161,8 @@ class Slots:
         views = self._views.get(name)
         if views is None:
             base = self.slot_layout.nbytes
-            views = [self.slot_layout.tensor(self.region, name, base=base * index) for index in range(self.total)]
+            with plain_tensors():
+                views = [self.slot_layout.tensor(self.region, name, base=base * index) for index in range(self.total)]
             self._views[name] = views
         return views[slot]
 
@@ -168,7 +170,7 @@ class Slots:
         """Return a field of a slot as a flat numpy array (less to do per call than a tensor)."""
         found = self._arrays.get((slot, name))
         if found is None:
-            found = self._arrays[slot, name] = self.field(slot, name).numpy()
+            found = self._arrays[slot, name] = array_of(self.field(slot, name))
         return found
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...arrays import array_of
+from ...arrays import array_of, plain_tensors, writing
 from ...backend.collectives.plan import Plan, Range
 from ...backend.collectives.signature import OP_CODE
 from ...backend.collectives.signature import pack as pack_signature
@@ -125,10 +125,11 @@ class PartialsPlan(Plan):
         self.round_bytes = self._lent.nbytes * self._parts.most_lent
         self.merge_bytes = self._summed.nbytes * self._parts.most_served
         self.put_bytes = self.read_bytes = self.num_halves * (self.round_bytes + self.merge_bytes)
-        self.out = torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu") if scratch is None else scratch
         self.weights: torch.Tensor | None = None
-        if kind is not None:
-            self.weights = torch.zeros(handle.num_tokens, kind[0], dtype=kind[1], device="cpu")
+        with plain_tensors():
+            self.out = torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu") if scratch is None else scratch
+            if kind is not None:
+                self.weights = torch.zeros(handle.num_tokens, kind[0], dtype=kind[1], device="cpu")
 
     # ---- a rank's rows
 
@@ -270,7 +271,8 @@ class PartialsPlan(Plan):
     def commit(self) -> None:
         """Write the caller's `out`."""
         if self._target is not None:
-            self._target.copy_(self.out)
+            with writing(self._target):
+                self._target.copy_(self.out)
 
     # ---- the end
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ...arrays import NUMPY_DTYPES
+from ...arrays import NUMPY_DTYPES, plain_tensors, writing
 from ...backend.engine.engine import Engine
 from ...errors import (
     AbortedError,
@@ -179,7 +179,8 @@ class HostsPath:
         self._count()
         mask = mask_of(self.exchange.members, self.config.num_ranks)
         if active_ranks is not None:
-            active_ranks[: self.config.num_ranks].copy_(mask)
+            with writing(active_ranks):
+                active_ranks[: self.config.num_ranks].copy_(mask)
         return mask
 
     def come_in(self, deadline: float) -> None:
@@ -389,5 +390,6 @@ class HostsPath:
         """Return memory like `out` that only this path uses; kept, so that its pages are touched once."""
         kept = self._kept
         if kept is None or kept.numel() < out.numel() * out.itemsize:
-            self._kept = kept = torch.empty(out.numel() * out.itemsize, dtype=torch.uint8, device="cpu")
+            with plain_tensors():
+                self._kept = kept = torch.empty(out.numel() * out.itemsize, dtype=torch.uint8, device="cpu")
         return kept[: out.numel() * out.itemsize].view(out.dtype).view(out.shape)

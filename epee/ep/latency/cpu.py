@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...arrays import array_of
+from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER
@@ -136,8 +136,9 @@ class LatencyCalls(ABC):
         self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
-        handle = self._new_handle(call)
-        got = self._empty_result(call.facts.quantisation, handle)
+        with plain_tensors():  # a hook may write them in another mode
+            handle = self._new_handle(call)
+            got = self._empty_result(call.facts.quantisation, handle)
         how = call.facts.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         last_seq = self._wire.seq
@@ -253,9 +254,10 @@ class LatencyCalls(ABC):
         self._flights.check()
         self._flights.require_slot()
         out = call.out
-        if out is None:
-            out = self._memory((handle.num_tokens, handle.cut.config.hidden), torch.bfloat16)
-        got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
+        with plain_tensors():  # a hook may write them in another mode
+            if out is None:
+                out = self._memory((handle.num_tokens, handle.cut.config.hidden), torch.bfloat16)
+            got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
         weights = handle.topk_weights if call.topk_weights is None else array_of(call.topk_weights).copy()
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, array_of(got))

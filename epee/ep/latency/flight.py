@@ -28,6 +28,7 @@ from typing import TypeVar
 
 import torch
 
+from ...arrays import plain_tensors, writing
 from ...errors import (
     CommTimeoutError,
     EpeeError,
@@ -110,7 +111,8 @@ class Flight:
         self.options = options
         self.lost: dict[int, str] = {}
         self.active = [True] * num_ranks
-        self.wait_us = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
+        with plain_tensors():
+            self.wait_us = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
         self.start()
 
     def start(self) -> None:
@@ -462,8 +464,9 @@ class Flights:
         mask = flight.options.active_ranks
         if mask is None or not flight.lost:
             return
-        for peer in flight.lost:
-            mask[peer] = 0
+        with writing(mask):
+            for peer in flight.lost:
+                mask[peer] = 0
         counted = flight.peers()
         self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], flight.seq)
 

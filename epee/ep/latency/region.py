@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...arrays import array_of, plain_tensors
 from ...errors import InvalidArgument
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
@@ -145,7 +146,8 @@ class RegionFields(RegionWords):
 
     def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
         super().__init__(region, layout, base)
-        self._payload = layout.tensor(region, "payload", base)
+        with plain_tensors():
+            self._payload = layout.tensor(region, "payload", base)
         self._cuts: dict[SectionCut, CutFields] = {}
 
     def cut(self, cut: SectionCut) -> CutFields:
@@ -158,7 +160,7 @@ class RegionFields(RegionWords):
     def _part(self, cut: SectionCut, name: str) -> Any:
         field, first = cut.layout[name], cut.layout.offset(name)
         part = self._payload[:, :, first : first + field.nbytes].view(field.dtype)
-        return part.unflatten(2, field.shape).numpy()
+        return array_of(part.unflatten(2, field.shape))
 
     def rows(self, slot: int, src: int, num_rows: int, width: int, dtype: torch.dtype, first: int) -> torch.Tensor:
         """Return `[num_rows, width]` of what a section holds from byte `first` on."""

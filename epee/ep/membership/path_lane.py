@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from ...arrays import writing
 from ...errors import AbortedError, MismatchError, PeerError
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
@@ -138,6 +139,7 @@ def sync(
         agreed = lane.sync(counted, used, deadline)
     mask = mask_of(agreed.ranks, num_ranks)
     if active_ranks is not None:
-        active_ranks[:num_ranks] = mask.to(active_ranks.device)
+        with writing(active_ranks):
+            active_ranks[:num_ranks] = mask.to(active_ranks.device)
     lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
     return mask

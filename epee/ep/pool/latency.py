@@ -21,6 +21,7 @@ from typing import TypeAlias, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
+from ...arrays import writing
 from ...errors import CommTimeoutError, InvalidArgument, PeerError, RankFailedError
 from ..config import MAX_LATENCY_TOKENS, DoesNotFit
 from ..latency.buffer import LatencyBuffer
@@ -96,7 +97,8 @@ class LatencyRooms:
         agreed = whole.sync()
         self._apart.discard(whole)
         if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
-            active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
+            with writing(active_ranks):
+                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
 
     def _find(self, need: LatencyNeed) -> LatencyBuffer:
         whole = self._whole.get(need.device.type) or self._make_first(need)

@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 
+from ...arrays import writing
 from ...errors import (
     AbortedError,
     CommTimeoutError,
@@ -128,7 +129,8 @@ class CpuPath:
         with refused_alike(self.control, deadline):
             agreed = membership.agree(counted, deadline)
         mask = mask_of(agreed.ranks, self.config.num_ranks)
-        marks.copy_(mask)
+        with writing(marks):
+            marks.copy_(mask)
         membership.note_agreed(agreed)  # last: who is interrupted before it gets the same again
         return mask
 
@@ -297,6 +299,23 @@ class CpuPath:
         dtype = call.y.dtype
         out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
         granted = [header.slot for header in rows.headers]
+        with writing(out):
+            self._add_up(call, slots, granted, out)
+        lost = self._lost(missing)
+        return Combined(
+            out,
+            self._returned_weights(call, slots, granted),
+            num_ranks=self.config.num_ranks,
+            epoch=self.exchange.epoch,
+            lost_ranks=lost,
+            lost=None
+            if handle.routing is None
+            else partial(lost_weight, handle.routing, lost, self.config, handle.dropped),
+        )
+
+    def _add_up(self, call: CombineCall, slots: dict[int, Slots], granted: list[int], out: torch.Tensor) -> None:
+        """Write the sums of the rows that lie in the granted slots to `out`."""
+        handle, dtype = _own(call.handle), call.y.dtype
         if handle.layout == "rank":
             parts = [self._segment_rows(call, segment, slots, granted) for segment in handle.placement.segments]
             if call.order is RANKS_THEN_BIAS:
@@ -309,17 +328,6 @@ class CpuPath:
                 combine_expert_rows(handle, views, call.bias, out)
             else:
                 combine_expert_rows_in_order(handle, views, call.bias, out, call.order)
-        lost = self._lost(missing)
-        return Combined(
-            out,
-            self._returned_weights(call, slots, granted),
-            num_ranks=self.config.num_ranks,
-            epoch=self.exchange.epoch,
-            lost_ranks=lost,
-            lost=None
-            if handle.routing is None
-            else partial(lost_weight, handle.routing, lost, self.config, handle.dropped),
-        )
 
     def _whole(self, slots: Slots | None, slot: int, dtype: torch.dtype) -> torch.Tensor:
         """Return all rows of a slot; none of a rank without a part."""

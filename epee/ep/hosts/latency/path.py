@@ -26,7 +26,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ....arrays import array_of
+from ....arrays import array_of, writing
 from ....backend.outbox import STATE_WORDS, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....link.roles import Roles
@@ -193,7 +193,8 @@ class LatencyHostsPath(LatencyCalls):
         self._nbytes = self._count()
         mask = mask_of(self._exchange.members, num_ranks)
         if active_ranks is not None:
-            active_ranks[:num_ranks].copy_(mask)
+            with writing(active_ranks):
+                active_ranks[:num_ranks].copy_(mask)
         return mask
 
     def come_in(self, deadline: float) -> None:
@@ -364,7 +365,8 @@ class LatencyHostsPath(LatencyCalls):
             if not take_back(self.wire, flight, heads):
                 break
         self._flights.require_all(flight)  # an error leaves `out` as it was
-        result.x.copy_(summed)
+        with writing(result.x):
+            result.x.copy_(summed)
         result.got[counted] = True
 
 

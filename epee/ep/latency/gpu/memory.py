@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ....arrays import plain_tensors
 from ....errors import InvalidArgument
 from ...gpu.lent import AllGather
 from ...gpu.params import MAX_RANKS
@@ -53,7 +54,8 @@ class LatencyMemory:
 
     def __init__(self, platform: Platform, config: LatencyConfig, all_gather: AllGather) -> None:
         self.config, self.platform = config, platform
-        self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
+        with plain_tensors():
+            self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.address, self.nbytes = self._own.address, self._own.nbytes
         self._peers: list[LentRegion | None] = self._attach(all_gather)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ....arrays import array_of
+from ....arrays import array_of, writing
 from ....errors import InvalidState, ProtocolError
 from ....memory.host import HostRegion
 from ...config import BufferConfig
@@ -172,7 +172,8 @@ class LatencyCpuPath(LatencyCalls, Memory):
             parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype, cut).data))
         summed = sum_over_ranks(parts, handle.num_tokens, cut.config.hidden)
         self._flights.require_all(flight)  # an error leaves `out` as it was
-        result.x.copy_(summed)
+        with writing(result.x):
+            result.x.copy_(summed)
         result.got[counted] = True
 
     def _require_place(self, options: LatencyOptions) -> None:

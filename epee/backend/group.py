@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arrays import real_tensors
 from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
@@ -465,7 +466,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         try:
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
-            return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
+            with real_tensors():
+                return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
         try:
             check_peer_in_view(self._engine, self._rank, dst_rank, "send")
         except PeerError as exc:
@@ -484,10 +486,11 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             _check_tag(tag, "send" if is_send else "recv")
         assert self._messages is not None
         try:
-            if not is_profiling():
-                return self._messages.post(is_send, tensor, peer, tag)
-            with range_of("send" if is_send else "recv", (self, tensor)):
-                return self._messages.post(is_send, tensor, peer, tag)
+            with real_tensors():
+                if not is_profiling():
+                    return self._messages.post(is_send, tensor, peer, tag)
+                with range_of("send" if is_send else "recv", (self, tensor)):
+                    return self._messages.post(is_send, tensor, peer, tag)
         except PeerError as exc:
             return self._ended(exc)
 
@@ -519,7 +522,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         try:
             carrier = carrier_of(tensor, "recv: tensor")
         except NeedsStaging:
-            return self._staging.run("recv", self._recv, (tensor, src_rank, tag), {})
+            with real_tensors():
+                return self._staging.run("recv", self._recv, (tensor, src_rank, tag), {})
         place = target(tensor, carrier, "recv: tensor")
         signature = _P2P_PREFIX[carrier.code] | tensor.numel() << 23
         message = Message(False, src_rank, tag, signature, place.array, place)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from ..arrays import real_tensors
 from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError, is_of_handler, is_own
 from ..profiling import is_profiling, range_of
 from .device.calls import NOT_SERVED, DeviceCalls, is_on_gpu
@@ -50,7 +51,8 @@ def collective(name: str) -> Callable[[_Method], _Method]:
             """Call it; not as `*args`, which costs 0.1 us for each function that passes them on."""
             seq = self._engine.seq
             if self._on_device is not None and is_on_gpu(args):
-                done = self._on_device.run(method.__name__, args, kwargs)
+                with real_tensors():
+                    done = self._on_device.run(method.__name__, args, kwargs)
                 if done is not NOT_SERVED:
                     return done
             try:
@@ -75,7 +77,8 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 if self._engine.seq == seq and not is_of_handler(exc):
                     self._engine.refuse(name, exc)
                 raise
-            return self._staging.run(name, lambda *there, **named: call(self, there, named), args, kwargs)
+            with real_tensors():
+                return self._staging.run(name, lambda *there, **named: call(self, there, named), args, kwargs)
 
         return entered  # type: ignore[return-value]
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..arrays import plain_tensors, real_tensors, writing
 from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context
 from ..untraced import untraced_methods
 from .engine.engine import Engine
@@ -104,14 +105,15 @@ class Cuda:
                 "a collective on CUDA tensors needs the host, so a CUDA graph cannot record it; make the call outside"
             )
         if tensor.layout is not torch.strided:
-            with torch.cuda.device(tensor.device):
+            with torch.cuda.device(tensor.device), plain_tensors():
                 return tensor.detach().cpu()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+        with plain_tensors():  # another thread may write it, and copy it back
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy on the current stream."""
         on_gpu = source if source.is_cuda else destination
-        with torch.cuda.device(on_gpu.device), torch.no_grad():
+        with torch.cuda.device(on_gpu.device), torch.no_grad(), writing(destination):
             destination.copy_(source, non_blocking=True)
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
@@ -146,7 +148,8 @@ class Cuda:
             with torch.cuda.stream(stream), torch.no_grad():
                 for twin in twins:
                     if twin.tensor.device.index == index:
-                        twin.tensor.copy_(twin.host, non_blocking=True)
+                        with writing(twin.tensor), real_tensors():
+                            twin.tensor.copy_(twin.host, non_blocking=True)
                         if twin.tensor.layout is torch.strided:  # others got memory of this stream
                             twin.tensor.record_stream(stream)
             done = torch.cuda.Event()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..arrays import require_memory, writing
 from ..backend.collectives import reduce as reductions
 from ..backend.collectives.arguments import check_one_dtype, one, premul_factor, reduce_code
 from ..backend.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
@@ -53,7 +54,8 @@ class Prepared:
     def copy_back(self) -> None:
         """Queue the copies to outputs that are not written in place."""
         for tensor, scratch in self._back:
-            tensor.copy_(scratch)
+            with writing(tensor):
+                tensor.copy_(scratch)
 
     def again(self, move: Move) -> Move:
         """Return a move as it may be made again: what it writes over from other memory, to which its kernel copies."""
@@ -74,6 +76,7 @@ class Prepared:
             raise InvalidArgument(f"{name} has dtype {tensor.dtype}, which cannot be communicated; convert it first")
         if not tensor.is_cuda:
             raise NotServed
+        require_memory(tensor, name)
         if self.device is None:
             self.device = tensor.device
         elif self.device != tensor.device:

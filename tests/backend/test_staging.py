@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epee
 import epee.compat.mooncake.pg
+from epee.arrays import array_of, copy_array
 from epee.backend import staging
 from epee.backend.staging import Twin
 from tests.harness import run_ranks
@@ -48,7 +51,8 @@ class LateDevice:
         return host
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: str = "caller") -> None:
-        self.streams[stream].append(lambda: _plain(destination).copy_(_plain(source)))
+        # a GPU's copy is made by no thread: the modes of the one that runs this here have no say
+        self.streams[stream].append(lambda: copy_array(array_of(_plain(destination)), array_of(_plain(source))))
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
         return [self._mark("caller")] if twins else []
@@ -107,10 +111,25 @@ def _device() -> LateDevice:
 
 def _call(name: str, rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.Tensor], is_async: bool) -> Any:
     """Make one call on tensors made by `to`; returns its work and what it wrote."""
+    prepared: list[torch.Tensor] = []
+    start = _prepare(name, rank, num_ranks, to, is_async, prepared)
+    return start(), prepared
+
+
+def _prepare(
+    name: str,
+    rank: int,
+    num_ranks: int,
+    to: Callable[[torch.Tensor], torch.Tensor],
+    is_async: bool,
+    prepared: list[torch.Tensor],
+) -> Callable[[], Any]:
+    """Return what makes one call on tensors made by `to`; they are added to `prepared`."""
     x = to(torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * rank)
     wide = to(torch.full((num_ranks * 2, 3), -1.0))
     many = [to(torch.full((2, 3), -1.0)) for _ in range(num_ranks)]
     rows = [to(torch.full((2, 3), float(rank + r))) for r in range(num_ranks)]
+    line = to(torch.arange(6.0 * num_ranks).view(-1, 3))
     run: dict[str, Callable[[], Any]] = {
         "broadcast": lambda: dist.broadcast(x, 1, async_op=is_async),
         "all_reduce": lambda: dist.all_reduce(x, async_op=is_async),
@@ -122,12 +141,12 @@ def _call(name: str, rank: int, num_ranks: int, to: Callable[[torch.Tensor], tor
         "reduce_scatter": lambda: dist.reduce_scatter(x, rows, async_op=is_async),
         "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(x, wide, async_op=is_async),
         "all_to_all": lambda: dist.all_to_all(many, rows, async_op=is_async),
-        "all_to_all_single": lambda: dist.all_to_all_single(
-            wide, to(torch.arange(6.0 * num_ranks).view(-1, 3)), async_op=is_async
-        ),
-        "strided": lambda: dist.all_reduce(wide.t(), async_op=is_async),
+        "all_to_all_single": lambda: dist.all_to_all_single(wide, line, async_op=is_async),
+        "strided": lambda: dist.all_reduce(turned, async_op=is_async),
     }
-    return run[name](), [x, wide, *many, *rows]
+    turned = wide.t()
+    prepared += [x, wide, *many, *rows]
+    return run[name]
 
 
 CALLS = [
@@ -162,6 +181,32 @@ def _same_as_cpu(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize(("num_ranks", "backend"), [(2, "epee"), (3, "epee"), (2, "mooncake")])
 def test_every_collective_does_what_it_does_on_cpu_tensors(num_ranks: int, backend: str) -> None:
     run_ranks(_same_as_cpu, num_ranks, backend=backend)
+
+
+def _in_and_outside_a_mode(rank: int, num_ranks: int, kind: str) -> None:
+    """Issued in a mode and waited for outside of it, and the other way round."""
+    device = _device()
+    mode: Callable[[], Any] = torch.inference_mode
+    if kind == "fake":
+        mode = (lambda: FakeTensorMode(allow_non_fake_inputs=True)) if rank == 0 else contextlib.nullcontext
+    for name in CALLS:
+        _, wanted = _call(name, rank, num_ranks, torch.clone, False)
+        for is_issued_inside in (True, False):
+            prepared: list[Any] = []
+            with mode() if kind == "inference" and is_issued_inside else contextlib.nullcontext():
+                start = _prepare(name, rank, num_ranks, on_gpu, True, prepared)
+            with mode() if is_issued_inside else contextlib.nullcontext():
+                work = start()
+            with contextlib.nullcontext() if is_issued_inside else mode():
+                assert work.wait()
+            device.synchronize()
+            for one, other in zip(prepared, wanted, strict=True):
+                assert torch.equal(_plain(one), other), (name, is_issued_inside)
+
+
+@pytest.mark.parametrize("kind", ["inference", "fake"])
+def test_the_mode_of_a_thread_does_not_matter(kind: str) -> None:
+    run_ranks(_in_and_outside_a_mode, 2, kind, backend="epee")
 
 
 def _messages(rank: int, num_ranks: int) -> None:

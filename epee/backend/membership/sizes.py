@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ...arrays import array_of
+from ...arrays import array_of, writing
 from ..options import MAX_RANKS
 
 logger = logging.getLogger("epee")
@@ -97,7 +97,8 @@ class Mask:
         # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
         self._host = array_of(shown).data if shown is not None and shown.is_cpu else None
         if shown is not None:
-            shown.copy_(self._live[:limit])
+            with writing(shown):
+                shown.copy_(self._live[:limit])
         # The agent thread writes on a stream of its own: another thread may be recording a graph on the current one.
         self._side = torch.cuda.Stream(shown.device) if shows_at_once and shown is not None and shown.is_cuda else None
         if self._side is not None:
@@ -194,7 +195,8 @@ class Mask:
             self._host[rank] = value
         elif self._shown is not None:
             try:
-                self._fill(self._shown[rank : rank + 1], value, is_aside)
+                with writing(self._shown):
+                    self._fill(self._shown[rank : rank + 1], value, is_aside)
             except RuntimeError as exc:  # the GPU is broken; the group must go on, and its calls do not need the GPU
                 logger.warning("active_ranks on %s is not kept up to date any more: %s", self._shown.device, exc)
                 self._shown = None

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ...arrays import writing
 from ...backend.device.calls import NOT_SERVED
 from ...backend.device.messages import CheckPeer
 from ...backend.engine.engine import Engine
@@ -243,7 +244,8 @@ class MessageHalf:
         machine, streams = self._pairs.gear
         for letter in letters:
             if letter.back is not None:
-                letter.back[0].copy_(letter.back[1])
+                with writing(letter.back[0]):
+                    letter.back[0].copy_(letter.back[1])
             if place.side is not None:
                 for tensor in letter.kept:
                     tensor.record_stream(place.side)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...arrays import require_memory
 from ...backend.engine.engine import Engine
 from ...backend.tensors import refuse_overlap
 from ...backend.work import _WorkBase
@@ -208,6 +209,7 @@ def letter_of(owner: Owner, device: torch.device, is_send: bool, tensor: torch.T
     Raises:
         InvalidArgument: a receive into memory that overlaps itself.
     """
+    require_memory(tensor, "send: tensor" if is_send else "recv: tensor")
     plain, back = tensor.detach(), None
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         if is_send:

@@ -3,7 +3,8 @@
     header    64 bytes: kind, flags, bytes of the payload, where it belongs, a word to store behind it and its value,
               a note that is always up to date, number of the frame, MAC of all that
     payload   at most MAX_PAYLOAD bytes
-    trailer   16 bytes, MAC of the payload; only where both ranks run with EPEE_LINK_MAC=1
+    trailer   16 bytes, MAC of the payload: of PIECES, ASK and TELL always, of a WRITE only where both ranks run with
+              EPEE_LINK_MAC=1
 
     WRITE     store the payload at byte `offset` of what the receiver keeps of the sender, then `value` in word `word`
     PIECES    the same with `offset` small payloads: first a table of where they belong and how long they are
@@ -14,9 +15,10 @@
     END       it is complete; from here on frames are the sender's own again. Without a FETCH: nothing more comes
 
 A MAC is keyed BLAKE2b under a key of this connection and direction (`view/transport/auth.py`), over the number of the
-frame among others: a header that is changed, repeated, left out or moved is found out, and nothing of it is used. What
-a payload says on the way is guarded by TCP's sum alone unless EPEE_LINK_MAC=1; it costs 0.6 GB/s of a core's speed
-(measured: `notes/between_hosts.md`, 1.3), a header's MAC 1.3 us.
+frame among others: a header that is changed, repeated, left out or moved is found out, and nothing of it is used. So is
+a payload that says where bytes belong or how a call ends (PIECES, ASK, TELL), which is small. The payload of a WRITE,
+what tensors hold, is guarded by TCP's sum alone unless EPEE_LINK_MAC=1; its MAC costs 0.6 GB/s of a core's speed
+(measured: `notes/between_hosts.md`, 1.3), any other 1.3 us.
 
 Pure: bytes in, values or `ProtocolError`/`AuthError` out.
 """
@@ -43,6 +45,7 @@ _pack, _unpack = _HEADER.pack, _HEADER.unpack
 _blake2b, _is_equal, _new = hashlib.blake2b, hmac.compare_digest, tuple.__new__
 _NUMBER = struct.Struct("<Q")
 _HAS_TRAILER = 1
+_PERSON = b"payload"
 ASKED = struct.Struct("<QQ")  # a rank, and the index of a word of its own
 PIECE = struct.Struct("<QQ")  # an offset, and how many bytes
 
@@ -72,12 +75,14 @@ class FrameSealer:
 
     Args:
         key: of the direction, 32 bytes.
-        covers_payloads: each payload gets a trailer.
+        covers_payloads: the payload of a WRITE gets a trailer as well.
     """
 
     def __init__(self, key: bytes, covers_payloads: bool) -> None:
-        self._key = key
         self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
+        self._payload_mac = _blake2b(
+            key=key, digest_size=_MAC_BYTES, person=_PERSON
+        )  # a copy is cheaper than a new one
         self.covers_payloads = covers_payloads
 
     def seal(self, frame: Sequence[int], number: int, payload: Any = b"") -> Sequence[Any]:
@@ -87,22 +92,24 @@ class FrameSealer:
             frame: the fields of a `Frame`.
         """
         kind, nbytes, offset, word, value, note = frame
-        flags = _HAS_TRAILER if self.covers_payloads and nbytes else 0
+        flags = _HAS_TRAILER if nbytes and (kind != WRITE or self.covers_payloads) else 0
         head = _pack(kind, flags, 0, nbytes, offset, word, value, note, number)
         mac = self._mac.copy()
         mac.update(head)
         head += mac.digest()
         if not nbytes:
             return (head,)
-        return (head, payload, payload_mac(self._key, number, payload)) if flags else (head, payload)
+        return (head, payload, _payload_digest(self._payload_mac, number, payload)) if flags else (head, payload)
 
 
 class FrameOpener:
     """Checks the frames of one direction of a connection."""
 
     def __init__(self, key: bytes, covers_payloads: bool) -> None:
-        self._key = key
         self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
+        self._payload_mac = _blake2b(
+            key=key, digest_size=_MAC_BYTES, person=_PERSON
+        )  # a copy is cheaper than a new one
         self.covers_payloads = covers_payloads
 
     def open(self, header: bytes, number: int) -> Frame:
@@ -121,21 +128,27 @@ class FrameOpener:
             raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes, no {told})")
         if kind >= FETCH and nbytes:
             raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes)")
-        if flags != (_HAS_TRAILER if self.covers_payloads and nbytes else 0):
+        if flags != (_HAS_TRAILER if nbytes and (kind != WRITE or self.covers_payloads) else 0):
             raise ProtocolError("EPEE_LINK_MAC must be equal on all ranks; the connection ends")
         return _new(Frame, (kind, nbytes, offset, word, value, note))
 
     def check(self, payload: Any, trailer: Any, number: int) -> None:
         """Check a payload against its trailer; raises `AuthError`."""
-        if not _is_equal(payload_mac(self._key, number, payload), bytes(trailer)):
+        if not _is_equal(_payload_digest(self._payload_mac, number, payload), bytes(trailer)):
             raise AuthError(f"the payload of frame {number} of a link has a wrong MAC; the connection ends")
 
 
 def payload_mac(key: bytes, number: int, payload: Any) -> bytes:
     """Return the MAC of the payload of a frame; another than any header's: that has no person."""
-    mac = _blake2b(_NUMBER.pack(number), key=key, digest_size=_MAC_BYTES, person=b"payload")
+    return _payload_digest(_blake2b(key=key, digest_size=_MAC_BYTES, person=_PERSON), number, payload)
+
+
+def _payload_digest(keyed: Any, number: int, payload: Any) -> bytes:
+    mac = keyed.copy()
+    mac.update(_NUMBER.pack(number))
     mac.update(payload)
-    return mac.digest()
+    digest: bytes = mac.digest()
+    return digest
 
 
 def pack_asked(words: Sequence[tuple[int, int]]) -> bytes:

@@ -209,7 +209,7 @@ class Instream:
             high = last if last < end else end
             if low < high:  # else it came straight to its place
                 place[low - first : high - first] = buffer[low - base : high - base]
-            if covers and frame.nbytes:
+            if frame[1] and (covers or frame[0] != WRITE):
                 if end < last + TRAILER_BYTES:
                     return
                 opener.check(place, buffer[last - base : last - base + TRAILER_BYTES], number)

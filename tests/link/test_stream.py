@@ -17,12 +17,16 @@ from epee.link.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     NO_WORD,
+    PIECES,
     TELL,
     TRAILER_BYTES,
     WRITE,
     Frame,
     FrameOpener,
     FrameSealer,
+    pack_asked,
+    pack_pieces,
+    pack_told,
 )
 from epee.link.stream import BUFFER_BYTES, DIRECT_BYTES, Instream, Outstream
 
@@ -169,6 +173,22 @@ def test_a_payload_that_must_be_checked_does_not_touch_its_place_before() -> Non
         feed(way, b"")
     assert bytes(way.memory.bytes) == before
     assert way.memory.seen == []
+
+
+@pytest.mark.parametrize("kind", [ASK, TELL, PIECES])
+@pytest.mark.parametrize("byte", [0, 17, -1])
+def test_a_forged_payload_that_decides_something_is_found_without_proved_tensors(kind: int, byte: int) -> None:
+    way = Way(15, covers=False)
+    payload = {ASK: pack_asked([(1, 2)] * 3), TELL: pack_told([5, 6, 7]), PIECES: pack_pieces([(0, b"a"), (64, b"b")])}
+    way.out.put(Frame(kind, len(payload[kind]), 2, NO_WORD, 9), payload[kind])
+    way.out.send(way.pipe.sendmsg)
+    end = HEADER_BYTES + len(payload[kind])
+    way.pipe.data[HEADER_BYTES + byte if byte >= 0 else end + byte] ^= 1
+    before = bytes(way.memory.bytes)
+    with pytest.raises(AuthError, match="payload of frame 0"):
+        feed(way, b"")
+    assert bytes(way.memory.bytes) == before
+    assert way.memory.others == way.memory.seen == []
 
 
 def test_the_callers_memory_is_given_to_the_socket_as_it_is() -> None:

@@ -24,7 +24,7 @@ from ..options import MODES
 from .attempt import BootstrapAttempt, read_fields
 from .proof import prove, proved
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True)

@@ -263,22 +263,22 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
 def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
     """Everybody's tensor goes to everybody, one output per rank; sizes may differ from rank to rank."""
     carrier = carrier_of(tensor, "all_gather: input")
-    count = tensor.numel()
+    count, dtype = tensor.numel(), tensor.dtype
     sinks: dict[int, Any] = {}
     longest, is_uneven = count, False
     for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
         label = f"all_gather: outputs[{rank}]"
-        num = output.numel()
-        if num != count:
+        if output.numel() != count or output.dtype is not dtype:
+            num = count if rank == box.rank else output.numel()
+            _same(output, tensor, num, label)
             longest, is_uneven = max(longest, num), True
-        _same(output, tensor, count if rank == box.rank else num, label)
         carrier_of(output, label)
         sinks[rank] = target(output, carrier, label)
     refuse_shared(outputs, "all_gather: outputs")
     counts = [len(sink.array) for sink in sinks.values()] if is_uneven else ()
     if box.zeroes:
         sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "all_gather: outputs", box)
-    signature = _signature("all_gather", tensor.dtype, longest)
+    signature = _signature("all_gather", dtype, longest)
     if not is_uneven:
         return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
     plan = UnevenGather("all_gather", signature, source(tensor, carrier), sinks, box, longest)
@@ -430,14 +430,14 @@ def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.T
     """The reduction of everybody's `inputs[r]` goes to rank r; sizes may differ from entry to entry."""
     carrier = carrier_of(output, "reduce_scatter: output")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
-    segments, count = [], output.numel()
+    segments, count, dtype = [], output.numel(), output.dtype
     longest, is_uneven = count, False
     for rank, tensor in enumerate(_list_of(inputs, box, "reduce_scatter: inputs")):
         carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
-        num = tensor.numel()
-        if num != count:
+        if tensor.numel() != count or tensor.dtype is not dtype:
+            num = count if rank == box.rank else tensor.numel()
+            _same(tensor, output, num, f"reduce_scatter: inputs[{rank}]")
             longest, is_uneven = max(longest, num), True
-        _same(tensor, output, count if rank == box.rank else num, f"reduce_scatter: inputs[{rank}]")
         segments.append(source(tensor, carrier))
     sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
     if isinstance(op, PremulSum):

@@ -1,7 +1,7 @@
 """all_reduce of sparse COO tensors: the sum, or the mean, of all ranks' entries, in place.
 
 Each rank puts one block: the indices of its entries (int64, a row for each sparse dimension), then their values. The
-entries are coalesced: sorted, each place once. How many there are stands in the preamble of the call, so they may
+entries are coalesced: sorted, each index once. How many there are stands in the preamble of the call, so they may
 differ from rank to rank, and every rank knows how many rounds the longest block takes; shape and dtype must agree.
 
 Every rank copies all blocks and adds them up (`merge`) before it says so (MERGED), and takes nothing before all have:
@@ -32,7 +32,7 @@ from ..rounds import CHUNK_BYTES
 from ..signature import OP_CODE, REDUCE_OPS, pack
 
 NAME = "sparse_all_reduce"
-MAX_PLACES = (1 << 62) - 1  # of the sparse dimensions: a place is an int64
+MAX_KEY = (1 << 62) - 1  # of the sparse dimensions: the key of an entry, its flat index, is an int64
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -83,9 +83,11 @@ class SparseReduction(Plan):
         self._rank, self._op, self._dtype = box.rank, op, tensor.dtype
         self._carrier: Carrier = CARRIERS[tensor.dtype]
         self._shape, num_sparse = shape, tensor.sparse_dim()
-        self._places, self._width = shape[:num_sparse], math.prod(shape[num_sparse:])
-        if math.prod(self._places) > MAX_PLACES:
-            raise InvalidArgument(f"{label}: sparse dimensions {self._places} have more than {MAX_PLACES} places")
+        self._sparse_shape, self._width = shape[:num_sparse], math.prod(shape[num_sparse:])
+        if math.prod(self._sparse_shape) > MAX_KEY:
+            raise InvalidArgument(
+                f"{label}: the product of the sparse dimensions must be at most {MAX_KEY}, got {self._sparse_shape}"
+            )
         self.detail = zlib.crc32(repr((shape, num_sparse)).encode()) | 1 << 32
         self._sink = SparseSink(tensor)
         plain = tensor.detach().coalesce()
@@ -102,8 +104,8 @@ class SparseReduction(Plan):
         self.put_bytes = len(self._block) if len(self._block) <= self._compact_bytes else 2 * self._chunk_bytes
 
     def _is_inside(self, indices: Array) -> bool:
-        """Return whether all entries have a place in the dense shape."""
-        limits = np.asarray(self._places, np.int64).reshape(-1, 1)
+        """Return whether all indices lie in the dense shape."""
+        limits = np.asarray(self._sparse_shape, np.int64).reshape(-1, 1)
         return bool(((indices >= 0) & (indices < limits)).all())
 
     # ---- parts of a call
@@ -114,20 +116,20 @@ class SparseReduction(Plan):
             return (0, num_bytes) if k == 0 else (0, 0)
         return min(num_bytes, k * self._chunk_bytes), min(num_bytes, (k + 1) * self._chunk_bytes)
 
-    def _half(self, k: int, num_bytes: int) -> int:
+    def _staging_offset(self, k: int, num_bytes: int) -> int:
         """Return where round `k` of a block begins in its staging memory."""
         return k % 2 * self._chunk_bytes if num_bytes > self._compact_bytes else 0
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write round `k` of the block."""
         first, last = self._range(k, len(self._block))
-        place = offset + self._half(k, len(self._block))
-        box.views[np.dtype(np.uint8)][self._rank][place : place + last - first] = self._block[first:last]
+        start = offset + self._staging_offset(k, len(self._block))
+        box.views[np.dtype(np.uint8)][self._rank][start : start + last - first] = self._block[first:last]
 
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return what `put` has written."""
         first, last = self._range(k, len(self._block))
-        return ((self._half(k, len(self._block)), last - first),)
+        return ((self._staging_offset(k, len(self._block)), last - first),)
 
     def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: the counter alone is read."""
@@ -159,8 +161,8 @@ class SparseReduction(Plan):
         for rank, block in enumerate(self._blocks):
             first, last = self._range(k, len(block))
             if rank != self._rank and first < last:
-                place = offsets[rank] + self._half(k, len(block))
-                block[first:last] = views[rank][place : place + last - first]
+                start = offsets[rank] + self._staging_offset(k, len(block))
+                block[first:last] = views[rank][start : start + last - first]
         if k == self.rounds - 1:
             self._sink.result = self._reduce(box)
 
@@ -169,7 +171,7 @@ class SparseReduction(Plan):
         self._sink.finish()
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the place of the result."""
+        """Return the sink of the result."""
         return (self._sink,)
 
     def detach(self) -> None:
@@ -199,10 +201,10 @@ class SparseReduction(Plan):
             quietly(_add, total, np.searchsorted(keys, part), values)
         if self._op == AVG:
             quietly(_divide, total, len(parts))
-        indices = np.empty((len(self._places), len(keys)), np.int64)
-        for row in reversed(range(len(self._places))):
-            keys, indices[row] = np.divmod(keys, max(1, self._places[row]))
-        shape = (len(total), *self._shape[len(self._places) :])
+        indices = np.empty((len(self._sparse_shape), len(keys)), np.int64)
+        for row in reversed(range(len(self._sparse_shape))):
+            keys, indices[row] = np.divmod(keys, max(1, self._sparse_shape[row]))
+        shape = (len(total), *self._shape[len(self._sparse_shape) :])
         with torch.inference_mode(False), torch.no_grad():
             return torch.sparse_coo_tensor(
                 torch.from_numpy(indices),
@@ -215,13 +217,13 @@ class SparseReduction(Plan):
             )
 
     def _entries(self, rank: int, box: Outboxes) -> tuple[Array, Array]:
-        """Return the places of a rank's entries, ascending, and their values, a row each, in the dtype of the sum."""
+        """Return the keys of a rank's entries, ascending, and their values, a row each, in the dtype of the sum."""
         block = self._blocks[rank]
         count = len(block) // self._entry_bytes if self._entry_bytes else 0
-        cut = 8 * len(self._places) * count
-        indices = block[:cut].view(np.int64).reshape(len(self._places), count)
+        cut = 8 * len(self._sparse_shape) * count
+        indices = block[:cut].view(np.int64).reshape(len(self._sparse_shape), count)
         keys = np.zeros(count, np.int64)
-        for size, row in zip(self._places, indices, strict=True):
+        for size, row in zip(self._sparse_shape, indices, strict=True):
             keys = keys * size + row
         if not self._is_inside(indices) or not bool((np.diff(keys) > 0).all()):
             raise ProtocolError(
@@ -235,8 +237,8 @@ class SparseReduction(Plan):
         return keys, values
 
 
-def _add(total: Array, places: Array, values: Array) -> None:
-    total[places] += values  # each place once
+def _add(total: Array, rows: Array, values: Array) -> None:
+    total[rows] += values  # each row once
 
 
 def _divide(total: Array, num_parts: int) -> None:

@@ -100,7 +100,6 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
         self._is_first = not dist_opts.global_ranks_in_group  # the default group
         self._birth_timeout_s, self._timeout_s, self._p2p_timeout_s = timeout_s, 0.0, 0.0
-        self._told_size = -1, 0  # calls that had been issued when the program asked for the size last, and the answer
         self._group_name = str(getattr(dist_opts, "group_id", ""))
         self._group_desc = ""
         self._place: Place | None = None
@@ -173,20 +172,13 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         engine = self._engine
         if not self._counts_present or engine.survival is None:
             return self._num_ranks
-        size = engine.mask.span
-        self._told_size = engine.seq, size
+        size = engine.mask.told = engine.mask.span
         return size
 
     def _expected_size(self) -> int:
-        """Return how many entries the lists of the next call have most likely; `fitted` looks at others, too.
-
-        That is the size that the program was given since its last call: it may have changed since, by a loss.
-        """
+        """Return how many entries the lists of the next call have most likely; `fitted` looks at others, too."""
         engine = self._engine
-        if engine.survival is None:
-            return self._num_ranks
-        told_at, size = self._told_size
-        return size if told_at == engine.seq else engine.mask.span
+        return self._num_ranks if engine.survival is None else engine.mask.told
 
     def name(self) -> str:
         """Return the backend's name."""

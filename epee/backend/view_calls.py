@@ -188,6 +188,7 @@ class CallsOfView:
         admission.recover(ranks, self._limit(timeout_s))
         if self._counts_present:
             self._engine.look(admission.show_joined)
+            self._engine.mask.told = self._engine.mask.span
 
     def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
         """Let the group count `size` ranks from the next call on. All members call it at the same point.
@@ -227,6 +228,7 @@ class CallsOfView:
         while not admission.is_settled():  # a loss must be reported first, by a call among those who were there
             self._meet()
         self._engine.look(lambda: admission.set_size(size))
+        self._engine.mask.told = self._engine.mask.span
 
     def put_out(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
         """Have ranks leave the group, this one too if it is named; they stay in the job, and may come back (`join`).
@@ -278,6 +280,7 @@ class CallsOfView:
         int32, as long as that is, or as the group now. It is the user's, if that is long enough, and not to be written.
         """
         self.active_ranks()  # who has left shows at once
+        self._engine.mask.told = self._engine.mask.span
         return self._engine.mask.live(self.num_slots)
 
     def put_out_lost(self, ranks: Sequence[int]) -> None:

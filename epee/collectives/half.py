@@ -185,13 +185,14 @@ class DeviceHalf(MeetingHalf):
     def _prepare(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared:
         """Return a call as the kernels make it."""
         size = self._engine.members.group_size
-        entries = min(size, self._engine.mask.span) if self._policy.counts_present else size
+        least = min(size, self._engine.mask.span) if self._policy.counts_present else size
+        entries = max(least, min(size, self._engine.mask.told))
         try:
             call = prepare(method, self._rank, entries, args, kwargs)
         except InvalidArgument:
-            for longer in range(entries + 1, size + 1):  # the program may have asked for the size before a loss showed
+            for number in range(least, size + 1):  # the program may know of a loss, or have asked before one showed
                 with contextlib.suppress(InvalidArgument):
-                    call, entries = prepare(method, self._rank, longer, args, kwargs), longer
+                    call, entries = prepare(method, self._rank, number, args, kwargs), number
                     break
             else:
                 raise

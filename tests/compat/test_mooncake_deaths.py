@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_calls_on_both_sides_of_a_death_are_one_call() -> None:
     run_mortal(_both_sides, 3, dead={2}, timeout_s=60)
 
 
-def _asked_before(rank: int, num_ranks: int, folder: str) -> list[float]:
+def _asked_before(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
     """Both have asked for the size before the death showed, and split tensors that could be split otherwise as well."""
     _, active = _start(rank, num_ranks, folder)
     size = dist.get_world_size()
@@ -176,14 +177,44 @@ def _asked_before(rank: int, num_ranks: int, folder: str) -> list[float]:
     if rank == 2:
         _die()
     _await(lambda: active.tolist() == [1, 1, 0])
-    out = torch.full((2 * size,), -7.0)
-    dist.all_to_all_single(out, torch.arange(2.0 * size) + 10 * rank)
-    return out.tolist()
+    found = []
+    for _ in range(2):  # the size may be older than the last call
+        out = torch.full((2 * size,), -7.0)
+        dist.all_to_all_single(out, torch.arange(2.0 * size) + 10 * rank)
+        found.append(out.tolist())
+    return found
 
 
 def test_a_tensor_is_split_for_the_size_that_the_program_was_given_last() -> None:
-    expected = [[2.0 * rank, 2.0 * rank + 1, 2.0 * rank + 10, 2.0 * rank + 11, 0.0, 0.0] for rank in range(2)]
+    expected = [[[2.0 * rank, 2.0 * rank + 1, 2.0 * rank + 10, 2.0 * rank + 11, 0.0, 0.0]] * 2 for rank in range(2)]
     assert run_mortal(_asked_before, 3, dead={2}, timeout_s=60) == [*expected, DEAD]
+
+
+def _at_any_moment(rank: int, num_ranks: int, folder: str, delay_s: float) -> int:
+    """Ranks ask for the size and call, again and again, while the last one dies; return after how many calls."""
+    _start(rank, num_ranks, folder)
+    if rank == num_ranks - 1:
+        threading.Timer(delay_s, _die).start()
+    num_after = num_calls = 0
+    while num_after < 20 or rank == num_ranks - 1:
+        size = dist.get_world_size()
+        outs = [torch.full((WIDTH,), -7.0) for _ in range(size)]
+        dist.all_gather(outs, _row(rank))
+        split = torch.full((2 * size,), -7.0)
+        dist.all_to_all_single(split, torch.full((2 * size,), float(rank)))
+        for src in range(size):
+            expected = [_row(src).tolist(), [0.0] * WIDTH] if src == num_ranks - 1 else [_row(src).tolist()]
+            assert outs[src].tolist() in expected
+            assert split[2 * src : 2 * src + 2].tolist() in ([float(src)] * 2, [0.0] * 2)
+        num_calls += 1
+        num_after += size < num_ranks
+    return num_calls
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1])
+def test_a_death_at_any_moment_fits_the_lists_that_all_ranks_give(delay_s: float) -> None:
+    *_, last = run_mortal(_at_any_moment, 4, delay_s, dead={3}, timeout_s=60)
+    assert last == DEAD
 
 
 def _gone_before(rank: int, num_ranks: int, folder: str) -> list[float]:

@@ -7,7 +7,8 @@ does so from its next call on. So it is the same for one call on all ranks, when
 
 Groups under Mooncake's names show a loss at once (`Mask.lose`): the agent thread, or a wait that has proof of a death,
 writes the zero into the program's tensor, and the size follows, while the words of the calls wait for their own turn.
-So the program may give a call the size before a loss or the size after it, and either fits (`members.fitted`).
+So the program may give a call the size before a loss or the size after it, and either fits (`members.fitted`). A tensor
+that could be split for either is split for the size that the program was given last (`Mask.told`).
 
 Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only,
 and never read: the words in here are what counts. One element is written for each change, by the thread that takes the
@@ -71,6 +72,7 @@ class Mask:
         keeps_lost: what the program is shown keeps the 1 of a lost rank until the program puts it out (`put_out`).
         shows_at_once: a loss is shown as soon as this process knows of it (`lose`), not with the call that meets it.
         epoch: of the newest view of which `lose` has shown a loss; 0 for none.
+        told: the size that the program was given last: what its lists are most likely made for.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Mask:
         self._lock = threading.RLock()  # a signal handler may come here again
         self._words = array("i", [int(rank in members) for rank in range(MAX_RANKS)])
         self._program = array("i", self._words)
-        self.span = _span(self._program)
+        self.span = self.told = _span(self._program)
         self._live = torch.frombuffer(self._program, dtype=torch.int32)
         self._shown = shown
         # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
@@ -100,8 +102,9 @@ class Mask:
             with writing(shown):
                 shown.copy_(self._live[:limit])
         # The agent thread writes on a stream of its own: another thread may be recording a graph on the current one.
-        self._side = torch.cuda.Stream(shown.device) if shows_at_once and shown is not None and shown.is_cuda else None
-        if self._side is not None:
+        self._side: torch.cuda.Stream | None = None
+        if shows_at_once and shown is not None and shown.is_cuda and torch.cuda.is_available():
+            self._side = torch.cuda.Stream(shown.device)
             self._write(0, self._program[0], is_aside=True)  # loads the kernel, which cannot be done while one records
 
     def __getitem__(self, rank: int) -> int:

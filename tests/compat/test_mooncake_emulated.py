@@ -83,3 +83,9 @@ def test_a_mask_that_cannot_be_made_in_a_recording_is_an_error_that_says_what_to
     monkeypatch.setattr(mask, "is_capturing", lambda: True)
     with pytest.raises(epee.InvalidArgument, match=r"no mask on meta.*make one call before"):
         known.on(torch.device("meta"))
+
+
+@pytest.mark.parametrize(("has_bytes", "meets"), [(True, False), (False, True)])
+def test_a_second_buffer_of_one_rank_meets_the_others_that_update(has_bytes: bool, meets: bool) -> None:
+    args = has_bytes, True, meets
+    run_ranks(_emulated, 2, on_cpu._second, *args, backend="mooncake-cpu", timeout_s=200)

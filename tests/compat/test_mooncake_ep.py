@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.mooncake import ep, pg
-from epee.errors import InvalidArgument, UnsupportedError
+from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.ep.latency_cases import BF16, Shape, bits, expert_outputs, inputs
@@ -272,3 +272,85 @@ def _silent_without_a_mask(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_calls_without_a_mask_keep_what_they_learn_until_the_ranks_meet_again(tmp_path: Path) -> None:
     run_ranks(_silent_without_a_mask, 4, str(tmp_path), backend="gloo", timeout_s=80)
+
+
+def _buffer(num_ranks: int, has_bytes: bool) -> Any:
+    sizes = SHAPE.max_tokens, SHAPE.hidden, num_ranks, SHAPE.num_experts
+    return ep.Buffer(dist.group.WORLD, ep.Buffer.get_ep_buffer_size_hint(*sizes) if has_bytes else 0)
+
+
+def _second(rank: int, num_ranks: int, has_bytes: bool, has_call: bool, meets: bool) -> None:
+    """In each round other ranks make another buffer."""
+    everybody, seed = [True] * num_ranks, 0
+    buffer = _buffer(num_ranks, has_bytes)
+    if has_call:
+        a_round(buffer, None, seed, everybody)
+    makers: tuple[set[int], ...] = ({0}, {num_ranks - 1}, set(), set(range(1, num_ranks)), set(range(num_ranks)), {0})
+    for makers_now in makers:
+        if rank in makers_now:
+            buffer = _buffer(num_ranks, has_bytes)
+        else:
+            buffer.update_ep_member()
+        if meets:
+            dist.barrier()
+        active = torch.ones(num_ranks, dtype=torch.int32)
+        for _ in range(3):
+            seed += 1
+            a_round(buffer, active, seed, everybody, use_hook=seed % 2 == 0)
+        assert active.tolist() == [1] * num_ranks
+
+
+def _second_of_all(rank: int, num_ranks: int) -> None:
+    """Buffers that all ranks make have memory of their own: results of one outlive calls of the other."""
+    first = _buffer(num_ranks, True)
+    second = _buffer(num_ranks, True)
+    x = torch.full((2, SHAPE.hidden), rank + 1.0, dtype=torch.bfloat16)
+    idx = torch.arange(2)[:, None] % SHAPE.num_experts
+    rows = first.dispatch(x, idx, None, SHAPE.max_tokens, SHAPE.num_experts, -1, use_fp8=False)[0]
+    kept = rows.clone()
+    for _ in range(5):
+        second.dispatch(x + 7, idx, None, SHAPE.max_tokens, SHAPE.num_experts, -1, use_fp8=False)
+    assert torch.equal(rows.view(torch.uint8), kept.view(torch.uint8))
+
+
+def _second_behind_dropped_ones(rank: int, num_ranks: int) -> None:
+    """Some ranks keep the buffers that they had, others drop them: all make further ones."""
+    kept = [_buffer(num_ranks, True)]
+    for seed in range(4):
+        if (seed + rank) % 2:
+            kept.clear()
+        kept.append(_buffer(num_ranks, seed < 2))
+        a_round(kept[-1], None, seed, [True] * num_ranks)
+
+
+def test_buffers_may_be_dropped_on_some_ranks_before_all_make_others() -> None:
+    run_ranks(_second_behind_dropped_ones, 2, backend="mooncake-cpu")
+
+
+def _dropped(rank: int, num_ranks: int) -> str:
+    buffer: Any = _buffer(num_ranks, True)
+    if rank == 0:
+        del buffer
+        with pytest.raises(InvalidState) as caught:
+            _buffer(num_ranks, True)
+        return str(caught.value)
+    buffer.update_ep_member()
+    return ""
+
+
+def test_a_rank_that_has_dropped_its_buffer_cannot_meet_others_in_it() -> None:
+    assert "has dropped the one that belongs to it" in run_ranks(_dropped, 2, backend="mooncake-cpu")[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("has_bytes", "has_call", "meets"), [(True, True, False), (False, True, True), (True, False, True)]
+)
+def test_a_second_buffer_of_one_rank_meets_the_others_that_update(
+    num_ranks: int, has_bytes: bool, has_call: bool, meets: bool
+) -> None:
+    run_ranks(_second, num_ranks, has_bytes, has_call, meets, backend="mooncake-cpu")
+
+
+def test_second_buffers_of_all_ranks_have_memory_of_their_own() -> None:
+    run_ranks(_second_of_all, 2, backend="mooncake-cpu")

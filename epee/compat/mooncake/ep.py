@@ -60,7 +60,8 @@ class Buffer:
     Args:
         group: of the ranks, any backend; with Mooncake's or epee's, its mask is the default of `active_ranks`.
         num_ep_buffer_bytes: of memory, which all ranks make now, on the current GPU (on CPUs address space): calls of
-            all sizes that fit are made there, others make more. 0: the first call makes it.
+            all sizes that fit are made there, others make more. 0: the first call makes it. Where a peer calls
+            `update_ep_member` meanwhile, a rank that has a buffer on the group goes on in its memory.
         disable_p2p: must be False: ranks reach each other's memory, or not at all.
 
     Raises:
@@ -85,7 +86,8 @@ class Buffer:
         self.rank = self.group.rank()
         self.group_size = self.group.size()
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        self._pool = BufferPool(self.group, _group_timeout_s(self.group), latency_bytes=num_ep_buffer_bytes)
+        timeout_s = _group_timeout_s(self.group)
+        self._pool = BufferPool(self.group, timeout_s, latency_bytes=num_ep_buffer_bytes, meets=True)
         self._padded = PaddedCalls(self._pool)
         self._mask = GroupMask(self.group, self.group_size, is_early=num_ep_buffer_bytes > 0)
 
@@ -172,7 +174,8 @@ class Buffer:
         """Do nothing: ranks are connected when the buffer is made, or by the call that makes memory."""
 
     def update_ep_member(self) -> None:
-        """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it.
+        """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it,
+        or make another buffer on the group instead.
 
         Newcomers have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
         when somebody has come.

@@ -16,16 +16,18 @@ with its first call, while they meet it before theirs (`meet_again`); then calls
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TypeAlias, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
 from ...arrays import writing
-from ...errors import CommTimeoutError, InvalidArgument, PeerError, RankFailedError
+from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError
 from ..config import MAX_LATENCY_TOKENS, DoesNotFit
 from ..latency.buffer import LatencyBuffer
 from ..streams import is_capturing
+from .meetings import Steps, steps_of
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
@@ -40,13 +42,16 @@ class LatencyRooms:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         nbytes: of memory to be made now; too few for any call are as 0: the first call makes it.
+        meets: making further rooms on a group, and `meet_again` on those that are there, are one step (`meetings.py`):
+            where a rank takes it the second way, all go on in the memory that they have.
 
     Attributes:
         lately: buffers of calls on GPUs, by `LatelyKey`, for calls like earlier ones: who uses one of them
             must not need more than that. Emptied whenever the next call may need anything else.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None, nbytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None, nbytes: int, meets: bool = False) -> None:
+        self._steps = steps_of(group) if meets else None
         self._group = group
         self._timeout = timeout
         self._whole: dict[str, LatencyBuffer] = {}  # with memory of their own, by type of device
@@ -56,6 +61,8 @@ class LatencyRooms:
         self.lately: dict[LatelyKey, LatencyBuffer] = {}
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
         device = current_gpu()
+        if self._steps is not None and self._adopt(self._steps):
+            return
         if self._wanted and not LatencyBuffer.awaited_bytes(group, device, self._wanted):
             self._make(self._wanted, device)
 
@@ -73,9 +80,37 @@ class LatencyRooms:
             core = self._cores[need] = self._find(need)
         return core
 
+    def _adopt(self, steps: Steps) -> bool:
+        """Take over the memory of this process's newest rooms on the group where a peer meets again in it.
+
+        Raises:
+            InvalidState: a peer does, and this process has those rooms no more.
+        """
+        before, steps.newest = steps.newest, weakref.ref(self)
+        if not steps.has_memory or not steps.is_met_again(self._timeout):
+            return False
+        older = None if before is None else before()
+        if older is None:
+            raise InvalidState(
+                "a peer has called update_ep_member on its buffer, and this rank has dropped the one that belongs to "
+                "it; keep it until the new one is made, or make new ones on all ranks"
+            )
+        wholes = older._in_group()
+        self._whole.update(wholes)
+        self._apart.update(wholes.values())
+        if wholes:
+            self._wanted = 0
+        return bool(wholes)
+
+    def _in_group(self) -> dict[str, LatencyBuffer]:
+        """Return the memory that processes come into that take the places of lost ranks, by type of device."""
+        return {kind: whole for kind, whole in self._whole.items() if whole.takes_replacements}
+
     def meet_again(self) -> None:
         """Let the next call begin with who is in the group then; see `BufferPool.meet_again`."""
         self.lately.clear()
+        if self._steps is not None and self._steps.has_memory:
+            self._steps.meet_again()
         for kind, whole in list(self._whole.items()):
             if whole.takes_replacements:
                 self._apart.add(whole)
@@ -96,6 +131,8 @@ class LatencyRooms:
             return
         agreed = whole.sync()
         self._apart.discard(whole)
+        if self._steps is not None:
+            self._steps.enter(whole.epoch)
         if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
             with writing(active_ranks):
                 active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
@@ -149,6 +186,8 @@ class LatencyRooms:
             self._replace(kind)
         self._whole[kind] = made
         self._wanted = 0
+        if self._steps is not None and made.takes_replacements:
+            self._steps.enter(made.epoch)
         return made
 
     def _replace(self, kind: str) -> None:

@@ -39,6 +39,7 @@ class BufferPool:
         memory: for normal calls on the current GPU, made now; nothing without a GPU.
         latency_bytes: of memory for low-latency calls, made now.
         wide_partials: of normal calls on CPUs, as of `Buffer`.
+        meets: another pool on the group, and `meet_again` of this one, are one step, as of `LatencyRooms`.
 
     Attributes:
         group: of the ranks.
@@ -58,6 +59,7 @@ class BufferPool:
         memory: MemoryBytes = NO_MEMORY,
         latency_bytes: int = 0,
         wide_partials: bool = False,
+        meets: bool = False,
     ) -> None:
         self.group = group
         self.hosts = hosts_of(group)
@@ -66,7 +68,7 @@ class BufferPool:
         self.latest: Callable[..., Like | None] = self._rooms.latest
         self._lanes: dict[torch.device, Lanes] = {}
         self._is_closed = False
-        self._latency = LatencyRooms(group, timeout, latency_bytes)
+        self._latency = LatencyRooms(group, timeout, latency_bytes, meets)
 
     @property
     def nbytes(self) -> int:

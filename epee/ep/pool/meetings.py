@@ -1,0 +1,131 @@
+"""Steps that the ranks of a group take together outside of calls: make further rooms, or meet again in those they have.
+
+Under Mooncake's names a rank may make a second buffer while its peers call `update_ep_member` on their first one: both
+are one step of the group. A rank that makes rooms cannot know which of the two its peers do, so each rank writes the
+kind of its step into the group's store, and a rank that makes further rooms waits until it has read those of others.
+
+    key      epoch, number of the step since that epoch began, rank
+    value    "make" or "again"
+
+Who writes: each rank its own keys, once. Who reads: ranks that make rooms on a group where they have some. The number
+of steps is the same on all ranks, as all take them in the same order; a process that takes a lost rank's place begins
+with the epoch in which it comes in, as the others do (`enter`). A crash leaves steps without a key: who waits for one
+passes over ranks that the group's mask counts out, and ends by its time-out. Without a store (its owner has died) rooms
+are made as if no rank met again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from ... import env
+from ...errors import CommTimeoutError
+
+_log = logging.getLogger(__name__)
+_MAKE, _AGAIN = "make", "again"
+_POLL_S = 0.002
+
+
+class Steps:
+    """The steps of this process on one group of the backend "epee".
+
+    Args:
+        group: whose store and mask are used; kept by its users, not here.
+
+    Attributes:
+        newest: the `LatencyRooms` that were made last, None before the first.
+        has_memory: rooms of this process have had memory that all ranks made; before that there are no steps.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: weakref.ref[Any] = weakref.ref(group)  # its mask and store are not of torch's class
+        self._epoch = self._number = 0
+        self.has_memory = False
+        self.newest: weakref.ref[Any] | None = None
+
+    def enter(self, epoch: int) -> None:
+        """Count steps from 0 in an epoch of memory that all ranks have, unless it is the present one."""
+        self.has_memory = True
+        if epoch != self._epoch:
+            self._epoch, self._number = epoch, 0
+
+    def meet_again(self) -> None:
+        """Tell ranks that make rooms in this step that this one meets them in those that it has. Local."""
+        self._write(_AGAIN)
+        self._number += 1
+
+    def is_met_again(self, timeout_s: float | None) -> bool:
+        """Return whether a rank meets again in this step, in which this one makes rooms.
+
+        Raises:
+            CommTimeoutError: a rank takes no step.
+        """
+        group, number = self._group(), self._number
+        is_written = self._write(_MAKE)
+        self._number += 1
+        if group is None or not is_written:
+            return False
+        limit_s = env.get_float("EPEE_TIMEOUT_S") if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        found: dict[int, str] = {group.rank(): _MAKE}
+        while True:
+            try:
+                found.update(self._read(group, number, set(range(group.size())) - found.keys()))
+            except (RuntimeError, OSError) as error:
+                _log.warning("the group's store is out of reach, rooms are made as if no rank met again: %s", error)
+                return False
+            if _AGAIN in found.values():
+                return True
+            missing = [rank for rank, is_in in enumerate(group.active_ranks().tolist()) if is_in and rank not in found]
+            if not missing:
+                return False
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank {missing[0]} has made no further buffer on this group, nor called update_ep_member, within "
+                    f"{limit_s:g} s; all ranks must take this step"
+                )
+            time.sleep(_POLL_S)
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"epee/ep/step/{self._epoch}/{number}/{rank}"
+
+    def _write(self, kind: str) -> bool:
+        """Write this rank's step; False where there is no store."""
+        group = self._group()
+        if group is None:
+            return False
+        try:
+            group.get_group_store().set(self._key(self._number, group.rank()), kind)
+        except (RuntimeError, OSError) as error:
+            _log.warning(
+                "peers that make a buffer now cannot see this rank's step: the store is out of reach: %s", error
+            )
+            return False
+        return True
+
+    def _read(self, group: Any, number: int, ranks: set[int]) -> dict[int, str]:
+        """Return the steps of those of the ranks that have written them."""
+        store = group.get_group_store()
+        keys = {rank: self._key(number, rank) for rank in ranks}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def steps_of(group: dist.ProcessGroup) -> Steps | None:
+    """Return the steps of this process on a group; None where the backend is not "epee": then making memory meets."""
+    if getattr(group, "in_view", None) is None:
+        return None
+    known = _steps()
+    if group not in known:
+        known[group] = Steps(group)
+    return known[group]
+
+
+@functools.cache
+def _steps() -> weakref.WeakKeyDictionary[dist.ProcessGroup, Steps]:
+    return weakref.WeakKeyDictionary()

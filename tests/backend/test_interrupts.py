@@ -29,7 +29,7 @@ from tests.survive import stages
 
 from . import cases
 
-MOST_S = 30.0
+MOST_S = 20.0  # for the lines of one test, however busy the machine is
 _FOLDER = str(Path(epee.backend.__file__).parent)
 _FRONT = ("group.py", "refusal.py", "view_calls.py", "work.py")  # above the engine: nothing is begun there
 _SEND_COUNTS = [
@@ -48,7 +48,7 @@ STRIDE = 37
 NUM_SHARES = 2
 SHARES = [
     pytest.param((error,), share, NUM_SHARES, marks=pytest.mark.slow, id=f"{error.__name__}-{share}")
-    for error in OTHERS
+    for error in OTHERS[:3]
     for share in range(NUM_SHARES)
 ]
 SHARES.append(pytest.param(OTHERS, 0, STRIDE, id="every 37th"))

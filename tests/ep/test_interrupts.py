@@ -25,7 +25,7 @@ from tests.harness import run_ranks
 _FOLDER = str(Path(epee.ep.__file__).parent)
 HIDDEN = 8
 TIMEOUT_S = 120.0  # far longer than the test
-MOST_S = 30.0
+MOST_S = 15.0  # for the lines of one test, however busy the machine is
 
 
 class Watchdog(Exception):
@@ -40,10 +40,10 @@ ERRORS: tuple[type[BaseException], ...] = (
     CommTimeoutError,
 )
 STRIDE = 37
-NUM_SHARES = 2
+NUM_SHARES = 3
 SHARES = [
     pytest.param((error,), share, NUM_SHARES, marks=pytest.mark.slow, id=f"{error.__name__}-{share}")
-    for error in ERRORS
+    for error in ERRORS[:4]
     for share in range(NUM_SHARES)
 ]
 SHARES.append(pytest.param(ERRORS, 0, STRIDE, id="every 37th"))

@@ -9,13 +9,14 @@ Before the group has its engine there is nothing to stop, but the lane is spoken
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from ...errors import EvictedError, NoQuorumError, PeerError
+from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
 from ...link.meeting import Partner
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
@@ -209,7 +210,8 @@ class LaneHooks:
     def asked(self) -> None:
         """Publish for whom processes wait, once the group has what it takes (`bootstrap/local_state.py`)."""
         if self.on_asked is not None:
-            self.on_asked()
+            with contextlib.suppress(InvalidState):  # the process is leaving the job
+                self.on_asked()
 
     def _tell_ways(self, decision: Decision) -> None:
         """Tell the links' thread of a view. The lock is held."""

@@ -82,9 +82,10 @@ def _way_to_share(text: str) -> str:
 TABLE: tuple[Variable, ...] = (
     Variable(
         "EPEE_TIMEOUT_S",
-        300.0,
+        "",
         _positive_seconds,
-        "How long a call waits for a silent peer when it names no timeout.",
+        "How long a call waits for a silent peer where neither it nor its group or buffer names a time-out; by default "
+        "the `timeout` of `init_process_group`.",
     ),
     Variable(
         "EPEE_POISON",
@@ -256,6 +257,12 @@ def get_float(name: str) -> float:
     value = get(name)
     assert isinstance(value, float)
     return value
+
+
+def get_seconds(name: str, default: float) -> float:
+    """Return the variable as a number of seconds, or `default` where it is unset (see `get`)."""
+    value = get(name)
+    return value if isinstance(value, float) else default
 
 
 def get_int(name: str) -> int:

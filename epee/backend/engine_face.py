@@ -36,6 +36,7 @@ class EngineFace(Protocol):
     """What those modules use; `engine.Engine` says what each of it is."""
 
     box: Outboxes
+    has_failed: bool
     flags: int
     timeout_s: float
     entry: Entry

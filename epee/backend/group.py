@@ -24,15 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
+from .. import env
 from ..arrays import real_tensors
 from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..values import MAX_S, longest, seconds
 from ..view.label import group_label
+from ..view.runtime import begin_group, end_group
 from .bootstrap.attempt import attempt
-from .bootstrap.birth import create_engine
+from .bootstrap.birth import close_at_exit, create_engine
 from .bootstrap.joining import (
     Place,
     alone,
@@ -100,6 +103,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
         self._is_first = not dist_opts.global_ranks_in_group  # the default group
         self._birth_timeout_s, self._timeout_s, self._p2p_timeout_s = timeout_s, 0.0, 0.0
+        self._default_timeout_s = _timeout_of_calls(dist_opts)
         self._group_name = str(getattr(dist_opts, "group_id", ""))
         self._group_desc = ""
         self._place: Place | None = None
@@ -109,7 +113,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
         if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
-            self.options = chosen = _checked(options, default, num_ranks)
+            self.options = chosen = self._checked(options, default)
             if is_extension and chosen.joins_later:
                 self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes))
             else:
@@ -117,16 +121,27 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         else:
             store = meeting_place(self._store, dist_opts.global_ranks_in_group)
             with attempt(store, rank, num_ranks) as this:
-                self.options = _checked(options, default, num_ranks)
+                self.options = self._checked(options, default)
                 engine = create_engine(this, timeout_s, self.options.staging_bytes, self.options.mode)
             self._begin(engine)
             leave_note(self._store, self._place)
+        begin_group(id(self))
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
+
+    def _checked(self, options: Any, default: Callable[[], BackendOptions]) -> BackendOptions:
+        """Return the options in force; they fit the group. Reads the environment, too: others hear what is wrong."""
+        self._default_timeout_s = env.get_seconds("EPEE_TIMEOUT_S", self._default_timeout_s)
+        return _checked(options, default, self._num_ranks)
+
+    @property
+    def own_timeout_s(self) -> float:
+        """Seconds that the program has set for the calls of this group; 0 where it has set none."""
+        return self._timeout_s or self.options.op_timeout_s
 
     def _begin(self, engine: Engine) -> None:
         """Run calls on `engine` from now on."""
         self._engine: Engine = engine
-        self._engine.timeout_s = self._timeout_s or self.options.op_timeout_s or self._birth_timeout_s
+        self._engine.timeout_s = self.own_timeout_s or self._default_timeout_s
         self._engine.p2p_timeout_s = self._p2p_timeout_s
         self._show_name()
         if self._engine.survival is not None:
@@ -138,7 +153,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._engine.reports_losses = self.options.reports_losses
         for old in self._ends:
             old.detach()  # of an engine before, which has been closed
-        self._ends = [weakref.finalize(self, self._engine.close)]
+        self._ends = [weakref.finalize(self, close_at_exit, self._engine)]  # a group lives until it is destroyed
         self._counts_present = self.options.counts_present
         self._staging = Staging(self._engine)
         if self._on_device is not None:
@@ -629,6 +644,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
+        end_group(id(self))
         for half in (self._on_device, self._messages):
             if half is not None:
                 half.close(False)
@@ -638,12 +654,21 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
+        end_group(id(self))
         for half in (self._on_device, self._messages):
             if half is not None:
                 half.close(True)
         self._engine.close(aborted=True)
         self._let_go()
         _alive.discard(self)
+
+
+def _timeout_of_calls(dist_opts: Any) -> float:
+    """Return torch's `timeout` for calls of a new group: that of `init_process_group` where `new_group` has none."""
+    timeout = dist_opts.timeout
+    if dist_opts.global_ranks_in_group and timeout == default_pg_timeout and dist.is_initialized():
+        return float(getattr(dist.group.WORLD, "_birth_timeout_s", timeout.total_seconds()))
+    return float(timeout.total_seconds())
 
 
 def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int) -> BackendOptions:

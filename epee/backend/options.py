@@ -37,8 +37,8 @@ class BackendOptions(_CBackend.Options):
         on_stall: what becomes of a rank that lives but does not come until a call's time-out. "error": the call raises
             `CommTimeoutError`, nobody leaves. "evict": it is voted out, like a dead one. "wait": the call waits on and
             a warning names the rank. None: "evict" in mode "mask", else "error".
-        op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: the group's time-out, which in any
-            case is how long the ranks wait for each other while the group is made.
+        op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: EPEE_TIMEOUT_S, else torch's
+            `timeout`, which in any case is how long the ranks wait for each other while the group is made.
         staging_bytes: size of one staging buffer (two send, two hold reduced data), a multiple of 4096, at least
             64 KiB. None: `EPEE_STAGING_BYTES`, 16 MiB.
     Raises:

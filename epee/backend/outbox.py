@@ -63,7 +63,8 @@ CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 
 CONSUMED_TOO, VIEW = CONSUMED + 1, CONSUMED + 2
 STATE_WORDS = 48
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN = 0, 0xF, 0xF0, 0xF00, 0xF000, 0xF0000
-_GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN))
+LIFE_EXITED = 0xF00000  # the process ends without having destroyed the group
+_GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN, LIFE_EXITED))
 
 NUM_LANE_SLOTS = 256
 LANE_SLOT_BYTES = 64 << 10
@@ -208,6 +209,11 @@ def consumed_of(words: Mapping[int, int] | memoryview) -> int:
 def has_left(words: Mapping[int, int] | memoryview) -> bool:
     """Return whether the rank of these words has left the group, or never came into it; a damaged word says no."""
     return words[LIFE] in _GONE
+
+
+def has_exited(words: Mapping[int, int] | memoryview) -> bool:
+    """Return whether the process of these words has ended without destroying the group, as it has reported itself."""
+    return words[LIFE] == LIFE_EXITED
 
 
 class Views(dict[Any, list[np.ndarray[Any, Any]]]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
-from .control.bootstrap import group_of, hosts_of
+from .control.bootstrap import group_of, hosts_of, timeout_of
 from .gpu.layout import count_layout, load_counter
 from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
@@ -64,6 +64,7 @@ __all__ = [
     "memory_for",
     "most_experts",
     "network_bytes",
+    "timeout_of",
     "topk_facts",
     "topk_of_map",
 ]

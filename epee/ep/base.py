@@ -27,7 +27,7 @@ from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
-from .control.bootstrap import Born, bear, on_several_hosts, size_of, topology_of
+from .control.bootstrap import Born, bear, on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
@@ -56,7 +56,8 @@ class SharedBuffer:
         group: of the ranks.
         config: what the buffer is made for, as the caller said it.
         device: as the caller said it.
-        timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+        timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
+            EPEE_TIMEOUT_S, else torch's `timeout` of the group.
         fault_mode, on_stall: as the caller said it.
         refusal: what is wrong with the arguments, where that is known already.
 
@@ -87,7 +88,7 @@ class SharedBuffer:
             if refusal is not None:
                 raise refusal
             config.check()
-            self._timeout = check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S"))
+            self._timeout = check_timeout(timeout, timeout_of(group))
             poison = env.get_bool("EPEE_POISON")
             platform = self._platform_of(device)
             alone = _running_on_one_host(group, seat, config, platform is not None, self._timeout)
@@ -144,7 +145,7 @@ class SharedBuffer:
         self._exchange.membership.forget = self._path.close
         self._show_name(group)
         # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
-        finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange)
+        finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, is_dropped=True)
         finalizer.atexit = False
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
 
@@ -447,5 +448,7 @@ def _exchange_over_hosts(
 
 
 def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:
-    finalizer()
+    if (found := finalizer.detach()) is not None:
+        _, give_back, args, _ = found
+        give_back(*args)
     retire()

@@ -64,7 +64,8 @@ class Buffer(SharedBuffer):
         max_recv_rows: rows that a call can receive; None for `num_ranks * max_tokens_per_rank` in the rank layout
             (the worst case) and `1.5 * max_tokens_per_rank * num_topk` in the expert layout. Padding of the expert
             layout, `num_local_experts * (expert_alignment - 1)` rows, is always added.
-        timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+        timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
+            EPEE_TIMEOUT_S, else torch's `timeout` of the group.
         fault_mode, on_stall: on CPUs: what a lost rank is ("raise" an error, or "mask": calls go on
             without it), and what becomes of one that is silent until the time-out ("error", "evict", "wait"). None: the
             group's, on the backend "epee"; else "raise", and "error" ("evict" in mode "mask").

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..errors import InvalidArgument, UnsupportedError
 from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
+from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
 from .control.exchanging import RowExchange
@@ -181,8 +182,14 @@ def begin_lane(
         enter(begun)
 
 
-def return_all(path: Path, born: Born, exchange: RowExchange) -> None:
-    """Give back all that a buffer has."""
+def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool = False) -> None:
+    """Give back all that a buffer has.
+
+    Args:
+        is_dropped: nobody has closed it; the process may be about to end. Its rank has failed for the peers, unless the
+            program has destroyed its groups.
+    """
+    exchange.is_dropped = is_dropped and has_groups()
     path.close()
     born.close()
     exchange.release()

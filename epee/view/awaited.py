@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import PeerError, RankFailedError
 from .process.board import LaneRow
-from .protocol.messages import DEAD, LEFT, PUT_OUT, STALLED, UNREACHABLE
+from .protocol.messages import DEAD, EXITED, LEFT, PUT_OUT, STALLED, UNREACHABLE
 from .runtime import Runtime
 
 logger = logging.getLogger("epee")
@@ -24,6 +24,7 @@ logger = logging.getLogger("epee")
 ACCUSE_PAUSE_S = 0.2
 CAUSES = {
     DEAD: "its process has ended",
+    EXITED: "its process has ended",
     LEFT: "has left the group (destroyed or aborted it)",
     STALLED: "was silent until the time-out and has been voted out",
     UNREACHABLE: "ran on a host that could not be reached any more",
@@ -37,7 +38,7 @@ def kind_of_loss(causes: Iterable[str]) -> tuple[type[PeerError], str]:
     `RankFailedError`, but `PeerError` where all have left in order.
     """
     found = set(causes)
-    return PeerError if found == {LEFT} else RankFailedError, ", ".join(sorted(CAUSES[cause] for cause in found))
+    return PeerError if found == {LEFT} else RankFailedError, ", ".join(sorted({CAUSES[cause] for cause in found}))
 
 
 class Awaited:

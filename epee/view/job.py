@@ -31,7 +31,7 @@ from ..errors import EpeeError, InvalidArgument, InvalidState, MismatchError, Pr
 from .process.endpoint import parse_endpoint
 from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
-from .protocol.messages import Member
+from .protocol.messages import LEFT, Member
 from .runtime import Runtime
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
@@ -117,15 +117,15 @@ class Job:
         with _lock:
             self.num_groups += 1
 
-    def release(self) -> None:
-        """A group has gone; the last one takes the process out of the job."""
+    def release(self, cause: str = LEFT) -> None:
+        """A group has gone; the last one takes the process out of the job, for LEFT or EXITED."""
         with _lock:
             self.num_groups -= 1
             is_last = self.num_groups <= 0
             if is_last:
                 _jobs.pop(self.key, None)
         if is_last:
-            self.runtime.close()
+            self.runtime.close(cause)
 
 
 class _Window:

@@ -68,8 +68,8 @@ from .protocol.events import (
     WriteBoard,
 )
 from .protocol.messages import (
+    BY_ITSELF,
     DEAD,
-    LEFT,
     Accept,
     Ask,
     Commit,
@@ -286,12 +286,11 @@ class Loop:
                 if self._meet(member):
                     self._known[member.nonce] = member
 
-    def stop(self, is_leaving: bool) -> None:
-        """End the loop; tell the others before if this process leaves for good."""
-        if is_leaving:
-            self.board.leave()
-        if is_leaving and self._is_running and not self.agent.ended:
-            self.step(LeaveAsked())
+    def stop(self, cause: str) -> None:
+        """End the loop; report before that this process leaves for good: LEFT, or EXITED."""
+        self.board.leave(cause)
+        if self._is_running and not self.agent.ended:
+            self.step(LeaveAsked(cause))
             self._flush()
         self._is_running = False
 
@@ -375,7 +374,9 @@ class Loop:
         self._job.remove(socket_name(member.slot, member.nonce))
         self._known.pop(member.nonce, None)
         self._set_waiting(member.nonce, None)
-        self.step(Died(member.nonce))
+        peer = self.peers.get(member.nonce)
+        end = "" if peer is None or peer.board is None else peer.board.end  # what it reported before it ended counts
+        self.step(Left(member.nonce, end) if end else Died(member.nonce))
 
     def _receive(self, sender: bytes, message: Message | LaneTold) -> None:
         """Map the boards of those whom a message brings, then let the agent answer it."""
@@ -422,7 +423,7 @@ class Loop:
         """Have the peers on other hosts of whom the agent was told that they write no more."""
         for slot, cause in self.agent.gone.items():
             nonce = self.agent.members[slot].nonce
-            if self.peers.note_end(nonce, cause == LEFT):
+            if self.peers.note_end(nonce, cause in BY_ITSELF):
                 self.switchboard.forget(nonce)
                 self._set_waiting(nonce, None)
 
@@ -453,8 +454,8 @@ class Loop:
         for dead in self.peers.retry():
             self._bury(dead.member)
         self.peers.retire_former(self.agent.decided)
-        for nonce in self.peers.left():
-            self.step(Left(nonce))
+        for nonce, cause in self.peers.left():
+            self.step(Left(nonce, cause))
         if self.agent.decided.members:
             self.step(Tick())
         elif self._is_running and not self.agent.ended:

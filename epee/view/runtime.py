@@ -8,8 +8,9 @@ members of other hosts that it was told of, to be taken in. From then on the vie
 Who calls: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a wish that the
 agent thread fulfils; where the caller waits for the answer the wait is bounded.
 
-A process that exits without `close` leaves as if it had called it; one that is killed is noticed by its pidfd; a
-forked child has no part in it and gets `ForkError`.
+A process that ends without `close` reports that as its last message (EXITED): for the others its rank has failed,
+unless the program has destroyed its groups (LEFT). One that is killed is noticed by its pidfd; a forked child has no
+part in it and gets `ForkError`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
 
 from ..errors import (
     CommTimeoutError,
@@ -43,7 +46,7 @@ from .process.board import Board, LaneRow
 from .process.endpoint import Endpoint, pack_endpoint
 from .protocol.agent import Agent
 from .protocol.events import Accused, Admit, AgentSettings, Wanted
-from .protocol.messages import SLOT_TAKEN, Decision, LaneState, Member, Want
+from .protocol.messages import BY_ITSELF, EXITED, LEFT, SLOT_TAKEN, Decision, LaneState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
 from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
@@ -408,8 +411,12 @@ class Runtime:
         """Tell the others that this process goes, and go; `close` afterwards is harmless."""
         self.close()
 
-    def close(self) -> None:
-        """Leave if it has not happened yet, end the thread and free everything; idempotent."""
+    def close(self, cause: str = LEFT) -> None:
+        """Leave if it has not happened yet, end the thread and free everything; idempotent.
+
+        Args:
+            cause: what the others are told: LEFT or EXITED. At the end of the process `note_exit` says it.
+        """
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -418,7 +425,7 @@ class Runtime:
         with contextlib.ExitStack() as rest:  # whatever a step raises, the others are done
             rest.callback(beat.release, self._beat)
             if loop is not None and thread is threading.current_thread():
-                loop.post(lambda: loop.stop(is_leaving=True))
+                loop.post(lambda: loop.stop(max(cause, _end, key=BY_ITSELF.index)))
                 return  # a hook has called; the board goes with the last reference
             rest.callback(self._board.close)
             if loop is None:
@@ -427,7 +434,7 @@ class Runtime:
             elif thread is None:  # it could not be started
                 loop.close()
             else:
-                loop.post(lambda: loop.stop(is_leaving=True))
+                loop.post(lambda: loop.stop(max(cause, _end, key=BY_ITSELF.index)))
                 thread.join(CLOSE_S)
                 if not thread.is_alive():
                     loop.close()  # for a thread that an interrupt of `begin` has kept from running
@@ -509,11 +516,41 @@ def _checked(settings: AgentSettings) -> AgentSettings:
     return settings
 
 
+_groups: set[int] = set()  # ids of groups of the backend that the program has not destroyed
+_end = LEFT  # what this process reports when it leaves a job
 _runtimes: set[Runtime] = set()  # kept until they are closed: the thread would go on without its owner
 _has_finalizer: set[int] = set()  # pids: a forked child inherits this, but not the finalizer
 
 
+def begin_group(group: int) -> None:
+    """Note that this process has a group, known by any number, until `end_group`."""
+    _groups.add(group)
+
+
+def end_group(group: int) -> None:
+    """Note that the program has destroyed a group."""
+    _groups.discard(group)
+
+
+def has_groups() -> bool:
+    """Return whether there are groups, of any backend, that the program has made and not destroyed."""
+    return bool(_groups) or dist.is_initialized()
+
+
+def note_exit() -> str:
+    """Note that the interpreter ends; return what this process reports to its peers.
+
+    LEFT where the program has destroyed its groups, torch's default group included, and EXITED otherwise: a program
+    that ends by an exception or by `sys.exit` has failed for its peers, whatever its exit code.
+    """
+    global _end
+    if has_groups():
+        _end = EXITED
+    return _end
+
+
 def _close_all() -> None:
+    note_exit()
     for runtime in list(_runtimes):
         runtime.close()
 
@@ -526,6 +563,7 @@ def _at_exit() -> None:
 
 
 def _mark_forked() -> None:
+    _groups.clear()
     for runtime in list(_runtimes):
         runtime.forked()
 

@@ -12,6 +12,7 @@ from epee.backend.outbox import (
     LIFE,
     LIFE_ABORTED,
     LIFE_BORN,
+    LIFE_EXITED,
     LIFE_FAILED,
     LIFE_LEFT,
     LIFE_READY,
@@ -46,6 +47,6 @@ def test_no_bit_makes_a_rank_leave(life: int) -> None:
         assert not has_left(words)
 
 
-@pytest.mark.parametrize("life", [LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED])
+@pytest.mark.parametrize("life", [LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_EXITED])
 def test_who_has_left_is_seen(life: int) -> None:
     assert has_left(state(1, life))

@@ -188,8 +188,12 @@ def test_memory_that_is_no_board_is_refused() -> None:
         board.BoardView.attach(empty.blob)
     with pytest.raises(EpeeError):
         board.BoardView.attach(bytes(BLOB_BYTES))
-    with pytest.raises(ResourceError, match="no rank"):
-        board.find_board(os.getppid())
+    with subprocess.Popen(["sleep", "60"]) as stranger:  # not this one's parent, which may be nobody's to look into
+        try:
+            with pytest.raises(ResourceError, match="no rank"):
+                board.find_board(stranger.pid)
+        finally:
+            stranger.kill()
 
 
 def test_rows_tell_what_a_lane_does() -> None:

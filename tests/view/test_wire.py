@@ -25,7 +25,9 @@ NONCE = st.binary(min_size=16, max_size=16)
 HOST = st.text(max_size=8)
 BALLOT = st.builds(m.Ballot, st.integers(1, wire.ROUND_LIMIT), SLOT)
 MEMBER = st.builds(m.Member, SLOT, INCARNATION, NONCE, st.binary(max_size=wire.MAX_ENDPOINT_BYTES), HOST)
-REMOVAL = st.builds(m.Removal, SLOT, INCARNATION, st.sampled_from([m.DEAD, m.STALLED, m.LEFT, m.UNREACHABLE]), HOST)
+REMOVAL = st.builds(
+    m.Removal, SLOT, INCARNATION, st.sampled_from([m.DEAD, m.STALLED, m.LEFT, m.EXITED, m.UNREACHABLE]), HOST
+)
 
 
 def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -117,7 +119,7 @@ MESSAGES = st.one_of(
     st.builds(m.Join, MEMBER.map(lambda member: member._replace(incarnation=0))),
     st.builds(m.JoinRefused, SLOT, NONCE, st.text(max_size=200)),
     st.builds(m.Ask, EPOCH),
-    st.builds(m.Obituary, NONCE, st.sampled_from([m.DEAD, m.LEFT]), st.none() | states()),
+    st.builds(m.Obituary, NONCE, st.sampled_from([m.DEAD, m.LEFT, m.EXITED]), st.none() | states()),
     st.builds(wire.LaneTold, LANE, st.binary(max_size=wire.MAX_TOLD_BYTES)),
 )
 

@@ -33,7 +33,8 @@ from ...memory.host import HostRegion
 from ...view.job import Seat, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
-from ...view.protocol.messages import LEFT, Member
+from ...view.protocol.messages import EXITED, LEFT, Member
+from ...view.runtime import note_exit
 from ...view.transport.directory import JobDirectory
 from ..engine.engine import Engine
 from ..hosts.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
@@ -317,10 +318,15 @@ def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
+def close_at_exit(engine: Engine) -> None:
+    """Close an engine because the process ends: its rank has failed unless the program has destroyed its groups."""
+    engine.close(failed=note_exit() == EXITED)
+
+
 def _close_all() -> None:
     """At exit: end the threads while Python is whole. Groups that were destroyed before are closed already."""
     for engine in list(_engines):
-        engine.close()
+        close_at_exit(engine)
 
 
 def _mark_forked() -> None:

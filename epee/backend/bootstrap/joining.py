@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -141,7 +141,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         extra = pack_extra(home.lane, num_ranks, region.blob, 0 if door is None else door.port)
         job = Job(directory, rank, extra, None if door is None else door.for_agents(store))
         OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
-        leave = job.release
+        leave: Callable[[], object] = job.release
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
@@ -266,7 +266,7 @@ def come_in(
         raise InvalidState("this process is in no job any more; start it again with is_extension=True")
     home, rank = place.home, place.rank
     with contextlib.ExitStack() as undo:
-        release = job.release
+        release: Callable[[], object] = job.release
         undo.callback(lambda: release())
         if not home.spans:
             require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)

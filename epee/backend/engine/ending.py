@@ -21,7 +21,7 @@ from functools import partial
 from ...errors import AbortedError, PeerError
 from ...memory.signals import futex_wake
 from ..engine_face import EngineFace
-from ..outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_BROKEN, LIFE_LEFT, NUM_CELLS, Outboxes, has_left
+from ..outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_BROKEN, LIFE_EXITED, LIFE_LEFT, NUM_CELLS, Outboxes, has_left
 from ..p2p.message import Message
 from ..wake import publish_word
 from .entry import ABORTED, CLOSED, ENDED, FORKED
@@ -35,15 +35,16 @@ def tell(op: Driven) -> None:
     op.on_done = None
 
 
-def close(engine: EngineFace, aborted: bool) -> None:
+def close(engine: EngineFace, aborted: bool, failed: bool) -> None:
     """As `Engine.close`."""
     if engine.flags & (CLOSED | FORKED):
         return
     engine.raise_flag(CLOSED | (ABORTED if aborted else 0))
+    engine.has_failed = failed
     if engine.box.exports is not None:
         engine.box.exports.tell_ends(engine.seq)
     if not engine.ended_by:
-        publish_word(engine.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
+        publish_word(engine.box, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT)
     if engine.box.exports is not None:
         engine.box.exports.say_goodbye()
     _wake_peers_of_head(engine)
@@ -78,7 +79,7 @@ def _end(engine: EngineFace) -> None:
     engine.helper.stop()
     engine.watch.close()
     if engine.survival is not None:
-        engine.survival.close()
+        engine.survival.close(engine.has_failed)
     deadline = time.monotonic() + 1.0
     while entry.asleep and time.monotonic() < deadline:
         time.sleep(0.001)

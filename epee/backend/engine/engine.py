@@ -73,6 +73,7 @@ class Engine:
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
         unsettled: calls that ended here without a result, and may still be open at others.
+        has_failed: it was closed because the process ends.
         reports_losses: a call that a loss ends raises nothing, its `Work` tells.
         untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
         broken: the exception that has come out of a call, and the call, until the books are in order again.
@@ -105,6 +106,7 @@ class Engine:
         self.members = box
         self.contributors: tuple[int, ...] = ()
         self.survival: Survival | None = None
+        self.has_failed = False
         self.unclaimed: list[Operation] = []
         self.reports_losses = False
         self.unsettled = UnsettledCalls()
@@ -566,12 +568,13 @@ class Engine:
         if done:
             listener(op)
 
-    def close(self, aborted: bool = False) -> None:
+    def close(self, aborted: bool = False, failed: bool = False) -> None:
         """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
 
-        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        With `failed` nobody has asked for it (the process ends): for the peers the rank has failed, not left. From a
+        signal handler that interrupted a call of this group it returns at once: that call does the rest.
         """
-        ending.close(self, aborted)
+        ending.close(self, aborted, failed)
 
     def forked(self) -> None:
         """Called in a forked child: nothing here may be used, touched or closed."""

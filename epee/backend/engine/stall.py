@@ -12,7 +12,7 @@ from ...errors import CommTimeoutError, PeerError, RankFailedError
 from ...view.protocol.withdrawal import GRACE_S
 from ..engine_face import EngineFace
 from ..membership.epochs import Survival
-from ..outbox import GAVE_UP, Outboxes
+from ..outbox import GAVE_UP, Outboxes, has_exited
 from ..p2p.message import ANY, STAYS_OPEN, Message
 from . import overlap
 from .ending import end_with_others, leavers
@@ -182,10 +182,11 @@ def behind(engine: EngineFace, block: Block | None) -> list[int]:
 
 def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
-    dead = engine.watch.dead()
     gone = leavers(engine.box)
+    dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.box.words[peer]))}
     for peer in gone:
         engine.mask[peer] = 0
+    gone = [peer for peer in gone if not has_exited(engine.box.words[peer])]
     if isinstance(head, Operation):
         concerned = set(head.missing())
         if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:

@@ -36,6 +36,7 @@ from ..outbox import (
     STATE_WORDS,
     TAG,
     consumed_of,
+    has_exited,
     has_left,
     outbox_layout,
 )
@@ -172,7 +173,7 @@ def _progress(memory: _Memory, state: bytes) -> Progress:
 
 def _health(memory: _Memory, words: memoryview) -> str:
     if has_left(words):
-        return "left"
+        return "dead" if has_exited(words) and not memory.is_mirror else "left"
     if memory.is_mirror:
         return "unknown" if process_state(memory.pid) in "XZ" else "elsewhere"
     letter = process_state(memory.pid)

@@ -46,7 +46,7 @@ from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
+from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
 from ..bootstrap.home import FOUNDER, IN, Offer, parse_offers
 from ..bootstrap.lane_birth import LaneBirth
@@ -530,8 +530,8 @@ class Survival(LaneBirth):
         """Show the group's name in hang reports."""
         self._awaited.call_it(name)
 
-    def close(self) -> None:
-        """End the lane, and this process's part in the job if it was the last."""
+    def close(self, failed: bool = False) -> None:
+        """End the lane, and this process's part in the job if it was the last; `failed`: as a rank that has failed."""
         self.hide()
         if self.hooks.is_attached:
             for box in self._all_boxes():
@@ -540,4 +540,4 @@ class Survival(LaneBirth):
             self.runtime.unregister(self._occupants.lane)
         self._awaited.end()
         self._row = None  # it keeps the board
-        self._job.release()
+        self._job.release(EXITED if failed else LEFT)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
 from ...link.meeting import Partner
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
+from ...view.protocol.messages import BY_ITSELF, FOREVER, LEFT, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
@@ -225,7 +225,7 @@ class LaneHooks:
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
             rank_of = self._ranks
-            has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
+            has_left = {removal.slot for removal in decision.removed if removal.cause in BY_ITSELF}
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
             ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))

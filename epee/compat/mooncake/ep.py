@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from epee.compat.deep_ep.event import EventHandle, EventOverlap
 from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
-from epee.ep import BufferPool, Payload, Quantisation, group_of
+from epee.ep import BufferPool, Payload, Quantisation, group_of, timeout_of
 
 from ...errors import InvalidArgument, UnsupportedError
 from ...untraced import untraced_methods
@@ -86,7 +86,7 @@ class Buffer:
         self.rank = self.group.rank()
         self.group_size = self.group.size()
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        timeout_s = _group_timeout_s(self.group)
+        timeout_s = timeout_of(self.group)
         self._pool = BufferPool(self.group, timeout_s, latency_bytes=num_ep_buffer_bytes, meets=True)
         self._padded = PaddedCalls(self._pool)
         self._mask = GroupMask(self.group, self.group_size, is_early=num_ep_buffer_bytes > 0)
@@ -261,13 +261,3 @@ class Buffer:
 
 def _needs_rdma(name: str) -> NoReturn:
     raise UnsupportedError(f"{name} is not supported: epee's ranks meet by themselves, through the process group")
-
-
-def _group_timeout_s(group: Any) -> float:
-    """Return the seconds after which calls of a group end by themselves."""
-    timeout_s = getattr(group, "timeout_s", None)  # a group of the backend "epee"
-    if timeout_s is not None:
-        return float(timeout_s)
-    kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
-    backend = group._get_backend(torch.device("cpu" if not kinds or "cpu" in kinds else "cuda"))
-    return float(backend.options._timeout.total_seconds())

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from ... import env
 from ...errors import (
     EpeeError,
     InvalidArgument,
@@ -87,6 +88,28 @@ def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedEr
 def size_of(group: dist.ProcessGroup) -> int:
     """Return how many ranks a group has; one of the backend "epee" may have grown since torch was told its size."""
     return int(getattr(group, "num_slots", group.size()))
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the seconds that a buffer's calls wait for a silent peer where neither they nor the buffer say it.
+
+    What the program has set for the group (of the backend "epee"), else EPEE_TIMEOUT_S, else torch's time-out of the
+    group.
+
+    Raises:
+        InvalidArgument: EPEE_TIMEOUT_S cannot be right.
+    """
+    own = float(getattr(group, "own_timeout_s", 0.0))
+    return own or env.get_seconds("EPEE_TIMEOUT_S", _torch_timeout_s(group))
+
+
+def _torch_timeout_s(group: dist.ProcessGroup) -> float:
+    seconds = getattr(group, "timeout_s", None)  # a group of the backend "epee"
+    if seconds is None:
+        kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
+        backend: Any = group._get_backend(torch.device("cpu" if not kinds or "cpu" in kinds else "cuda"))
+        seconds = backend.options._timeout.total_seconds()  # torch has no public way to ask for it
+    return float(seconds)
 
 
 def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:

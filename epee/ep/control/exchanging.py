@@ -23,9 +23,11 @@ class RowExchange(Protocol):
 
     Attributes:
         membership: says what a new view does to a call.
+        is_dropped: the buffer ends without having been closed.
     """
 
     membership: Membership
+    is_dropped: bool
 
     @property
     def epoch(self) -> int:

@@ -92,9 +92,11 @@ class Exchange:
         end: how the last call ends.
         num_calls: published so far, in all epochs.
         membership: says what a new view does to a call.
+        is_dropped: the buffer ends without having been closed.
     """
 
     part = "call"
+    is_dropped = False
 
     def __init__(
         self,

@@ -64,6 +64,7 @@ class HostsExchange:
     """
 
     reduced_members: tuple[int, ...] | None = None
+    is_dropped = False  # the buffer ends without having been closed
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class HostsExchange:
             with contextlib.suppress(NoQuorumError):  # then nobody hears of anything
                 self._take_back()
         finally:
-            self.engine.close()
+            self.engine.close(failed=self.is_dropped)
 
     def where(self, op: str) -> str:
         """Return the facts of a message about the current call."""

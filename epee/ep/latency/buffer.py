@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ... import env
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
@@ -22,7 +21,7 @@ from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
-from ..control.bootstrap import group_of, on_several_hosts, size_of
+from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..membership.birth import awaited_bytes
@@ -63,7 +62,8 @@ class LatencyBuffer(SharedBuffer):
         max_tokens_per_rank: most tokens that one rank dispatches in a call.
         device: None or "cpu", or the GPU of this rank ("cuda" for the current one); the ranks are on CPUs or on GPUs.
         num_slots: calls that may be sent and not yet received, at least 2.
-        timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+        timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
+            EPEE_TIMEOUT_S, else torch's `timeout` of the group.
 
     After an error the buffer works. `sync` brings the ranks together again.
 
@@ -175,7 +175,7 @@ class LatencyBuffer(SharedBuffer):
             return awaited_bytes(group, config)
         from ..hosts.notices import awaited_room
 
-        return awaited_room(group, seat, config, env.get_float("EPEE_TIMEOUT_S"))
+        return awaited_room(group, seat, config, timeout_of(group))
 
     def of_sizes(self, *, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> LatencyBuffer:
         """Return a buffer for calls of other sizes in the memory of this one. Local.

@@ -51,7 +51,7 @@ from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
 from ...view.process.endpoint import parse_endpoint
 from ...view.process.machine import KEY_DIGITS
-from ...view.protocol.messages import DEAD
+from ...view.protocol.messages import DEAD, EXITED
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
 from .group_view import Roster, process_of, seat_at, seat_of
@@ -95,7 +95,7 @@ class Begun:
         until = time.monotonic() + _DYING_S
         processes = {rank: process for rank, process in self._processes.items() if rank in self.makers}
         while True:
-            told = {loss.rank for loss in self.roster.losses(self.first) if loss.cause == DEAD}
+            told = {loss.rank for loss in self.roster.losses(self.first) if loss.cause in (DEAD, EXITED)}
             seen = {rank for rank, process in processes.items() if has_ended(*process) or is_torn_down(*process)}
             dead = tuple(sorted(self.makers & (told | seen)))
             is_sure = dead or not any(is_leaving(*process) for process in processes.values())

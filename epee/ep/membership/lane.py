@@ -112,7 +112,9 @@ class BufferLane:
         if self._is_closed or os.getpid() != self._pid:
             return  # in a forked child all of it is the parent's
         self._is_closed = True
-        self._begun.line.mark_closed()  # before the rest: a newcomer must not take the buffer for open
+        self._begun.line.mark_closed(
+            self._exchange.is_dropped
+        )  # before the rest: a newcomer must not take the buffer for open
         _closed.append((self._pid, self._begun))
         self._inboxes.close()
         del self._begun, self._line  # a closed buffer that is kept maps nothing

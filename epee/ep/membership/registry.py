@@ -7,7 +7,8 @@ the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at place
             n modulo their number, so the last ones
-    line    number of the buffer (0: none; with `CLOSED`: it was closed), tag of the call with which this rank has come
+    line    number of the buffer (0: none; with `CLOSED`: it was closed; with `DROPPED` as well: it was not closed, but
+            the process has dropped it, which happens when it ends), tag of the call with which this rank has come
             into its epoch (`epochs.py`), for whom this rank waits and when it said so last, for which epoch it has come
             to sync and whom it counts on there, and the last number that its calls have used (`sync.py`), view for
             which the inbox was made, blob of the inbox, words of the config
@@ -49,6 +50,7 @@ _NUM_CLOSED = _LINE_WORDS - _CLOSED_AT  # more than can be open at once
 NUMBER, READY, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(9)
 CONFIG = INBOX + _BLOB_WORDS
 CLOSED = 1 << 62  # in the word of the number
+DROPPED = 1 << 61  # the same
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
 assert _NUM_CLOSED > MAX_BUFFERS
 
@@ -79,12 +81,14 @@ class Line:
         """Whether another buffer may have the line."""
         return self.number == 0
 
-    def mark_closed(self) -> None:
-        """Say that the buffer is closed. Idempotent. Only the owner."""
+    def mark_closed(self, is_dropped: bool = False) -> None:
+        """Report that the buffer is closed, or was dropped without that. Idempotent. Only the owner."""
         number = self.number
         if number:
             self._region.words(0, _LINE_WORDS)[_CLOSED_AT + number % _NUM_CLOSED] = number
-            self.words[NUMBER] = number | CLOSED  # last: who finds the line closed finds why
+            self.words[NUMBER] = (
+                number | CLOSED | (DROPPED if is_dropped else 0)
+            )  # last: who finds the line closed finds why
 
     def show_ready(self, mark: int) -> None:
         """Say that this rank has mapped all who take part in the call of an epoch with this tag. Only the owner."""

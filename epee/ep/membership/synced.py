@@ -43,7 +43,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, context
+from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
 from ...memory.host import HostRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
@@ -56,7 +56,7 @@ from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
 from .memory import Memory, Outrun
-from .registry import INBOX_VIEW, NUMBER, SYNC, Line
+from .registry import CLOSED, DROPPED, INBOX_VIEW, NUMBER, SYNC, Line
 
 logger = logging.getLogger("epee")
 
@@ -240,6 +240,8 @@ class SyncedLane(BufferLane):
         """Return why a rank is gone: the type of the error that says so, and words."""
         if rank in self._entered and self.roster.is_gone(rank, self._entered[rank]):
             return kind_of_loss([self.roster.cause(rank, self._entered[rank])])
+        if rank in self._lines and self._lines[rank].words[NUMBER] == self._number | CLOSED | DROPPED:
+            return RankFailedError, "its process has ended, or it has dropped the buffer without closing it"
         if rank in self._lines and self._lines[rank].number != self._number:
             return PeerError, "it has closed the buffer"
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"

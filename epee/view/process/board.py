@@ -30,7 +30,7 @@ from ...errors import EpeeError, ProtocolError, ResourceError
 from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_sleep, futex_wake
-from ..protocol.messages import FOREVER, BoardState
+from ..protocol.messages import BY_ITSELF, FOREVER, LEFT, BoardState
 from ..transport.wire import (
     EPOCH_LIMIT,
     LANE_LIMIT,
@@ -186,9 +186,9 @@ class Board:
         """Count a turn of the agent thread: proof that Python code runs in this process."""
         self._words[_TURNS] += 1
 
-    def leave(self) -> None:
-        """Say that this process has left and writes nothing any more."""
-        self._words[_LEFT] = 1
+    def leave(self, cause: str = LEFT) -> None:
+        """Report that this process has left (LEFT), or ends without having left (EXITED), and writes nothing more."""
+        self._words[_LEFT] = 1 + BY_ITSELF.index(cause)
 
     def row(self, lane: int, on_tell: Callable[[bytes], None] | None = None) -> LaneRow:
         """Return a free row for `lane`; one that nobody sees here when all are taken."""
@@ -261,8 +261,14 @@ class BoardView:
 
     @property
     def has_left(self) -> bool:
-        """True when its owner has said that it has left."""
-        return self._words[_LEFT] == 1
+        """True when its owner has reported that it leaves, or ends."""
+        return bool(self.end)
+
+    @property
+    def end(self) -> str:
+        """LEFT or EXITED, as its owner has reported; "" when it has not."""
+        word = self._words[_LEFT]
+        return BY_ITSELF[word - 1] if 0 < word <= len(BY_ITSELF) else ""
 
     @property
     def epoch(self) -> int:

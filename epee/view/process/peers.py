@@ -367,14 +367,17 @@ class Peers:
             raise ResourceError("its board was not mapped in time; it is no witness")
         return peer.board.read()
 
-    def left(self) -> list[bytes]:
-        """Return the nonces of those whose boards say that they have left; note on the way who shows life."""
+    def left(self) -> list[tuple[bytes, str]]:
+        """Return the nonces of those whose boards say that they have left, and LEFT or EXITED.
+
+        Notes on the way which ones show life.
+        """
         now = time.monotonic()
         found = []
         for nonce, peer in self._peers.items():
             peer.look(now)
-            if peer.has_left and not isinstance(peer, RemotePeer):
-                found.append(nonce)
+            if peer.board is not None and peer.board.end:  # a process of another host has none here
+                found.append((nonce, peer.board.end))
         return found
 
     def retire(self, decision: Decision) -> None:

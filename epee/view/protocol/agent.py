@@ -46,8 +46,8 @@ from .events import (
     WriteBoard,
 )
 from .messages import (
+    BY_ITSELF,
     DEAD,
-    LEFT,
     NO_BALLOT,
     STALLED,
     UNREACHABLE,
@@ -104,7 +104,7 @@ class Agent(Proposer):
         self._handlers: dict[type, Callable[[Any], None]] = {
             MessageReceived: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
-            Left: lambda event: self._proof(event.nonce, LEFT),
+            Left: lambda event: self._proof(event.nonce, event.cause),
             HostLost: self._host_lost,
             BoardRead: self._board_read,
             Accused: self._accused,
@@ -272,8 +272,8 @@ class Agent(Proposer):
             member = self.members.get(cause.slot)
             if member is None or member.incarnation != cause.incarnation:
                 continue
-            if cause.cause == LEFT and cause.slot == by:
-                self._proof(sender, LEFT)
+            if cause.cause in BY_ITSELF and cause.slot == by:
+                self._proof(sender, cause.cause)
             elif cause.cause == STALLED:
                 self._note_accusation(cause.slot, by)
             elif cause.cause == UNREACHABLE:
@@ -389,7 +389,7 @@ class Agent(Proposer):
         owner, by = self._known(message.nonce), self._known(sender)
         if owner is None or by is None or owner.host != by.host or owner.host == self.me.host:
             return
-        if sender == message.nonce and message.cause != LEFT:
+        if sender == message.nonce and message.cause not in BY_ITSELF:
             return
         if message.board is not None:
             self._wills[message.nonce] = message.board
@@ -474,10 +474,12 @@ class Agent(Proposer):
 
     def _leave_asked(self, event: LeaveAsked) -> None:
         me = self.me
-        will = obituary_of(me, LEFT, BoardState(self.decided, self.promised, self.accepted_ballot, self.accepted))
+        will = obituary_of(
+            me, event.cause, BoardState(self.decided, self.promised, self.accepted_ballot, self.accepted)
+        )
         for member in self.decided.members:
             if member.host != me.host:
                 self._out.append(Send(member, will))
             elif member.slot != me.slot:
-                self._out.append(Send(member, Report(self.epoch, (Removal(me.slot, me.incarnation, LEFT),))))
+                self._out.append(Send(member, Report(self.epoch, (Removal(me.slot, me.incarnation, event.cause),))))
         self.ended = True

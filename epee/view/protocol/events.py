@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .messages import BoardState, Decision, LaneState, Member, Message, Want
+from .messages import LEFT, BoardState, Decision, LaneState, Member, Message, Want
 
 
 class AgentSettings(NamedTuple):
@@ -56,9 +56,14 @@ class Died(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The process with this nonce has left for good: it has said so, and writes nothing any more."""
+    """The process with this nonce has left for good: it has said so, and writes nothing any more.
+
+    Attributes:
+        cause: LEFT or EXITED.
+    """
 
     nonce: bytes
+    cause: str = LEFT
 
 
 class HostLost(NamedTuple):
@@ -133,7 +138,13 @@ class Admit(NamedTuple):
 
 
 class LeaveAsked(NamedTuple):
-    """This process leaves; its engines have stopped. Afterwards the agent does nothing any more."""
+    """This process leaves; its engines have stopped. Afterwards the agent does nothing any more.
+
+    Attributes:
+        cause: LEFT or EXITED.
+    """
+
+    cause: str = LEFT
 
 
 class Tick(NamedTuple):

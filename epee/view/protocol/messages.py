@@ -11,6 +11,8 @@ from typing import NamedTuple
 FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
 
 DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal
+EXITED = "exited"  # another: its process ended without destroying its groups; it reported that itself, as LEFT
+BY_ITSELF = (LEFT, EXITED)  # causes that a process reports of itself as its last message: it writes no more
 UNREACHABLE = "unreachable"  # another: its whole host gave no sign any more
 MAY_LIVE = (STALLED, UNREACHABLE)  # who was removed for these may still be alive, and write
 PUT_OUT = "put out"  # as a cause in one lane: the process stays in the job
@@ -52,7 +54,7 @@ class Member(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """A member of the previous epoch that is not in this one; `cause` is DEAD, STALLED, LEFT or UNREACHABLE."""
+    """A member of the previous epoch that is not in this one; `cause`: DEAD, STALLED, LEFT, EXITED or UNREACHABLE."""
 
     slot: int
     incarnation: int
@@ -257,7 +259,7 @@ class Obituary(NamedTuple):
     its last word, if it leaves. Of the `decided` of the board the epoch is told alone, its members are left out.
 
     Attributes:
-        cause: DEAD or LEFT.
+        cause: DEAD, LEFT or EXITED.
         board: None when it cannot be read: the process is then no witness.
     """
 

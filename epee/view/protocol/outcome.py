@@ -50,7 +50,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 from .decision import parts_of
-from .messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal, Start
+from .messages import BY_ITSELF, FOREVER, MAY_LIVE, PUT_OUT, Decision, Removal, Start
 
 MAX_WITNESSED_HOSTS = 2  # of those in a lane in which what the dead have left counts
 Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
@@ -390,7 +390,7 @@ class Course:
 
 def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool = True) -> int:
     """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
-    if removal.cause == LEFT or (removal.cause not in (*MAY_LIVE, PUT_OUT) and is_witnessed):
+    if removal.cause in BY_ITSELF or (removal.cause not in (*MAY_LIVE, PUT_OUT) and is_witnessed):
         return FOREVER
     for cut in decision.cuts:
         if cut.lane == lane:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ...errors import InvalidArgument, ProtocolError
 from ..protocol.messages import (
     DEAD,
+    EXITED,
     FOREVER,
     LEFT,
     MAX_PARTS,
@@ -124,7 +125,7 @@ _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
 _BALLOT = TupleCodec(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
 _HOST = Text(MAX_HOST_BYTES)
 _MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES), _HOST)
-_REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE), _HOST)
+_REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE, EXITED), _HOST)
 _CUT = TupleCodec(Cut, _LANE, _SEQ, Number(-1, MAX_MEMBERS - 1))
 _START = TupleCodec(Start, _LANE, _SEQ, Flag())
 _LOCATOR = Bytes(0, MAX_LOCATOR_BYTES)
@@ -179,7 +180,7 @@ _TYPES: dict[type, _Type] = {
             TupleCodec(Join, _MEMBER),
             TupleCodec(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
             TupleCodec(Ask, _EPOCH),
-            TupleCodec(Obituary, _NONCE, Choice(DEAD, LEFT), Maybe(_STATE)),
+            TupleCodec(Obituary, _NONCE, Choice(DEAD, LEFT, EXITED), Maybe(_STATE)),
             TupleCodec(LaneTold, _LANE, Bytes(0, MAX_TOLD_BYTES)),
         ),
         start=1,

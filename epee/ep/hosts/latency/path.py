@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ....arrays import array_of, writing
-from ....backend.outbox import STATE_WORDS, has_left
+from ....backend.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....link.roles import Roles
 from ....link.topology import Topology
@@ -134,6 +134,8 @@ class LatencyHostsPath(LatencyCalls):
         return ended
 
     def _why_gone(self, rank: int) -> tuple[type[PeerError], str]:
+        if has_exited(self._life[rank]):
+            return RankFailedError, "its process has ended"
         if has_left(self._life[rank]):
             return PeerError, "it has closed the buffer"
         return RankFailedError, "it is dead, or the way between its host and this one has ended"

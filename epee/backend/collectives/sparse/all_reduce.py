@@ -167,8 +167,9 @@ class SparseReduction(Plan):
             self._sink.result = self._reduce(box)
 
     def commit(self) -> None:
-        """Replace the entries of the tensor."""
+        """Replace the entries of the tensor; the copies of all blocks end with the call."""
         self._sink.finish()
+        self._blocks = []
 
     def sinks(self) -> Sequence[Sink]:
         """Return the sink of the result."""

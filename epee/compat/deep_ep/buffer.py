@@ -76,7 +76,7 @@ def _to_length(
 
 @untraced_methods
 class Buffer(LowLatency, PoolOwner):
-    """DeepEP V1's buffer, normal and low-latency calls; normal ones on CPU tensors over several hosts as well.
+    """DeepEP V1's buffer, normal and low-latency calls; with CPU tensors over several hosts as well.
 
     Args:
         group: of the ranks, any backend (gloo is enough).
@@ -91,7 +91,7 @@ class Buffer(LowLatency, PoolOwner):
         comm: must be None.
 
     Raises:
-        UnsupportedError: `comm` is given, or memory is to be made on several hosts (low-latency calls, GPUs).
+        UnsupportedError: `comm` is given, or memory is to be made on GPUs of several hosts.
     """
 
     num_sms: int = 20

@@ -74,7 +74,8 @@ class ElasticBuffer(PoolOwner):
 
     Args:
         group: of the ranks, any backend.
-        num_bytes: kept as attribute; it bounds nothing, the buffer makes room as calls need it.
+        num_bytes: of memory on the current GPU, which the constructor makes on all ranks together; nothing on CPUs.
+            Calls that need more make more. None: as many as calls of the sizes below need, where those are given.
         num_max_tokens_per_rank, hidden, num_topk: of the calls to come; a call may say otherwise.
         deterministic: True or not, rows and sums always are.
         allow_hybrid_mode: over several hosts: scale-out ranks are the hosts, scale-up ranks those of a host; else all

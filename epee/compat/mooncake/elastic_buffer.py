@@ -23,7 +23,7 @@ _TRANSPORTS = ("auto", "ibgda", "nccl")
 
 
 class ElasticBuffer(elastic.ElasticBuffer):
-    """Mooncake's elastic buffer on the ranks of one host: the class that programs look for, so it is one of its own.
+    """Mooncake's elastic buffer, on GPUs of one host or CPU tensors of several; programs look for a class of its own.
 
     Args:
         group, num_bytes, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic, allow_hybrid_mode,

@@ -55,7 +55,7 @@ _NATIVE = {"rank", "num_ranks", "buffer_size", "device_name"}
 
 @untraced_methods
 class Buffer:
-    """Mooncake's buffer for expert-parallel calls, on the ranks of one host.
+    """Mooncake's buffer for expert-parallel calls: GPUs of one host, or CPU tensors of one host or several.
 
     Args:
         group: of the ranks, any backend; with Mooncake's or epee's, its mask is the default of `active_ranks`.

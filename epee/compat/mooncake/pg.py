@@ -2,9 +2,9 @@
 
 A `backend` argument is the process group itself (`dist.group.WORLD` or what `new_group` returned).
 
-A lost rank leaves the view by itself; a replacement (`is_extension=True`) comes in by `recover_ranks`, ranks beyond
-the group's size by `extend_group_size_to`. What does not exist (putting a healthy rank out) is rejected with a reason,
-never pretended.
+A lost rank leaves the membership by itself, a healthy one by `deactivate_ranks`; a replacement (`is_extension=True`)
+joins by `recover_ranks`, ranks beyond the group's size by `extend_group_size_to`. A call that cannot have its effect
+here raises an error that says why.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class BufferPool:
             `ThroughputRooms`.
 
     Raises:
-        UnsupportedError: memory on GPUs, or for low-latency calls, of several hosts.
+        UnsupportedError: memory on GPUs of several hosts.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ _BALANCE = "epee moves no expert weights between ranks; place redundant experts 
 
 
 class EPBuffer(ElasticBuffer):
-    """DeepEP 2.5's buffer on the ranks of one host: the class that programs look for, so it is one of its own.
+    """DeepEP 2.5's buffer, on GPUs of one host or CPU tensors of several; programs look for a class of its own.
 
     Args:
         lb_allocation_plan_or_num_bytes: must be 0: experts are not copied to balance the load.

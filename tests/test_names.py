@@ -96,9 +96,9 @@ def _buffers(rank: int, num_ranks: int, folder: str) -> list[str]:
     x = torch.ones(8, 128, dtype=torch.bfloat16)
     found = []
     with (
-        epee.Buffer(timeout=30.0, **SIZES) as first,
-        epee.Buffer(timeout=30.0, **SIZES) as second,
-        epee.LatencyBuffer(timeout=30.0, **SIZES) as latency,
+        epee.Buffer(timeout=90.0, **SIZES) as first,
+        epee.Buffer(timeout=90.0, **SIZES) as second,
+        epee.LatencyBuffer(timeout=90.0, **SIZES) as latency,
     ):
         d, h = first.dispatch(x, topk_idx, weights), latency.dispatch(x, topk_idx, weights)
         if rank == 0:
@@ -131,7 +131,7 @@ def _gpu_buffer(rank: int, num_ranks: int, folder: str) -> list[str]:
     topk_idx, weights = _routing()
     x = torch.ones(8, 128, dtype=torch.bfloat16)
     found = []
-    with epee.Buffer(timeout=60.0, **SIZES) as buffer:
+    with epee.Buffer(timeout=90.0, **SIZES) as buffer:
         buffer.dispatch(x, topk_idx, weights)
         if rank == 0:
             found.append(_timed_out(lambda: buffer.dispatch(x, topk_idx, weights, timeout=0.3)))
@@ -158,7 +158,7 @@ def _mismatch(rank: int, num_ranks: int) -> list[str]:
     with pytest.raises(epee.MismatchError) as caught:
         dist.all_reduce(torch.ones(4 + rank))
     found.append(str(caught.value))
-    with epee.Buffer(timeout=30.0, **SIZES) as buffer:
+    with epee.Buffer(timeout=90.0, **SIZES) as buffer:
         with pytest.raises(epee.MismatchError) as caught:
             buffer.dispatch(x, topk_idx, weights, layout=("rank", "expert")[rank])
         found.append(str(caught.value))
@@ -180,7 +180,7 @@ def _hang(rank: int, num_ranks: int, folder: str) -> list[str]:
     topk_idx, weights = _routing()
     x = torch.ones(8, 128, dtype=torch.bfloat16)
     found = []
-    with epee.Buffer(timeout=60.0, **SIZES) as buffer:
+    with epee.Buffer(timeout=90.0, **SIZES) as buffer:
         for number, call in enumerate((lambda: _all_reduce(group), lambda: buffer.dispatch(x, topk_idx, weights))):
             if rank == 1:
                 stages.wait_for(folder, f"begun{number}")

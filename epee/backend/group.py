@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from .. import env
 from ..arrays import real_tensors
-from ..errors import InvalidArgument, PeerError, UnsupportedError, is_own
+from ..errors import EpeeError, InvalidArgument, PeerError, UnsupportedError, is_own, named
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..values import MAX_S, longest, seconds
@@ -279,6 +279,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
         except TooShort as exc:
             self._await_lost(exc)
+        except EpeeError as exc:
+            named(exc, self._engine.box.label.text)
+            raise
         return self._go(given, opts, outputs, reads, writes)
 
     def _run(self, make: Make, opts: Any, tensors: Tensors) -> Operation:
@@ -290,6 +293,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             return self._engine.run(fits, opts, tensors)
         except TooShort as exc:
             self._await_lost(exc)
+        except EpeeError as exc:
+            named(exc, self._engine.box.label.text)
+            raise
         return self._run(make, opts, tensors)
 
     def _await_lost(self, error: TooShort) -> None:
@@ -554,6 +560,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def _ended(self, error: PeerError) -> Ended:
         """Return what stands for a message that a loss has ended, or raise the error."""
+        named(error, self._engine.box.label.text)
         if self._engine.reports_losses and is_loss(error) and is_own(error):
             return Ended(self._engine, error)
         raise error

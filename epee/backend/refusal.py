@@ -13,7 +13,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ..arrays import real_tensors
-from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError, is_of_handler, is_own
+from ..errors import (
+    EpeeError,
+    InvalidArgument,
+    PeerError,
+    RankFailedError,
+    UnsupportedError,
+    is_of_handler,
+    is_own,
+    named,
+)
 from ..profiling import is_profiling, range_of
 from .device.calls import NOT_SERVED, DeviceCalls, is_on_gpu
 from .engine.engine import Engine
@@ -69,6 +78,7 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
                 if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
                     self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
+                named(exc, self._engine.box.label.text)
                 if self._engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
                     return Ended(self._engine, exc)
                 raise

@@ -90,7 +90,7 @@ def _as_error(rank: int, num_ranks: int) -> str:
     with _buffer(num_ranks) as buffer, warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises((UserWarning, epee.MismatchError)) as caught:
-            buffer.dispatch(x, topk_idx, weights, timeout=60.0)
+            buffer.dispatch(x, topk_idx, weights, timeout=90.0)
         buffer.dispatch(x.detach(), topk_idx, weights)
     assert dist.is_initialized()
     return f"{type(caught.value).__name__}: {caught.value}"

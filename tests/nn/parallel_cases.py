@@ -95,7 +95,7 @@ def buffer_over(group: dist.ProcessGroup | None, **options: Any) -> Any:
         max_tokens_per_rank=NUM_TOKENS,
         dtype=DTYPE,
         num_slots=3,
-        timeout=60.0,
+        timeout=90.0,
         **options,
     ) as buffer:
         yield buffer

@@ -30,7 +30,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context, is_own, named
+from ...errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context, is_own
 from ...memory.layout import align_up
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors
 from ..collectives.signature import REFUSED, unpack
@@ -457,7 +457,6 @@ class Operation:
     def fail(self, error: BaseException) -> None:
         """End the call with `error`; results stay untouched. Peers in later rounds see GAVE_UP."""
         if not self.done:
-            named(error, self.box.label.text)
             self.error = error
             self.done = True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context, named
+from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
 from ...view.protocol.outcome import CallState, Course
 from ..engine.operation import Operation
 from ..outbox import Outboxes
@@ -195,9 +195,7 @@ class Judge:
         ranks = self._lost_ranks(place)
         kind, cause = self._occupants.kind_of_loss(ranks)
         text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
-        error = kind(text, ranks, name, seq, place.epoch, cause)
-        named(error, self._boxes.full.label.text)
-        return error
+        return kind(text, ranks, name, seq, place.epoch, cause)
 
 
 def _misfit(op: Operation, box: Outboxes, exc: InvalidArgument) -> MismatchError:

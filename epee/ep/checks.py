@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..arrays import require_memory
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
 from ..values import is_whole, seconds, shown
 from .config import (
@@ -174,6 +175,8 @@ def check_tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} must be a tensor {_wanted(shape, dtypes)}, got {type(value).__name__}")
+    if type(value) is not torch.Tensor:
+        require_memory(value, name)
     if value.device != device:
         where, remedy = ("the CPU", ".cpu()") if device.type == "cpu" else (str(device), f'.to("{device}")')
         raise InvalidArgument(f"{name} must be on {where} like this buffer, got {value.device}; call {remedy}")

@@ -21,6 +21,7 @@ from types import TracebackType
 
 import torch
 
+from ..arrays import num_dispatch_modes, without_modes
 from ..errors import AbortedError, ForkError, InvalidState, named
 from ..view.label import Label
 
@@ -67,6 +68,7 @@ class Turns:
         _forget_in_children()
         self._index: int | None = None
         self._gpu: AbstractContextManager[object] | None = None  # gives the thread its own one back
+        self._modes: AbstractContextManager[object] | None = None  # gives the thread its dispatch modes back
 
     def open(self, index: int | None, end_waits: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Let calls in.
@@ -93,13 +95,14 @@ class Turns:
         return self._lock
 
     def queue_here(self) -> AbstractContextManager[object] | None:
-        """Return the lock of calls that `queue` returns; None where that raises, or `with turns` has a GPU to change.
+        """Return the lock of calls that `queue` returns; None where that raises, or `with turns` has more to do.
 
         For calls that do the rest of `with turns` themselves: they look at `closing` behind the lock and at their end.
         """
         if _process() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
             return None
-        return self._lock if self._index is None or self._index == current_index() else None
+        is_here = self._index is None or self._index == current_index()
+        return self._lock if is_here and not num_dispatch_modes() else None
 
     def __enter__(self) -> None:
         if self.is_closed or self.closing.asked:
@@ -113,6 +116,10 @@ class Turns:
             except BaseException:
                 gpu.__exit__(None, None, None)
                 raise
+        if num_dispatch_modes():  # rows are copied by torch's operators, which would be another's (FakeTensorMode)
+            modes = without_modes()
+            modes.__enter__()
+            self._modes = modes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -120,6 +127,9 @@ class Turns:
         if error is not None:
             named(error, self.label.text)
         try:
+            if self._modes is not None:
+                modes, self._modes = self._modes, None
+                modes.__exit__(kind, error, traceback)
             if self._gpu is not None:
                 gpu, self._gpu = self._gpu, None
                 gpu.__exit__(kind, error, traceback)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epee
 import epee.nn
@@ -224,3 +226,56 @@ def arguments(rank: int, num_ranks: int, kind: str, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["rank", "expert", "latency"])
 def test_a_call_leaves_all_but_the_values_of_its_arguments(kind: str, layout: str) -> None:
     run_ranks(arguments, 2, kind, layout)
+
+
+class Zeroing(TorchDispatchMode):
+    """Lets every operator on tensors return zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return torch.zeros_like(out) if isinstance(out, torch.Tensor) else out
+
+
+def under_modes(rank: int, num_ranks: int, kind: str) -> None:
+    """Rank 0 makes its calls on real tensors under a mode whose operators give other memory; rank 1 is outside."""
+    modes: list[Mode] = [lambda: FakeTensorMode(allow_non_fake_inputs=True), FakeTensorMode, Zeroing]
+    with make_buffer(kind, OUTSIDE) as buffer:
+        steps = Steps(buffer, kind, torch.clone)
+        given = steps.inputs()
+        out = steps.empty_out()
+        for mode in modes if rank == 0 else [OUTSIDE] * len(modes):
+            with mode():
+                got = steps.dispatch(*given)
+                back = buffer.combine(got.x, got.handle).x
+                buffer.combine(got.x, got.handle, out=out)
+            assert torch.equal(back, steps.expected(given[0]))
+            assert torch.equal(out, back)
+
+
+@pytest.mark.parametrize("kind", ["rank", "expert", "latency"])
+def test_calls_on_real_tensors_are_right_under_a_dispatch_mode(kind: str) -> None:
+    run_ranks(under_modes, 2, kind)
+
+
+def fake_rows(rank: int, num_ranks: int, kind: str) -> str:
+    with make_buffer(kind, OUTSIDE) as buffer:
+        steps = Steps(buffer, kind, torch.clone)
+        x, idx, weights = steps.inputs()
+        if rank == 0:
+            with FakeTensorMode():
+                x = torch.ones(NUM_TOKENS, HIDDEN, dtype=BF16)
+        try:
+            steps.dispatch(x, idx, weights)
+        except epee.EpeeError as exc:
+            told = f"{type(exc).__name__}: {exc}"
+        else:
+            told = "no error"
+        dist.barrier()
+        return told
+
+
+@pytest.mark.parametrize("kind", ["rank", "expert", "latency"])
+def test_fake_rows_are_refused_on_all_ranks(kind: str) -> None:
+    first, second = run_ranks(fake_rows, 2, kind)
+    assert first.startswith("InvalidArgument: x: "), first
+    assert second.startswith("MismatchError"), second

@@ -29,10 +29,14 @@ from .operation import Driven
 
 
 def tell(op: Driven) -> None:
-    """Call the listeners of a call that has ended. May be run again after an interrupt, so they may be called twice."""
-    for listener in op.on_done or ():
-        listener(op)
-    op.on_done = None
+    """Call the listeners of a call that has ended; after an interrupt in the midst of it this is run once more."""
+    listeners, op.on_done = op.on_done, None
+    try:
+        for listener in listeners or ():
+            listener(op)
+    except BaseException:
+        op.on_done = listeners
+        raise
 
 
 def close(engine: EngineFace, aborted: bool, failed: bool) -> None:

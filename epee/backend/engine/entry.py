@@ -80,6 +80,7 @@ class Entry:
         self._has_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # as `Condition` asks
         self.asleep: set[int] = set()
         self.after: deque[Callable[[], None]] = deque()
+        self._broken_off: Callable[[], None] | None = None  # the last step that has raised
 
     def enter(self, while_frozen: bool = False) -> None:
         """Take the lock and check that the group can be used.
@@ -157,11 +158,14 @@ class Entry:
             try:
                 step = self.after.popleft()
             except IndexError:  # nothing left, or another thread was faster
+                self._broken_off = None
                 return
             try:
                 step()
             except BaseException:
-                self.after.appendleft(step)  # a step may be run again
+                if step is not self._broken_off:
+                    self._broken_off = step
+                    self.after.appendleft(step)  # it may be run again, and is, once
                 raise
 
     def hold(self) -> None:

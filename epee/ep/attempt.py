@@ -10,9 +10,8 @@
 Data path: none; the path of the buffer's device moves what there is to move.
 
 Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
-refusal, so that they raise at once and call numbers stay in step; an exception from a signal handler, of any class,
-leaves such a call as if it had not been made. A call that meets a new view (`Moved`) is made again there: `with`
-swallows it. A crash leaves nothing here: calls keep no state but the paths' own.
+refusal, so that they raise at once and call numbers stay in step. A call that meets a new view (`Moved`) is made again
+there: `with` swallows it. A crash leaves nothing here: calls keep no state but the paths' own.
 
 `CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
 happened since. Such a call needs none of what stands around others: no time-out to check, no epoch to enter, no stream
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EpeeError, InvalidArgument, is_of_handler, named
+from ..errors import EpeeError, InvalidArgument, named
 from ..profiling import is_profiling
 from .checks import check_timeout
 from .control.exchanging import RowExchange
@@ -91,8 +90,7 @@ class CallAttempt:
             return True
         try:
             is_announced = self._path.num_announced(self._op) != self._last_seq
-            is_known = is_announced or is_of_handler(error)  # or nobody needs to know
-            if isinstance(error, Exception) and not is_known and not self._path.is_told(error):
+            if isinstance(error, Exception) and not is_announced and not self._path.is_told(error):
                 self._refuse(error, self._deadline)
         finally:
             self._exchange.membership.hide()
@@ -139,7 +137,7 @@ class CallAttempt:
         except Moved:
             raise
         except Exception as error:
-            if membership.counts_entering and not is_of_handler(error) and not self._path.is_told(error):
+            if membership.counts_entering and not self._path.is_told(error):
                 self._refuse(error, self._now + patience)
             raise
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +64,12 @@ def flat_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
     count = tensor.numel()
     if not count:
         return _new((0,), dtype)
-    if not address or tensor.untyped_storage().nbytes() < count * dtype.itemsize:
+    if not address:
+        found = _behind_wrapper(tensor, dtype)
+        if not found.flags.c_contiguous:
+            raise _no_memory(tensor)
+        return found.reshape(-1)
+    if tensor.untyped_storage().nbytes() < count * dtype.itemsize:
         raise _no_memory(tensor)
     memory = _memory_at(address)
     memory.tensor = tensor
@@ -82,7 +88,9 @@ def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
     address = tensor.data_ptr()
     if not tensor.numel():
         return _new(shape, dtype)
-    if not address or not tensor.untyped_storage().nbytes():
+    if not address:
+        return _behind_wrapper(tensor, dtype)
+    if not tensor.untyped_storage().nbytes():
         raise _no_memory(tensor)
     memory = _memory_at(address)
     memory.tensor = tensor
@@ -94,9 +102,34 @@ def array_of(tensor: torch.Tensor) -> Array:
     return strided_array(tensor, NUMPY_DTYPES[tensor.dtype])
 
 
+def _behind_wrapper(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+    """Return the memory of the tensor that a subclass with `__torch_dispatch__` wraps, where it shows that to numpy.
+
+    Raises:
+        InvalidArgument: it does not, or there is none.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or num_dispatch_modes():
+        raise _no_memory(tensor)
+    try:
+        found: Array = tensor.detach().numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # a fake tensor, say
+        raise _no_memory(tensor) from None
+    # numpy allocates where it is given address 0
+    if found.flags.owndata or found.shape != tuple(tensor.shape) or found.dtype.itemsize != dtype.itemsize:
+        raise _no_memory(tensor)
+    return found.view(dtype)
+
+
 def require_memory(tensor: torch.Tensor, name: str) -> None:
     """Raise `InvalidArgument` where a tensor has elements and no memory for them."""
     if not tensor.data_ptr() and tensor.numel():
+        raise InvalidArgument(f"{name}: {_no_memory(tensor)}")
+
+
+def refuse_fake(tensor: torch.Tensor, name: str) -> None:
+    """Raise `InvalidArgument` where a tensor is one of `FakeTensorMode`; wrappers around real ones are none."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # there is no public way to ask
+    if module is not None and isinstance(tensor, module.FakeTensor):
         raise InvalidArgument(f"{name}: {_no_memory(tensor)}")
 
 

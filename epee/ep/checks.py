@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import require_memory
+from ..arrays import refuse_fake
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
 from ..values import is_whole, seconds, shown
 from .config import (
@@ -176,7 +176,7 @@ def check_tensor(
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} must be a tensor {_wanted(shape, dtypes)}, got {type(value).__name__}")
     if type(value) is not torch.Tensor:
-        require_memory(value, name)
+        refuse_fake(value, name)
     if value.device != device:
         where, remedy = ("the CPU", ".cpu()") if device.type == "cpu" else (str(device), f'.to("{device}")')
         raise InvalidArgument(f"{name} must be on {where} like this buffer, got {value.device}; call {remedy}")

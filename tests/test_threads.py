@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from epee import threads
-from epee.errors import PeerError, ResourceError
+from epee.errors import InvalidArgument, MismatchError, PeerError, ResourceError
 from tests.harness import run_ranks
 
 
@@ -126,3 +126,77 @@ def test_attempts_without_threads_leave_nothing_open(tmp_path: Path, spans: bool
             assert text.startswith("PeerError" if rank else "ResourceError: no thread can be started"), text
         assert max(opened[1:]) <= opened[0], opened
     assert os.listdir(tmp_path / "run") == []
+
+
+# ---- one thread for calls that nobody waits for
+
+
+def helpers() -> int:
+    """Return how many threads drive calls that nobody waits for."""
+    return [thread.name for thread in threading.enumerate()].count("epee-backend")
+
+
+def several_groups(rank: int, num_ranks: int, folder: str) -> list[int]:
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30))
+    groups = [dist.group.WORLD, *(dist.new_group() for _ in range(3))]
+    seen = [helpers()]
+    dist.barrier()
+    with without_thread(0):
+        for group in groups:
+            with pytest.raises(InvalidArgument if rank == 0 else MismatchError):  # refused by one rank
+                dist.all_reduce(torch.ones(1).expand(4) if rank == 0 else torch.ones(4), group=group)
+        works, tensors = [], [torch.full((300_000,), float(index)) for index in range(4)]
+        for tensor, group in zip(tensors, groups, strict=True):
+            works.append(dist.all_reduce(tensor, group=group, async_op=True))
+            works.append(dist.isend(tensor, 1) if rank == 0 else dist.irecv(torch.zeros(300_000), 0))
+        deadline = time.monotonic() + 30
+        while not all(work.is_completed() for work in works):  # type: ignore[union-attr]  # nobody waits for them
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [tensor[-1].item() for tensor in tensors] == [2.0 * index for index in range(4)]
+    seen.append(helpers())
+    for group in groups[1:]:
+        dist.destroy_process_group(group)
+    dist.all_reduce(tensors[0], async_op=True).wait()  # type: ignore[union-attr]
+    seen.append(helpers())
+    dist.barrier()
+    dist.destroy_process_group()
+    seen.append(helpers())
+    return seen
+
+
+def test_a_process_has_one_thread_for_all_its_groups_and_no_call_starts_one(tmp_path: Path) -> None:
+    assert run_ranks(several_groups, 2, str(tmp_path), backend=None) == [[1, 1, 1, 0]] * 2
+
+
+def forked(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """The parent has a group and its thread; both children make a group of their own."""
+    dist.init_process_group("epee", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # type: ignore[union-attr]
+    before = helpers()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 10 * helpers()
+            dist.distributed_c10d._world = dist.distributed_c10d._World()
+            store = dist.FileStore(f"{folder}/store", num_ranks)
+            dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30))
+            x = torch.ones(300_000)
+            work = dist.all_reduce(x, async_op=True)
+            deadline = time.monotonic() + 30
+            while not work.is_completed() and time.monotonic() < deadline:  # type: ignore[union-attr]
+                time.sleep(0.01)
+            status += helpers() + 100 * (x[0].item() != 2.0)
+            dist.barrier()
+            dist.destroy_process_group()
+        finally:
+            os._exit(int(status))
+    _, ended = os.waitpid(child, 0)
+    dist.destroy_process_group()
+    return [before, os.waitstatus_to_exitcode(ended), helpers()]
+
+
+def test_a_forked_child_has_a_thread_of_its_own_with_its_first_group(tmp_path: Path) -> None:
+    assert run_ranks(forked, 2, str(tmp_path), backend=None) == [[1, 1, 0]] * 2

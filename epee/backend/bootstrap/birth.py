@@ -37,6 +37,7 @@ from ...view.protocol.messages import EXITED, LEFT, Member
 from ...view.runtime import note_exit
 from ...view.transport.directory import JobDirectory
 from ..engine.engine import Engine
+from ..engine.progress import HelperThread, acquire
 from ..hosts.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..hosts.coming import leave_notes
 from ..hosts.waiting import LinkedWaiting
@@ -107,6 +108,7 @@ class _Birth:
         self._seat: Seat | None = None
         self._survival: Survival | None = None
         self._ways: Ways | None = None
+        self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
         self._leave = greeting.withdraw if greeting is not None else int
 
@@ -132,6 +134,8 @@ class _Birth:
         else:
             waiting = functools.partial(LinkedWaiting, exports=self._ways.exports)
             engine = Engine(box, watch, timeout_s, waiting=waiting)
+        if self._helper is not None:
+            self._helper.release()  # the engine has a use of its own
         if self._survival is not None:
             self._survival.attach(engine)
         return engine
@@ -140,6 +144,8 @@ class _Birth:
         this, greeting = self._this, self._greeting
         capacity = greeting.capacity if greeting is not None else this.num_ranks
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
+        self._helper = helper = acquire()  # now, so that all ranks are told where the system gives no thread
+        undo.callback(helper.release)
         this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
         listener = None

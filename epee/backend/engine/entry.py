@@ -122,11 +122,11 @@ class Entry:
         """Give back what `stop_calls` took."""
         self._lock.release()
 
-    def enter_if_free(self, patient: bool) -> bool:
-        """Like `enter`, but only when no thread is inside a call (or, if `patient`, leaves within a moment)."""
+    def enter_if_free(self, patience_s: float) -> bool:
+        """Like `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
         if self._guarded.flags & ENDED:
             self._guarded.await_flags()
-        if not self._lock.acquire(patient, SLICE_S if patient else -1):
+        if not self._lock.acquire(patience_s > 0, patience_s or -1):
             return False
         try:
             may_go_on = not self._guarded.flags or self._guarded.may_go_on()

@@ -146,6 +146,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._show_name()
         if self._engine.survival is not None:
             self._engine.survival.remember(self._store)
+            self._engine.survival.local_state.note()  # for whom processes have been waiting before the group was made
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         if self._engine.survival is not None and self._engine.mask.shows_at_once:

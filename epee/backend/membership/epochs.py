@@ -134,7 +134,6 @@ class Survival(LaneBirth):
             self._leave_out(rank)
         self.hooks.attach(engine, course, self._ways)
         self.hooks.on_asked = self.local_state.note
-        self.local_state.note()  # of those that have asked before
 
     def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
         rank_of = self._occupants.rank_of

@@ -129,10 +129,10 @@ class LatencyRooms:
         whole = self._whole.get(need.device.type)
         if whole is None or whole not in self._apart:
             return
+        if self._steps is not None:
+            self._steps.meet()
         agreed = whole.sync()
         self._apart.discard(whole)
-        if self._steps is not None:
-            self._steps.enter(whole.epoch)
         if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
             with writing(active_ranks):
                 active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
@@ -157,7 +157,11 @@ class LatencyRooms:
         device = None if need.device.type == "cpu" else need.device
         needed = self._wanted or _bytes_for(need, self._group.size())
         self._require_no_graph(need, needed)
-        return self._make(LatencyBuffer.awaited_bytes(self._group, device, needed) or needed, device)
+        awaited = LatencyBuffer.awaited_bytes(self._group, device, needed)
+        made = self._make(awaited or needed, device)
+        if awaited and self._steps is not None:
+            self._steps.join()
+        return made
 
     def _grow(self, need: LatencyNeed, whole: LatencyBuffer, reason: DoesNotFit) -> LatencyBuffer:
         """Make larger memory in the place of `whole`. Collective."""
@@ -187,7 +191,7 @@ class LatencyRooms:
         self._whole[kind] = made
         self._wanted = 0
         if self._steps is not None and made.takes_replacements:
-            self._steps.enter(made.epoch)
+            self._steps.has_memory = True
         return made
 
     def _replace(self, kind: str) -> None:

@@ -4,14 +4,14 @@ Under Mooncake's names a rank may make a second buffer while its peers call `upd
 are one step of the group. A rank that makes rooms cannot know which of the two its peers do, so each rank writes the
 kind of its step into the group's store, and a rank that makes further rooms waits until it has read those of others.
 
-    key      epoch, number of the step since that epoch began, rank
-    value    "make" or "again"
+    step/N/R     what rank R does in step N: "make" or "again"
+    step/next    the number of the next step, written by each rank before it meets the others in their memory (`sync`)
 
-Who writes: each rank its own keys, once. Who reads: ranks that make rooms on a group where they have some. The number
-of steps is the same on all ranks, as all take them in the same order; a process that takes a lost rank's place begins
-with the epoch in which it comes in, as the others do (`enter`). A crash leaves steps without a key: who waits for one
-passes over ranks that the group's mask counts out, and ends by its time-out. Without a store (its owner has died) rooms
-are made as if no rank met again.
+Who writes: each rank its own steps, once; all ranks the same next number. Who reads: ranks that make rooms on a group
+where they have some; a process that takes a lost rank's place, when it has met the others, who make no step before its
+first call. The numbers are the same on all ranks, as all take the steps in the same order. A crash leaves steps without
+a key: who waits for one passes over ranks that the group's mask counts out, and ends by its time-out. Without a store
+(its owner has died) rooms are made as if no rank met again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ...errors import CommTimeoutError
 
 _log = logging.getLogger(__name__)
 _MAKE, _AGAIN = "make", "again"
+_PREFIX = "epee/ep/step/"
 _POLL_S = 0.002
 
 
@@ -45,19 +46,27 @@ class Steps:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: weakref.ref[Any] = weakref.ref(group)  # its mask and store are not of torch's class
-        self._epoch = self._number = 0
+        self._number = 0
         self.has_memory = False
         self.newest: weakref.ref[Any] | None = None
 
-    def enter(self, epoch: int) -> None:
-        """Count steps from 0 in an epoch of memory that all ranks have, unless it is the present one."""
-        self.has_memory = True
-        if epoch != self._epoch:
-            self._epoch, self._number = epoch, 0
+    def meet(self) -> None:
+        """Write the next step's number for a process that joins in the `sync` that follows. Local."""
+        self._write("next", str(self._number))
+
+    def join(self) -> None:
+        """Take over the next step's number from those whom this process has met in their memory. Local."""
+        group = self._group()
+        try:
+            store = None if group is None else group.get_group_store()
+            if store is not None and store.check([_PREFIX + "next"]):
+                self._number = int(store.get(_PREFIX + "next"))
+        except (RuntimeError, OSError) as error:
+            _log.warning("the number of the next step is not known, the group's store is out of reach: %s", error)
 
     def meet_again(self) -> None:
         """Tell ranks that make rooms in this step that this one meets them in those that it has. Local."""
-        self._write(_AGAIN)
+        self._write(self._key(self._number), _AGAIN)
         self._number += 1
 
     def is_met_again(self, timeout_s: float | None) -> bool:
@@ -67,7 +76,7 @@ class Steps:
             CommTimeoutError: a rank takes no step.
         """
         group, number = self._group(), self._number
-        is_written = self._write(_MAKE)
+        is_written = self._write(self._key(number), _MAKE)
         self._number += 1
         if group is None or not is_written:
             return False
@@ -92,16 +101,18 @@ class Steps:
                 )
             time.sleep(_POLL_S)
 
-    def _key(self, number: int, rank: int) -> str:
-        return f"epee/ep/step/{self._epoch}/{number}/{rank}"
+    def _key(self, number: int, rank: int | None = None) -> str:
+        """Return the key of a rank's step, of this rank's by default, behind the prefix."""
+        group = self._group()
+        return f"{number}/{rank if rank is not None or group is None else group.rank()}"
 
-    def _write(self, kind: str) -> bool:
-        """Write this rank's step; False where there is no store."""
+    def _write(self, key: str, value: str) -> bool:
+        """Write a key; False where there is no store."""
         group = self._group()
         if group is None:
             return False
         try:
-            group.get_group_store().set(self._key(self._number, group.rank()), kind)
+            group.get_group_store().set(_PREFIX + key, value)
         except (RuntimeError, OSError) as error:
             _log.warning(
                 "peers that make a buffer now cannot see this rank's step: the store is out of reach: %s", error
@@ -112,7 +123,7 @@ class Steps:
     def _read(self, group: Any, number: int, ranks: set[int]) -> dict[int, str]:
         """Return the steps of those of the ranks that have written them."""
         store = group.get_group_store()
-        keys = {rank: self._key(number, rank) for rank in ranks}
+        keys = {rank: _PREFIX + self._key(number, rank) for rank in ranks}
         return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 

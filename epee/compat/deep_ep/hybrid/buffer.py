@@ -70,7 +70,7 @@ class HybridEPHandle(NamedTuple):
 
 @untraced_methods
 class HybridEPBuffer:
-    """HybridEP's buffer on the ranks of one host.
+    """HybridEP's buffer, on GPUs of one host or CPU tensors of one host or several.
 
     Args:
         group: of the ranks, any backend.

@@ -354,3 +354,34 @@ def test_a_second_buffer_of_one_rank_meets_the_others_that_update(
 
 def test_second_buffers_of_all_ranks_have_memory_of_their_own() -> None:
     run_ranks(_second_of_all, 2, backend="mooncake-cpu")
+
+
+def _second_behind_a_replacement(slot: int, num_processes: int, folder: str) -> list[int]:
+    """As `_replaced`, after a step; then rank 0 makes a buffer while the replacement updates, and in turn."""
+    joins = slot == 2
+    group = start_pair(slot, folder)
+    buffer = ep.Buffer(group)
+    active = torch.ones(2, dtype=torch.int32)
+    if not joins:
+        a_round(buffer, active, 0, [True, True], timeout_us=LONG_US)
+        buffer.update_ep_member()
+        a_round(buffer, active, 1, [True, True], timeout_us=LONG_US)
+        if slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        a_round(buffer, active, 2, [True, False], timeout_us=LONG_US)
+        take_back(group, buffer, folder)
+        active.fill_(1)
+    a_round(buffer, active, 4, [True, True], timeout_us=LONG_US)
+    for seed, maker in ((5, 0), (6, 2), (7, 0)):
+        if slot == maker:
+            kept, buffer = buffer, ep.Buffer(group)  # the one before must live until then
+            assert kept is not buffer
+        else:
+            buffer.update_ep_member()
+        a_round(buffer, active, seed, [True, True], timeout_us=LONG_US)
+    return active.tolist()
+
+
+def test_a_replacement_takes_part_in_later_steps() -> None:
+    results = run_mortal(_second_behind_a_replacement, 3, dead={1}, timeout_s=120)
+    assert results == [[1, 1], DEAD, [1, 1]]

@@ -30,8 +30,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context, is_own
+from ...errors import CommTimeoutError, EvictedError, InvalidState, MismatchError, ProtocolError, context, is_own
 from ...memory.layout import align_up
+from ...memory.signals import SEQ_BITS
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors
 from ..collectives.signature import REFUSED, unpack
 from ..outbox import (
@@ -67,6 +68,7 @@ class Block(NamedTuple):
     value: int
 
 
+LAST_SEQ = (1 << SEQ_BITS) - (1 << 32)  # far before a number reaches the bits of the epoch; then calls end in words
 RENEWED_S = 5.0  # longer than a busy machine keeps a process from its core
 NO_ROOM = Block(-1, 0, 0)
 MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
@@ -126,8 +128,14 @@ class Operation:
         plan = self.plan
         cell = self.cell
         if self.seq > box.cells_free_until:
-            box.cells_free_until = box.least_consumed() + NUM_CELLS
-            if self.seq > box.cells_free_until:
+            free_until = box.least_consumed() + NUM_CELLS
+            box.cells_free_until = min(free_until, LAST_SEQ)  # so that every call behind it comes here
+            if self.seq > LAST_SEQ and not isinstance(plan, RefusedPlan):
+                raise InvalidState(
+                    f"{self.describe(box)}: this group has made {LAST_SEQ} calls, which is all that its numbers allow; "
+                    "the call fails on every rank; destroy the group and make a new one"
+                )
+            if self.seq > free_until:
                 return False
         if plan.put_bytes and not self._place(box, plan, cell):
             return False

@@ -50,9 +50,9 @@ class Mark(NamedTuple):
     heard: int = 0
     before: int = 0
 
-    def moved(self, heard: int, next_seq: int) -> Mark:
-        """Return the mark of a process that has heard of these now."""
-        return Mark(next_seq, heard, self.before if next_seq == self.next_seq else self.heard)
+    def moved(self, heard: int, again: int, next_seq: int) -> Mark:
+        """Return the mark of a process that has heard of these now; `again`: of these of another process."""
+        return Mark(next_seq, heard, (self.before if next_seq == self.next_seq else self.heard) & ~again)
 
     def has(self, rank: int) -> bool:
         """Return whether the process has heard of a rank."""
@@ -87,6 +87,7 @@ class LocalState:
         self._read_marks = read_marks
         self._publish = publish
         self._mark = Mark()
+        self._joined_at: dict[int, int] = {}  # rank that asks no more, in the mark still -> the last call begun then
         self._heard_at: dict[int, float] = {}
 
     def states(self, ranks: Sequence[int]) -> list[bool]:
@@ -126,13 +127,24 @@ class LocalState:
             has_lock = self._engine.entry.stop_calls(LOCK_S)
             try:
                 asking = {*self._admission.waiting()}  # another thread may have been here with less, or with more
-                # A thread that keeps the lock for so long is in the midst of a call, and may begin another one.
-                self._mark = self._mark.moved(_bits(asking), self._engine.seq + (1 if has_lock else 2))
-                self._publish(self._mark)
+                again = asking.intersection(self._joined_at)
+                heard = _bits(asking) | _bits(self._joined_just_now(asking))
+                if heard != self._mark.heard or again:
+                    # A thread that keeps the lock for so long is in the midst of a call, and may begin another one.
+                    next_seq = self._engine.seq + (1 if has_lock else 2)
+                    self._mark = self._mark.moved(heard, _bits(again), next_seq)
+                    self._publish(self._mark)
             finally:
                 if has_lock:
                     self._engine.entry.let_calls()
         return asking
+
+    def _joined_just_now(self, asking: set[int]) -> set[int]:
+        """Return who asks no more since the last call that has ended here: others may still ask about them."""
+        engine = self._engine
+        silent = [rank for rank in range(self._mark.heard.bit_length()) if self._mark.has(rank) and rank not in asking]
+        self._joined_at = {rank: self._joined_at.get(rank, engine.seq) for rank in silent}
+        return {rank for rank, seq in self._joined_at.items() if engine.num_retired <= seq}
 
     def _left(self, view: Decision) -> set[int]:
         """Return who has left the group, of those whose outboxes calls have been planned with."""

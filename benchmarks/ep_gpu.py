@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import epee
 from benchmarks import calls_gpu, gpu
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
-from epee.ep.throughput.shapes import ThroughputConfig
+from epee.gpu.shapes import ThroughputConfig
 from tests.csrc.throughput_end import ThroughputEnd
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.multiprocessing as mp
 
-from epee.ep.gpu.platform import CudaPlatform, Platform
+from epee.gpu.platform import CudaPlatform, Platform
 
 
 class Graph(Protocol):

@@ -20,6 +20,7 @@ LAYERS = (
     {"memory", "jit", "log"},
     {"view"},
     {"link"},
+    {"gpu"},
     {"backend"},
     {"ep"},
     {"collectives"},

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from epee.ep.gpu import params as throughput_params
 from epee.ep.latency.gpu import params as latency_params
-from epee.ep.throughput.shapes import FEW_TOKENS
+from epee.gpu import params as throughput_params
+from epee.gpu.shapes import FEW_TOKENS
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.csrc.latency_cases import run_plan
 from tests.csrc.throughput_cases import run_case

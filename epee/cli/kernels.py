@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ep.gpu.layout import COUNT_KERNELS, count_head
-from ..ep.gpu.params import KERNELS, MAX_RANKS, kernel_head
 from ..ep.latency.gpu import params as latency_kernels
-from ..ep.throughput.shapes import Limits
 from ..errors import InvalidArgument
+from ..gpu.layout import COUNT_KERNELS, count_head
+from ..gpu.params import KERNELS, MAX_RANKS, kernel_head
+from ..gpu.shapes import Limits
 from ..jit.kernel import cubin_of
 
 ARCHITECTURES = ("sm_90a", "sm_100a")

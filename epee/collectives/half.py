@@ -6,7 +6,7 @@ the ranks' hosts meet (`meeting.py`).
 
 Failures. Kernels report (`report.py`); the error is raised at the next touch of the host: a call, or the `wait` of one.
 A rank that has lost a call lets the next one fail on all (`csrc/kernels/collective/call.cuh`), so all hear of it, and
-all meet before their next call. A death is told to the kernels by a thread (`ep/gpu/death_notifier.py`), at different
+all meet before their next call. A death is told to the kernels by a thread (`gpu/death_notifier.py`), at different
 times on different ranks; so kernels tell each other for whose death a call was lost, and all hosts raise the same,
 whenever their own thread hears of it. Nobody waits for that: behind a report that names no death the host looks once
 who is dead. The engine hears of a death by its own means: the meeting is its first call without the rank, which in
@@ -24,7 +24,6 @@ import torch
 
 from ..backend.device.calls import NOT_SERVED
 from ..backend.work import DONE, Ended, is_loss
-from ..ep.gpu.report import KernelReport
 from ..errors import (
     EpeeError,
     InvalidArgument,
@@ -34,6 +33,7 @@ from ..errors import (
     UnsupportedError,
     named,
 )
+from ..gpu.report import KernelReport
 from . import meeting, moves
 from .calls import NotServed, Prepared, prepare
 from .machine import Collectives, most_sms

@@ -25,9 +25,9 @@ import torch
 
 from ..backend.device.calls import Policy, meet
 from ..backend.engine.engine import Engine
-from ..ep.gpu.death_notifier import DeathNotifier
-from ..ep.gpu.platform import CudaPlatform, Platform
 from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
+from ..gpu.death_notifier import DeathNotifier
+from ..gpu.platform import CudaPlatform, Platform
 from ..memory.claim import process_start_time
 from ..memory.cuda_mapping import uuid_of
 from ..view.process.detector import is_leaving

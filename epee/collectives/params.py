@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..ep.gpu.params import NUM_REPORTS
 from ..errors import InvalidArgument
+from ..gpu.params import NUM_REPORTS
 from ..jit.params import constants_source, offsets_source, struct_source
 from ..memory.layout import Field, Layout
 

@@ -1,6 +1,6 @@
 """Memory of a group from which tensors are allocated that collectives read where they lie: no copies through slots.
 
-Data path: each rank allocates one region (`ep/gpu/platform.py`), whose place all others learn when the hosts of the
+Data path: each rank allocates one region (`gpu/platform.py`), whose place all others learn when the hosts of the
 group meet (`meeting.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
 (`csrc/kernels/collective/direct.cuh`); nobody ever stores into another rank's pool. This module hands out pieces of the
 own region; nothing here talks to peers.
@@ -18,8 +18,8 @@ import threading
 
 import torch
 
-from ..ep.gpu.platform import Platform
 from ..errors import InvalidArgument, InvalidState, ResourceError
+from ..gpu.platform import Platform
 from ..untraced import untraced_methods
 
 ALIGN = 512

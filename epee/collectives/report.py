@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..ep.gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from ..errors import (
     AbortedError,
     CommTimeoutError,
@@ -12,6 +11,7 @@ from ..errors import (
     RankFailedError,
     context,
 )
+from ..gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from .params import OPS
 
 _WAITS = {

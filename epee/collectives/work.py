@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..backend.work import _WorkBase
-from ..ep.event import Event
-from ..ep.gpu.platform import Platform
 from ..errors import CommTimeoutError, EpeeError
+from ..gpu.event import Event
+from ..gpu.platform import Platform
 from ..untraced import untraced_methods
 from ..values import waiting_time
 

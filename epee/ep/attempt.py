@@ -37,12 +37,12 @@ from typing import Any
 import torch
 
 from ..errors import EpeeError, InvalidArgument, named
+from ..gpu.turns import Turns
 from ..profiling import is_profiling
 from .checks import check_timeout
 from .control.exchanging import RowExchange
 from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
 from .paths import GpuPath, Path
-from .turns import Turns
 
 _log = logging.getLogger(__name__)
 

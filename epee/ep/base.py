@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
+from ..gpu.platform import Platform
+from ..gpu.turns import Closing, Turns, on_gpu
 from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
@@ -32,13 +34,11 @@ from .control.bootstrap import refuse as refuse_birth
 from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlaneOver
-from .gpu.platform import Platform
 from .handle import mask_of, new_buffer_id
 from .membership.group_view import seat_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
-from .turns import Closing, Turns, on_gpu
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView

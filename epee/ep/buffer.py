@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..gpu.platform import Platform
 from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
@@ -27,7 +28,6 @@ from .checks import GivenRouting, carries_gradient, check_handle, check_run, war
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
-from .gpu.platform import Platform
 from .handle import Combined, Dispatched, Handle, Payload
 from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans

@@ -18,7 +18,7 @@ import torch
 
 from ..arrays import array_of
 from ..errors import UnsupportedError
-from .event import DONE, Event
+from ..gpu.event import DONE, Event
 from .throughput.order import CombineOrder
 from .throughput.placement import Placement, SendPlan, runs
 

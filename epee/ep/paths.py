@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..gpu.platform import CudaPlatform, Platform
+from ..gpu.turns import Closing
 from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from ..view.runtime import has_groups
@@ -19,14 +21,12 @@ from .control.exchanging import RowExchange
 from .control.inbox import Exchange
 from .control.messages import ControlPlane
 from .control.words import inbox_layout
-from .gpu.platform import CudaPlatform, Platform
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
-from .turns import Closing
 
 
 class Path(Protocol):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .event import DONE, Event, check_event
+from ..gpu.event import DONE, Event, check_event
 
 
 class RunOptions(NamedTuple):

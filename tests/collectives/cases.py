@@ -20,7 +20,7 @@ from epee.backend import staging
 from epee.backend.device.calls import Policy
 from epee.collectives import half as halves
 from epee.collectives import meeting
-from epee.ep.gpu.device import GpuDevice
+from epee.gpu.device import GpuDevice
 from tests.backend.test_staging import CALLS, OnGpu, _call, _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import epee
 from epee.collectives.params import DIRECT_KERNELS, KERNELS, MASKED_KERNELS, kernel_head
 from epee.collectives.plan import CollectivePlan
-from epee.ep.gpu.platform import CudaPlatform
 from epee.errors import PeerError, RankFailedError
+from epee.gpu.platform import CudaPlatform
 from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, take_in
 from tests.harness import tell
 

@@ -22,8 +22,8 @@ from epee.collectives.machine import Collectives
 from epee.collectives.mask.losses import ranks_of
 from epee.collectives.mask.moves import masked
 from epee.collectives.moves import Move
-from epee.ep.gpu.death_notifier import DeathNotifier
 from epee.errors import RankFailedError
+from epee.gpu.death_notifier import DeathNotifier
 from epee.memory.claim import process_start_time
 from tests.csrc.collective_cases import Call, check, make, move_of, place, reduced, same, sizes_of, values
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from epee.collectives import params as collectives
-from epee.ep.gpu import params as throughput_params
 from epee.ep.latency.gpu import params as latency_kernels
-from epee.ep.throughput.shapes import Limits
 from epee.errors import ResourceError
+from epee.gpu import params as throughput_params
+from epee.gpu.shapes import Limits
 from epee.jit.params import NAMESPACE
 from epee.jit.source import CSRC, flatten
 from epee.memory.host import HEADER_BYTES, HostRegion

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import epee
-from epee.ep.gpu.platform import Platform
+from epee.gpu.platform import Platform
 from tests.csrc.emulated import EmulatedPlatform
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.latency.gpu.core import LatencyCore
 from epee.ep.latency.gpu.shapes import LatencyConfig
 from epee.ep.latency.gpu.types import CoreCombined, CoreOptions, CoreReceived
+from epee.gpu.platform import CudaPlatform
 from epee.reference import latency as reference
 from epee.reference.latency import Packed, Sent
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.latency.gpu.params import KERNELS, kernel_head
+from epee.gpu.platform import CudaPlatform
 from tests.csrc.latency_cases import Plan, Round, expected, expected_sums, expert_output, same
 from tests.harness import Pool, RankFailure, Worker, take_until, tell
 

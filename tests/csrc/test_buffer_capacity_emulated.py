@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
-from epee.ep.throughput.shapes import FEW_TOKENS
+from epee.gpu.shapes import FEW_TOKENS
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.ep import test_buffer_capacity as cases

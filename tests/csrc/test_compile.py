@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.ep.gpu.params import KERNELS, kernel_head
+from epee.gpu.params import KERNELS, kernel_head
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import epee
 import epee.errors
-from epee.ep.gpu.platform import Platform
 from epee.errors import CommTimeoutError
+from epee.gpu.platform import Platform
 from epee.reference import latency as oracle
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.ep import test_latency_buffer as cpu_tests

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import epee
-from epee.ep.event import DONE
 from epee.ep.latency import plans
 from epee.ep.latency.gpu.params import (
     CALL_WORDS,
@@ -23,6 +22,7 @@ from epee.ep.latency.gpu.params import (
 )
 from epee.ep.latency.gpu.results import lost_weight
 from epee.errors import InvalidArgument, InvalidState
+from epee.gpu.event import DONE
 from epee.reference import latency as oracle
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated

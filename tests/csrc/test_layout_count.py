@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.gpu import layout
-from epee.ep.gpu.layout import COUNT_KERNELS, LayoutCounter, count_head, count_layout, count_with_torch
 from epee.errors import InvalidArgument, InvalidState
+from epee.gpu import layout
+from epee.gpu.layout import COUNT_KERNELS, LayoutCounter, count_head, count_layout, count_with_torch
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
 from epee.memory.fresh import Allocate

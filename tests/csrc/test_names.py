@@ -9,9 +9,9 @@ import pytest
 
 from epee.collectives import params as collectives
 from epee.collectives.messages import params as messages
-from epee.ep.gpu import params as throughput_params
-from epee.ep.gpu.layout import COUNT_KERNELS
 from epee.ep.latency.gpu import params as latency_kernels
+from epee.gpu import params as throughput_params
+from epee.gpu.layout import COUNT_KERNELS
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler

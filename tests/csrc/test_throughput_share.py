@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from epee.ep.gpu.share import RESERVE, Share, width_beside
-from epee.ep.throughput.shapes import MAX_CHANNELS, num_senders
 from epee.errors import InvalidArgument, ResourceError
+from epee.gpu.shapes import MAX_CHANNELS, num_senders
+from epee.gpu.share import RESERVE, Share, width_beside
 
 SMS = 132
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from epee import reference
-from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, ThroughputHandle
-from epee.ep.throughput.shapes import ThroughputConfig
+from epee.gpu.platform import CudaPlatform
+from epee.gpu.shapes import ThroughputConfig
 from epee.reference import Received, Routed
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 from tests.csrc.throughput_end import ThroughputEnd

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import epee
 from epee import reference
-from epee.ep.gpu.params import KERNELS, kernel_head
-from epee.ep.gpu.platform import CudaPlatform
 from epee.errors import RankFailedError
+from epee.gpu.params import KERNELS, kernel_head
+from epee.gpu.platform import CudaPlatform
 from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, join, take_in
 from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, send
 from tests.csrc.throughput_cases import Case, biases_of, expect_equal, expert_output, seen_by

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from epee.ep.gpu.lent import AllGather
-from epee.ep.gpu.platform import Platform
-from epee.ep.gpu.report import REFUSED_INVALID_ARGUMENT
 from epee.ep.throughput.gpu import combine
 from epee.ep.throughput.gpu.dispatch import plan_of
 from epee.ep.throughput.gpu.machine import Machine
 from epee.ep.throughput.gpu.shape import Shape
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
-from epee.ep.throughput.shapes import ThroughputConfig
+from epee.gpu.lent import AllGather
+from epee.gpu.platform import Platform
+from epee.gpu.report import REFUSED_INVALID_ARGUMENT
+from epee.gpu.shapes import ThroughputConfig
 
 
 class ThroughputEnd:

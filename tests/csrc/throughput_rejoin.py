@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control.membership import Agreed
-from epee.ep.gpu.platform import LentRegion
 from epee.ep.membership.registry import Line
 from epee.ep.throughput.gpu import epochs as epochs_of_gpus
 from epee.ep.throughput.gpu.dispatch import plan_of
@@ -38,6 +37,7 @@ from epee.errors import (
     StaleHandleError,
     UnsupportedError,
 )
+from epee.gpu.platform import LentRegion
 from tests.csrc import survival_buffer_cases as cases
 from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, check_round, send, until_lost
 from tests.csrc.throughput_cases import Case, inputs_of

@@ -17,7 +17,7 @@ import torch
 from epee import reference
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions
-from epee.ep.throughput.shapes import FEW_TOKENS
+from epee.gpu.shapes import FEW_TOKENS
 from epee.reference import Received
 from tests.csrc.throughput_cases import (
     TIMEOUT_S,

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from epee import reference
-from epee.ep.gpu.platform import LentRegion
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
 from epee.ep.throughput.gpu.slots import Taken
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 from epee.ep.throughput.order import CombineOrder
-from epee.ep.throughput.shapes import FEW_TOKENS
 from epee.errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, StaleHandleError
+from epee.gpu.platform import LentRegion
+from epee.gpu.shapes import FEW_TOKENS
 from epee.memory.host import process_start_time
 from epee.reference.orders import combine_in_order
 from epee.view.process.detector import DeathWatch

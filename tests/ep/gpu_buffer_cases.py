@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.event import Event
+from epee.gpu.event import Event
 from tests.ep.buffer_cases import same_bits
 
 HIDDEN, NUM_TOPK, NUM_LOCAL = 32, 3, 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epee
-from epee.ep.event import DONE, Event
+from epee.gpu.event import DONE, Event
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer
 from tests.ep import gpu_buffer_cases

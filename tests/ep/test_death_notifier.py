@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from epee.ep.gpu import death_notifier
-from epee.ep.gpu.death_notifier import DeathNotifier
+from epee.gpu import death_notifier
+from epee.gpu.death_notifier import DeathNotifier
 from epee.memory.host import process_start_time
 from epee.view.process import detector
 from tests.harness import run_ranks

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from epee.ep.gpu.device import GpuDevice
-from epee.ep.gpu.params import REPORT_WORDS
 from epee.errors import InvalidState
+from epee.gpu.device import GpuDevice
+from epee.gpu.params import REPORT_WORDS
 from tests.csrc.emulated import EmulatedPlatform
 
 

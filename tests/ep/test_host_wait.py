@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from epee.ep.gpu import device
 from epee.errors import CommTimeoutError
+from epee.gpu import device
 
 TICK_S = 1e-4  # that the clock below goes on with each look
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from epee.ep import turns as module
-from epee.ep.turns import Turns
 from epee.errors import InvalidState
+from epee.gpu import turns as module
+from epee.gpu.turns import Turns
 
 
 def _open(give_back: Callable[[], None] = lambda: None) -> Turns:

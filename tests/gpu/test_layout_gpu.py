@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.ep.gpu.layout import DispatchLayout, count_layout, count_with_torch
+from epee.gpu.layout import DispatchLayout, count_layout, count_with_torch
 from tests.csrc.test_layout_count import routing
 
 pytestmark = pytest.mark.gpu(1)

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
 from epee.cli.kernels import warm_up
-from epee.ep.gpu.layout import COUNT_KERNELS
-from epee.ep.gpu.params import KERNELS, kernel_head
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.errors import CompileError, InvalidArgument
+from epee.gpu.layout import COUNT_KERNELS
+from epee.gpu.params import KERNELS, kernel_head
 from epee.jit import kernel as kernel_module
 from epee.jit import source as source_module
 from epee.jit.cache import CubinCache

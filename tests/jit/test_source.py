@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from epee.ep.gpu.params import KERNELS, kernel_head
 from epee.errors import InvalidArgument
+from epee.gpu.params import KERNELS, kernel_head
 from epee.jit.params import constants_source, offsets_source, struct_source
 from epee.jit.source import CSRC, flatten
 from epee.memory.layout import Field, Layout

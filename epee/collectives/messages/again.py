@@ -22,8 +22,8 @@ import torch
 
 from ...backend.tensors import CARRIERS
 from ...backend.work import DONE
-from ...ep.gpu.report import NO_REPORTS
 from ...errors import InvalidState
+from ...gpu.report import NO_REPORTS
 from .batches import MessageCaller
 from .machine import Messages, Parcel, ReadyBatch
 from .meetings import Pairs

@@ -2,7 +2,7 @@
 
 Kernels report (`report.py`); the error is raised at the next touch of the host: a message, or the `wait` of one. A pair
 that has lost a message makes none before its hosts have met (`pairs.py`). A death is told to the kernels by a thread
-(`ep/gpu/death_notifier.py`); the engine hears of it by its own means. Where the group reports losses (mode "mask" under
+(`gpu/death_notifier.py`); the engine hears of it by its own means. Where the group reports losses (mode "mask" under
 Mooncake's names) a message to or from a dead rank raises nothing: its work says that it was lost (`work.py`). Nobody
 but the survivor decides (`csrc/kernels/message/batch.cuh`), so mode "mask" needs no more than that here, and that the
 word of a death comes when the dead rank's memory is final.
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from ...backend.engine.engine import Engine
 from ...backend.work import is_loss
-from ...ep.gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
 from ...errors import CommTimeoutError, EpeeError, RankFailedError, named
+from ...gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
 from .machine import Messages, Queued
 from .meetings import Pairs
 from .params import MAX_RANKS

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from ...backend.engine.engine import Engine
-from ...ep.gpu.death_notifier import DeathNotifier
-from ...ep.gpu.platform import Platform
 from ...errors import (
     CommTimeoutError,
     EpeeError,
@@ -25,6 +23,8 @@ from ...errors import (
     ResourceError,
     UnsupportedError,
 )
+from ...gpu.death_notifier import DeathNotifier
+from ...gpu.platform import Platform
 from ...memory.claim import process_start_time
 from ...view.process.detector import DeathWatch, is_leaving
 from .. import meeting as collectives_meeting

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ...backend.tensors import CARRIERS
-from ...ep.gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from ...errors import (
     AbortedError,
     CommTimeoutError,
@@ -15,6 +14,7 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from .params import OPS
 
 _WAITS = {1: "a message", 2: "the rest of a message", 3: "room in the ring", 4: "a message"}

@@ -13,10 +13,10 @@ from ...arrays import require_memory
 from ...backend.engine.engine import Engine
 from ...backend.tensors import refuse_overlap
 from ...backend.work import _WorkBase
-from ...ep.event import Event
-from ...ep.gpu.platform import Platform
-from ...ep.gpu.report import NO_REPORTS
 from ...errors import CommTimeoutError, EpeeError
+from ...gpu.event import Event
+from ...gpu.platform import Platform
+from ...gpu.report import NO_REPORTS
 from ...untraced import untraced_methods
 from ..work import NAP_S, DeviceWork
 from .machine import ANY, Parcel, Queued

@@ -25,7 +25,7 @@
 // its view cannot end well, so any wait for a peer ends then, also one for a living rank, which may have given up
 // already; the report names the dead one.
 //
-// Every params struct starts with a `Call` (generated from `ep/gpu/params.Call`): control blocks of all ranks as this
+// Every params struct starts with a `Call` (generated from `gpu/params.Call`): control blocks of all ranks as this
 // GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
 //
 // A kernel of a failed call moves no payload, but advances `seq` like any other, so ranks stay in step. A peer that is

@@ -5,7 +5,7 @@
 //   kHostAbort    not 0: all waits end
 //   kHostDead     a bit for each rank that is dead
 //   kHostWaiting  written by kernels: when a thread last found that its wait had lasted `kLongWaitNs`; 0 before
-// Nobody resets the third. The host's thread that tells of deaths (`ep/gpu/death_notifier.py`) compares it with what it
+// Nobody resets the third. The host's thread that tells of deaths (`gpu/death_notifier.py`) compares it with what it
 // was: while it moves somebody waits, and the thread looks at the ranks' processes more often than it does else.
 // Nothing is ordered by these words, they are news: who misses one reads it at the next look.
 //

@@ -9,7 +9,7 @@
 #pragma once
 #include "../common/call.cuh"
 
-enum OtherOp : int { kDispatchOp = 1, kCombineOp };  // `ep/gpu/params.OP_NAMES`
+enum OtherOp : int { kDispatchOp = 1, kCombineOp };  // `gpu/params.OP_NAMES`
 
 /// Whether rank `peer` has said that it makes another call than this barrier; reports it.
 DEVICE bool makes_other_call(const Call& call, u64 tag, int peer) {

@@ -43,6 +43,7 @@ from ...errors import (
     UnsupportedError,
     is_own,
 )
+from ...gpu.event import DONE
 from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.arena import Arena
@@ -52,7 +53,6 @@ from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
 from ..control.inbox import OP_GATHER, ExchangedRows
 from ..control.messages import ControlPlaneOver
-from ..event import DONE
 from ..handle import Combined, Dispatched, Handle, mask_of
 from ..streams import Lane, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...gpu.platform import Platform
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
@@ -23,7 +24,6 @@ from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
-from ..gpu.platform import Platform
 from ..membership.birth import awaited_bytes
 from ..membership.group_view import seat_of
 from ..paths import Making, Path, PathOverHosts

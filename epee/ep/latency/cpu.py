@@ -26,10 +26,10 @@ import torch
 
 from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
+from ...gpu.event import DONE
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER
 from ..control.messages import ControlPlaneOver
-from ..event import DONE
 from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot

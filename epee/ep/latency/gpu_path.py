@@ -43,14 +43,14 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...gpu.death_notifier import DeathNotifier
+from ...gpu.platform import Platform
+from ...gpu.report import NO_REPORTS, given_up
 from ...memory.host import HostRegion
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
 from ..control.words import inbox_layout
-from ..gpu.death_notifier import DeathNotifier
-from ..gpu.platform import Platform
-from ..gpu.report import NO_REPORTS, given_up
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...gpu.event import DONE, Event
 from ..config import BufferConfig
-from ..event import DONE, Event
 from ..handle import BoundToBuffer
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale

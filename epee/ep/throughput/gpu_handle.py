@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from ...gpu.event import DONE, Event
+from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...memory.fresh import Late
 from ..checks import DispatchCall
 from ..config import BufferConfig
 from ..control.inbox import Exchange
-from ..event import DONE, Event
-from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
 from .gpu.dispatch import DispatchPlan
 from .gpu.types import DispatchResult, ThroughputHandle, without_weights

@@ -27,12 +27,13 @@ from typing import Any
 import torch
 
 from ...errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, PeerError, RankFailedError
+from ...gpu.platform import Platform
+from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM, NoRoomError
+from ...gpu.shapes import ThroughputConfig, slots_of
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
 from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.messages import reason_bytes
-from ..gpu.platform import Platform
-from ..gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM, NoRoomError
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
 from ..membership import path_lane
@@ -49,7 +50,6 @@ from .gpu.types import CombineOptions, DispatchOptions
 from .gpu_handle import CudaCombined, CudaDispatched, CudaHandle, HandleMaker
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
-from .shapes import ThroughputConfig, slots_of
 
 CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight go on before it aborts them
 _LEAST_TIMEOUT_S = 1e-3

@@ -11,12 +11,12 @@ import torch
 
 from ...arrays import NUMPY_DTYPES, array_of
 from ...errors import context
+from ...gpu.event import DONE
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import DispatchCall, PayloadRows
 from ..config import BufferConfig
 from ..control.inbox import ExchangedRows
-from ..event import DONE
 from ..handle import Dispatched, DispatchRouting, HostHandle, Payload
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows

@@ -29,6 +29,7 @@ import torch
 from ....arrays import array_of, writing
 from ....backend.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
+from ....gpu.turns import Closing
 from ....link.roles import Roles
 from ....link.topology import Topology
 from ....view.group import GroupInView
@@ -49,7 +50,6 @@ from ...latency.types import (
 )
 from ...latency.wire import SectionHeader, checked_tokens
 from ...throughput.placement import Ints
-from ...turns import Closing
 from ..assembly import Assembly, CallPlacement
 from ..exchange import HostsExchange
 from .flight import HostsFlights

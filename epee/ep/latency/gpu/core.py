@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from ....errors import InvalidState
-from ...gpu.device import GpuDevice
-from ...gpu.lent import AllGather
-from ...gpu.platform import Platform
+from ....gpu.device import GpuDevice
+from ....gpu.lent import AllGather
+from ....gpu.platform import Platform
 from .half import OPS, Half
 from .memory import LatencyMemory
 from .params import (

@@ -19,9 +19,9 @@ import torch
 
 from ....arrays import plain_tensors
 from ....errors import InvalidArgument
-from ...gpu.lent import AllGather
-from ...gpu.params import MAX_RANKS
-from ...gpu.platform import LentRegion, Platform
+from ....gpu.lent import AllGather
+from ....gpu.params import MAX_RANKS
+from ....gpu.platform import LentRegion, Platform
 from .half import OPS
 from .shapes import LatencyConfig
 

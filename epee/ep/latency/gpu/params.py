@@ -11,8 +11,8 @@ import ctypes
 import functools
 from typing import Any
 
+from ....gpu.params import MAX_RANKS, NUM_REPORTS
 from ....jit.params import constants_source, struct_source
-from ...gpu.params import MAX_RANKS, NUM_REPORTS
 
 MAX_TOKENS = 1024
 MAX_TOPK = 32

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from ....gpu.platform import Launcher, Platform
 from ....memory.fresh import Allocate, allocator
-from ...gpu.platform import Launcher, Platform
 from .params import (
     BOTH_HALVES,
     CALL_WORDS,

@@ -11,9 +11,9 @@ from ....errors import (
     ProtocolError,
     context,
 )
+from ....gpu.params import OP_NAMES
+from ....gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT, take_oldest
 from ....memory.signals import untag
-from ...gpu.params import OP_NAMES
-from ...gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT, take_oldest
 from .params import KIND_BITS
 
 _KINDS = {

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from ....gpu.event import Event
 from ....memory.fresh import Late
-from ...event import Event
 from ...streams import Lane
 from ..types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
 from .types import CoreCombined, CoreHandle

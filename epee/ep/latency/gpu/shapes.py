@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from ....errors import InvalidArgument
+from ....gpu.params import MAX_EXPERTS, MAX_RANKS
+from ....gpu.shapes import Limits
 from ....memory.layout import Field, Layout, align_up
 from ...config import BufferConfig, DoesNotFit, sizes_code
-from ...gpu.params import MAX_EXPERTS, MAX_RANKS
-from ...throughput.shapes import Limits
 from .params import (
     COMBINE_FLAGS,
     COMBINE_WARPS,

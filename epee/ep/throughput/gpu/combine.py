@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ....gpu.platform import LentRegion
+from ....gpu.shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
+from ....gpu.signature import combine_signature
+from ....gpu.stage import call_words
 from ....memory.fresh import allocator
 from ....memory.layout import Layout
-from ...gpu.platform import LentRegion
-from ...gpu.signature import combine_signature
-from ...gpu.stage import call_words
-from ..shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
 from .dispatch import plan_of
 from .machine import DEFAULT_SMS, Machine
 from .order import OrderPlan, order_plan_of
@@ -280,7 +280,7 @@ def refuse(shape: Shape, code: int, timeout_s: float, tell: Callable[[int], None
 
     Args:
         shape: any of the machine.
-        code: why, as `ep/gpu/report.py` has it.
+        code: why, as `gpu/report.py` has it.
         timeout_s: of the refusal's kernels, which wait for nobody.
         tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
     """

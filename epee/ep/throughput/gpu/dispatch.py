@@ -16,10 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ....errors import ResourceError
-from ...gpu.params import FEW_KERNEL, RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
-from ...gpu.signature import dispatch_signature
-from ...gpu.stage import Stage, call_words
-from ..shapes import (
+from ....gpu.params import FEW_KERNEL, RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
+from ....gpu.shapes import (
     FEW_TOKENS,
     LaunchShape,
     dispatch_shape,
@@ -28,6 +26,8 @@ from ..shapes import (
     layout_shape,
     num_senders,
 )
+from ....gpu.signature import dispatch_signature
+from ....gpu.stage import Stage, call_words
 from .machine import Machine
 from .shape import Shape
 from .slots import Taken

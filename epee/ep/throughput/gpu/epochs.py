@@ -4,14 +4,14 @@ Data path: none. A call asks here, before it begins, whether a rank is dead or g
 why; `sync` lets the machine (`machine.py`) go on in an agreed view.
 
 Protocol. A crash leaves kernels of the peers waiting; a thread that sees the death tells them, and the call ends with
-an error that names it (`ep/gpu/death_notifier.py`). `sync` agrees on who is left and goes on from a common call number
+an error that names it (`gpu/death_notifier.py`). `sync` agrees on who is left and goes on from a common call number
 in a new epoch: the kernels read the mask from memory, host-side exchanges are among its members, older handles are
 stale.
 
 Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a newcomer's memory is
 mapped where that of the process before it was, and a graph from before serves on. It goes by `membership/synced.py`:
 
-    newcomer            makes its memory, with stand-ins where the others' will be (`ep/gpu/lent.py`), and
+    newcomer            makes its memory, with stand-ins where the others' will be (`gpu/lent.py`), and
                         waits in `sync`
     every member        prepares: its GPU is idle; it clears the words that others have stored for a rank which has
                         another process now, and goes on `TAG_JUMP` above all call numbers that anybody has used
@@ -40,12 +40,12 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context
+from ....gpu.death_notifier import DeathNotifier
+from ....gpu.params import REMEMBERED_CALLS
 from ....memory.host import HostRegion
 from ....view.process.detector import DeathWatch, is_leaving
 from ...control.membership import Agreed
 from ...control.words import inbox_layout
-from ...gpu.death_notifier import DeathNotifier
-from ...gpu.params import REMEMBERED_CALLS
 from ...membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ...membership.path_lane import LoneLane
 from ...membership.synced import SyncedLane

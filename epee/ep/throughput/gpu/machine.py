@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState, ResourceError
-from ...gpu.device import GpuDevice, Mailboxes
-from ...gpu.lent import AllGather, Lending
-from ...gpu.params import (
+from ....gpu.device import GpuDevice, Mailboxes
+from ....gpu.lent import AllGather, Lending
+from ....gpu.params import (
     CONTROL_LAYOUT,
     KERNELS,
     OP_BARRIER,
@@ -34,11 +34,11 @@ from ...gpu.params import (
     LayoutParams,
     kernel_head,
 )
-from ...gpu.platform import LentRegion, Platform
-from ...gpu.report import ReasonOf, blame, is_echo, take_report
-from ...gpu.share import Share
-from ...gpu.stage import Stage
-from ..shapes import LaunchShape, ThroughputConfig
+from ....gpu.platform import LentRegion, Platform
+from ....gpu.report import ReasonOf, blame, is_echo, take_report
+from ....gpu.shapes import LaunchShape, ThroughputConfig
+from ....gpu.share import Share
+from ....gpu.stage import Stage
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken
 from .view import ViewWords

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from ....gpu.shapes import PAYLOADS, LaunchShape
+from ....gpu.stage import call_words
 from ....memory.fresh import allocator
-from ...gpu.stage import call_words
 from ..order import ORDERS, CombineOrder
-from ..shapes import PAYLOADS, LaunchShape
 from .place import ExpertPlace
 from .shape import Shape
 from .types import ThroughputHandle

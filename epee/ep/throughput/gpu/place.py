@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ....errors import ProtocolError
-from ...gpu.lent import DIGEST_BYTES, AllGather, Lending
-from ...gpu.platform import LentRegion
+from ....gpu.lent import DIGEST_BYTES, AllGather, Lending
+from ....gpu.platform import LentRegion
 
 _TOLD = struct.Struct(f"<{DIGEST_BYTES}s{DIGEST_BYTES}sQQQ")
 _NONE = bytes(DIGEST_BYTES)

@@ -20,11 +20,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ....gpu.params import BarrierParams, DispatchParams, LayoutParams
+from ....gpu.shapes import PAYLOADS, LaunchShape, ThroughputConfig
+from ....gpu.signature import shape_signature
+from ....gpu.stage import Stage
 from ....memory.layout import Layout
-from ...gpu.params import BarrierParams, DispatchParams, LayoutParams
-from ...gpu.signature import shape_signature
-from ...gpu.stage import Stage
-from ..shapes import PAYLOADS, LaunchShape, ThroughputConfig
 from .machine import Machine, parts_of
 from .place import ExpertPlace
 

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ....errors import ResourceError
-from ...gpu.platform import Platform
+from ....gpu.platform import Platform
 
 _NOTHING: frozenset[int] = frozenset()
 FIRST_GHOST = 1 << 10  # no rank has such a number

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....gpu.shapes import HandleSpace
 from ....memory.fresh import Late, allocator
 from ..order import CombineOrder
-from ..shapes import HandleSpace
 from .views import FieldAt, KeptRows, SlotViews
 
 _WORD_BITS, _HANDLE_BYTES = 64, 8 * 7

@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ...gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
-from ...gpu.platform import LentRegion
+from ....gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
+from ....gpu.platform import LentRegion
 
 _FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis the rank stands
     "counts": 1,

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from ..config import DTYPE_CODES, LAYOUTS
+from ..ep.config import DTYPE_CODES, LAYOUTS
 from .params import COMBINE_FACT_BITS
 
 SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from ...errors import ResourceError
+from ..errors import ResourceError
 
 RESERVE = 26  # the blocks that a default call sends with, and two
 

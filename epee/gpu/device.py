@@ -15,7 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ...errors import CommTimeoutError, InvalidState
+from ..errors import CommTimeoutError, InvalidState
 from .params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from .platform import Launcher, Platform
 from .report import NO_REPORTS, KernelReport, take_oldest

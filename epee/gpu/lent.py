@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument, InvalidState
 from .platform import LentRegion, Platform
 
 AllGather = Callable[[bytes], Sequence[bytes]]

@@ -24,8 +24,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from ...threads import BackgroundThread
-from ...view.process.detector import NUM_LOOKS, DeathWatch, DyingSigns
+from ..threads import BackgroundThread
+from ..view.process.detector import NUM_LOOKS, DeathWatch, DyingSigns
 
 PERIOD_S = 0.005
 WAITING_S = 0.002

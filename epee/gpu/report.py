@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...errors import (
+from ..ep.throughput.placement import overflow
+from ..errors import (
     AbortedError,
     CommTimeoutError,
     EpeeError,
@@ -18,8 +19,7 @@ from ...errors import (
     StaleHandleError,
     context,
 )
-from ...memory.signals import untag
-from ..throughput.placement import overflow
+from ..memory.signals import untag
 from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
 from .signature import describe_difference, is_of_losses
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..throughput.shapes import LaunchShape
 from .params import HANDLE_BYTES, Call
 from .platform import Launcher
+from .shapes import LaunchShape
 
 _FIRST_OF_HANDLE = "send_prefix"
 

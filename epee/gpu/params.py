@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...jit.params import constants_source, offsets_source, struct_source
-from ...memory.layout import Field, Layout
+from ..jit.params import constants_source, offsets_source, struct_source
+from ..memory.layout import Field, Layout
 
 MAX_RANKS = 8
 MAX_EXPERTS = 1024

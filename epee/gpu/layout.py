@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import InvalidArgument, InvalidState
-from ...jit.params import constants_source, struct_source
-from ...memory.fresh import Allocate, allocator
-from ..turns import current_index, on_gpu
+from ..errors import InvalidArgument, InvalidState
+from ..jit.params import constants_source, struct_source
+from ..memory.fresh import Allocate, allocator
 from .platform import CudaPlatform, Platform
+from .turns import current_index, on_gpu
 
 MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
 MAX_EXPERTS = 8192  # whose counters fit into the shared memory of any kernel

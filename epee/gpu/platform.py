@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...jit.driver import check, driver
-from ...jit.kernel import load_kernels
-from ...memory.cuda import CudaRegion, lends_descriptors
-from ..event import stream_of
-from ..throughput.shapes import Limits
+from ..jit.driver import check, driver
+from ..jit.kernel import load_kernels
+from ..memory.cuda import CudaRegion, lends_descriptors
+from .event import stream_of
+from .shapes import Limits
 
 _STATIC_SHARED_BYTES = 8 << 10  # more than any kernel's own variables
 

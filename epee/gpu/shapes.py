@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ...errors import InvalidArgument
-from ...memory.layout import Field, Layout, align_up
-from ..config import DoesNotFit
-from ..gpu.params import (
+from ..ep.config import DoesNotFit
+from ..errors import InvalidArgument
+from ..memory.layout import Field, Layout, align_up
+from .params import (
     MAX_CHANNELS,
     MAX_EXPERTS,
     MAX_FEW_TOKENS,

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee  # noqa: F401 - registers the backend
 from benchmarks import gpu
-from epee.collectives.machine import Collectives
-from epee.collectives.plan import CollectivePlan
-from epee.collectives.pool import MemoryPool
+from epee.backend.cuda.machine import Collectives
+from epee.backend.cuda.plan import CollectivePlan
+from epee.backend.cuda.pool import MemoryPool
 from epee.errors import CommTimeoutError
 
 DTYPE = torch.bfloat16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from . import errors, nn
 from .backend import BackendOptions
 from .backend import register as _register
-from .collectives import serve as _serve
+from .backend.cuda import serve as _serve
 from .ep import Buffer, Combined, Dispatched, Handle, LatencyBuffer
 from .errors import (
     AbortedError,

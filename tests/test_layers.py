@@ -23,7 +23,6 @@ LAYERS = (
     {"gpu"},
     {"backend"},
     {"ep"},
-    {"collectives"},
     {"nn", "compat", "doctor"},
     {"demo"},
     {"cli"},

@@ -1,6 +1,6 @@
 """A `torch.distributed` backend for CPU tensors of ranks on one host or on several.
 
-The job in four files: `group.py` (what torch calls), `collectives/arguments.py` (arguments to plans), `engine.py`
+The job in four files: `group.py` (what torch calls), `backend/cuda/arguments.py` (arguments to plans), `engine.py`
 (order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p/channel.py`.
 """
 

@@ -52,10 +52,10 @@ from .collectives import arguments as calls
 from .collectives.plan import Make, Tensors
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
-from .device.calls import NOT_SERVED, DeviceCalls
-from .device.calls import make as make_device_calls
-from .device.messages import DeviceMessages
-from .device.messages import make as make_device_messages
+from .cuda.interface import NOT_SERVED, DeviceCalls
+from .cuda.interface import make as make_device_calls
+from .cuda.message_interface import DeviceMessages
+from .cuda.message_interface import make as make_device_messages
 from .engine.engine import Engine
 from .engine.operation import Operation
 from .membership.admission import UNSEEN_DEATH_S

@@ -24,7 +24,7 @@ from ..errors import (
     named,
 )
 from ..profiling import is_profiling, range_of
-from .device.calls import NOT_SERVED, DeviceCalls, is_on_gpu
+from .cuda.interface import NOT_SERVED, DeviceCalls, is_on_gpu
 from .engine.engine import Engine
 from .membership.judge import LOSS
 from .staging import Staging

@@ -16,7 +16,7 @@ from ..errors import InvalidArgument, InvalidState, RankFailedError, Unsupported
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
-from .device.calls import DeviceCalls
+from .cuda.interface import DeviceCalls
 from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
@@ -292,7 +292,7 @@ class CallsOfView:
 
         All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
         process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
-        call copy-free, how long memory lives, and what a failure leaves: `epee.collectives.pool.MemoryPool`, which it
+        call copy-free, how long memory lives, and what a failure leaves: `epee.backend.cuda.pool.MemoryPool`, which it
         returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`. Where a rank cannot map the pool of another one all
         get theirs, with a warning, and make calls as without pools; calling it again tries again.
 

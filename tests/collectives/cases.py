@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import epee
 from epee.backend import staging
-from epee.backend.device.calls import Policy
-from epee.collectives import half as halves
-from epee.collectives import meeting
+from epee.backend.cuda import half as halves
+from epee.backend.cuda import meeting
+from epee.backend.cuda.interface import Policy
 from epee.gpu.device import GpuDevice
 from tests.backend.test_staging import CALLS, OnGpu, _call, _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives.params import DIRECT_KERNELS, KERNELS, MASKED_KERNELS, kernel_head
-from epee.collectives.plan import CollectivePlan
+from epee.backend.cuda.params import DIRECT_KERNELS, KERNELS, MASKED_KERNELS, kernel_head
+from epee.backend.cuda.plan import CollectivePlan
 from epee.errors import PeerError, RankFailedError
 from epee.gpu.platform import CudaPlatform
 from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, take_in

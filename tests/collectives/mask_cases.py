@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import epee
 import epee.compat.mooncake.pg as mooncake
-from epee.collectives import half as halves
-from epee.collectives import meeting
+from epee.backend.cuda import half as halves
+from epee.backend.cuda import meeting
 from tests.backend.test_staging import CALLS, _call, _plain, on_gpu
 from tests.collectives.cases import CountedCalls, again, closed_at_end, give_half, look_soon
 from tests.csrc.collective_mask import LARGE_FILE

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives import half as halves
-from epee.collectives import meeting
-from epee.collectives.pool import MemoryPool
+from epee.backend.cuda import half as halves
+from epee.backend.cuda import meeting
+from epee.backend.cuda.pool import MemoryPool
 from tests.backend.test_staging import OnGpu, _plain, on_gpu
 from tests.collectives.cases import closed_at_end, give_half, look_soon
 from tests.csrc.emulated import EmulatedPlatform, EmulatedRegion

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epee.collectives import moves
-from epee.collectives.calls import Prepared
-from epee.collectives.machine import Collectives
-from epee.collectives.moves import Move, Stretch
-from epee.collectives.params import CollectiveConfig
-from epee.collectives.plan import CollectivePlan
+from epee.backend.cuda import moves
+from epee.backend.cuda.calls import Prepared
+from epee.backend.cuda.machine import Collectives
+from epee.backend.cuda.moves import Move, Stretch
+from epee.backend.cuda.params import CollectiveConfig
+from epee.backend.cuda.plan import CollectivePlan
 
 MIB = 1 << 20
 KIND = (torch.bfloat16, "sum")

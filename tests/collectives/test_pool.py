@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epee
-from epee.collectives.pool import ALIGN, MemoryPool
+from epee.backend.cuda.pool import ALIGN, MemoryPool
 from tests.collectives import pool_cases
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.harness import run_ranks

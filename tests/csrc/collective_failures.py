@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from epee.collectives import moves
+from epee.backend.cuda import moves
 from epee.errors import AbortedError, CommTimeoutError, EpeeError, RankFailedError
 from tests.csrc.collective_cases import ALL, OPS, Call, make, play, start
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes

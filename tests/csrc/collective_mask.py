@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from epee.collectives import moves
-from epee.collectives.machine import Collectives
-from epee.collectives.mask.losses import ranks_of
-from epee.collectives.mask.moves import masked
-from epee.collectives.moves import Move
+from epee.backend.cuda import moves
+from epee.backend.cuda.machine import Collectives
+from epee.backend.cuda.mask.losses import ranks_of
+from epee.backend.cuda.mask.moves import masked
+from epee.backend.cuda.moves import Move
 from epee.errors import RankFailedError
 from epee.gpu.death_notifier import DeathNotifier
 from epee.memory.claim import process_start_time

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import gpu
-from epee.collectives import meeting as collectives_meeting
+from epee.backend.cuda import meeting as collectives_meeting
 from epee.ep import base
 from epee.ep.pool import pool
 from tests.backend.test_staging import OnGpu

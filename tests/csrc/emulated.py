@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epee.collectives import params as collectives
+from epee.backend.cuda import params as collectives
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.errors import ResourceError
 from epee.gpu import params as throughput_params

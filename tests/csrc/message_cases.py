@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epee.collectives.messages.machine import ANY, MessagePlan, Messages, Parcel
-from epee.collectives.messages.params import MessageConfig
-from epee.collectives.messages.report import error_of
+from epee.backend.cuda.messages.machine import ANY, MessagePlan, Messages, Parcel
+from epee.backend.cuda.messages.params import MessageConfig
+from epee.backend.cuda.messages.report import error_of
 from epee.errors import EpeeError
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 

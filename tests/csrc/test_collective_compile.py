@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.collectives.params import (
+from epee.backend.cuda.params import (
     DIRECT_KERNELS,
     EXCHANGE_THREADS,
     KERNELS,
@@ -15,7 +15,7 @@ from epee.collectives.params import (
     kernel_head,
     mend_threads,
 )
-from epee.collectives.plan import CollectivePlan
+from epee.backend.cuda.plan import CollectivePlan
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 

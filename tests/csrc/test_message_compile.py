@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epee.collectives.messages.machine import plan_of
-from epee.collectives.messages.params import (
+from epee.backend.cuda.messages.machine import plan_of
+from epee.backend.cuda.messages.params import (
     BLOCKS_PER_SM,
     KERNELS,
     MAX_CHANNELS,

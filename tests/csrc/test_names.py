@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from epee.collectives import params as collectives
-from epee.collectives.messages import params as messages
+from epee.backend.cuda import params as collectives
+from epee.backend.cuda.messages import params as messages
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.gpu import params as throughput_params
 from epee.gpu.layout import COUNT_KERNELS

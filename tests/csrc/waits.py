@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from epee.collectives import moves
+from epee.backend.cuda import moves
 from epee.jit.source import flatten
 from tests.csrc import collective_cases, latency_cases, throughput_cases
 from tests.csrc.emulated import _FLAGS, EmulatedPlatform, _gxx

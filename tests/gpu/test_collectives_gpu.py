@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives import meeting
-from epee.collectives.machine import Collectives
+from epee.backend.cuda import meeting
+from epee.backend.cuda.machine import Collectives
 from tests.backend.test_staging import CALLS, _call
 from tests.collectives import cases
 from tests.harness import run_ranks

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives.pool import MemoryPool
+from epee.backend.cuda.pool import MemoryPool
 from tests.collectives import pool_cases
 from tests.collectives.deaths import POOLED
 from tests.csrc.latency_deaths import run_deaths

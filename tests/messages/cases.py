@@ -22,10 +22,10 @@ import torch.distributed as dist
 import epee
 import epee.compat.mooncake.pg as mooncake
 from epee.backend import staging
-from epee.collectives import meeting as collectives_meeting
-from epee.collectives.messages import half as halves
-from epee.collectives.messages import meetings
-from epee.collectives.messages.params import MessageConfig
+from epee.backend.cuda import meeting as collectives_meeting
+from epee.backend.cuda.messages import half as halves
+from epee.backend.cuda.messages import meetings
+from epee.backend.cuda.messages.params import MessageConfig
 from tests.backend.test_staging import _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epee.collectives.messages import meetings
+from epee.backend.cuda.messages import meetings
 from epee.memory.claim import process_start_time
 from tests.csrc.emulated import has_compiler
 from tests.harness import DEAD, run_mortal

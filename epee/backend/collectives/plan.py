@@ -1,7 +1,7 @@
 """What a collective moves, apart from how: the parts in which a call's data is put, merged and taken.
 
 `Operation` (`operation.py`) runs a plan through its rounds; `arguments.py` makes one from the arguments of a call;
-those that move data are in `collectives/`. A plan holds no state of the protocol, so a call can be planned again for
+those that move data are in `backend/cuda/`. A plan holds no state of the protocol, so a call can be planned again for
 other members.
 """
 
@@ -42,7 +42,7 @@ class Sink:
 
 
 class Plan:
-    """What a collective moves; subclasses live in `collectives/`.
+    """What a collective moves; subclasses live in `backend/cuda/`.
 
     Attributes:
         name: for messages.

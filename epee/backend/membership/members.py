@@ -1,8 +1,8 @@
 """Which ranks of a group take part, and outboxes of only those.
 
-Collectives (`collectives/`) know positions among the members, not ranks: shares, segments and sums run over positions
+Collectives (`backend/cuda/`) know positions among the members, not ranks: shares, segments and sums run over positions
 in ascending order of rank. At birth both are the same. When a view leaves ranks out, `narrow` makes outboxes of the
-rest over the same memory; `collectives/arguments.py` picks the members' tensors out of the user's lists (one per rank
+rest over the same memory; `backend/cuda/arguments.py` picks the members' tensors out of the user's lists (one per rank
 that the group counts, lost ones included) and what belongs to lost ranks is not touched. When a view takes in a rank
 that has never been here, `replace` makes the full outboxes longer; those who are there map nothing anew (decision 42).
 

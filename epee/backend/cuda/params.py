@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgument
-from ..gpu.params import NUM_REPORTS
-from ..jit.params import constants_source, offsets_source, struct_source
-from ..memory.layout import Field, Layout
+from ...errors import InvalidArgument
+from ...gpu.params import NUM_REPORTS
+from ...jit.params import constants_source, offsets_source, struct_source
+from ...memory.layout import Field, Layout
 
 MAX_RANKS = 8
 MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number

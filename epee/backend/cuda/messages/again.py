@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...backend.tensors import CARRIERS
-from ...backend.work import DONE
-from ...errors import InvalidState
-from ...gpu.report import NO_REPORTS
+from ....errors import InvalidState
+from ....gpu.report import NO_REPORTS
+from ...tensors import CARRIERS
+from ...work import DONE
 from .batches import MessageCaller
 from .machine import Messages, Parcel, ReadyBatch
 from .meetings import Pairs

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...backend.engine.engine import Engine
-from ...errors import (
+from ....errors import (
     CommTimeoutError,
     EpeeError,
     InvalidArgument,
@@ -23,10 +22,11 @@ from ...errors import (
     ResourceError,
     UnsupportedError,
 )
-from ...gpu.death_notifier import DeathNotifier
-from ...gpu.platform import Platform
-from ...memory.claim import process_start_time
-from ...view.process.detector import DeathWatch, is_leaving
+from ....gpu.death_notifier import DeathNotifier
+from ....gpu.platform import Platform
+from ....memory.claim import process_start_time
+from ....view.process.detector import DeathWatch, is_leaving
+from ...engine.engine import Engine
 from .. import meeting as collectives_meeting
 from ..meeting import MeetingRow
 from .machine import Messages, plan_of

@@ -18,9 +18,9 @@ import threading
 
 import torch
 
-from ..errors import InvalidArgument, InvalidState, ResourceError
-from ..gpu.platform import Platform
-from ..untraced import untraced_methods
+from ...errors import InvalidArgument, InvalidState, ResourceError
+from ...gpu.platform import Platform
+from ...untraced import untraced_methods
 
 ALIGN = 512
 

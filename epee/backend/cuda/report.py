@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import (
+from ...errors import (
     AbortedError,
     CommTimeoutError,
     EpeeError,
@@ -11,7 +11,7 @@ from ..errors import (
     RankFailedError,
     context,
 )
-from ..gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ...gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from .params import OPS
 
 _WAITS = {

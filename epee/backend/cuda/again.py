@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backend.collectives.arguments import reduce_code
+from ..collectives.arguments import reduce_code
 from .machine import Collectives
 from .mask.counts import Count
 from .moves import MOVED, Move

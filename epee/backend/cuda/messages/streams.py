@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...gpu.platform import Platform
+from ....gpu.platform import Platform
 
 Way = tuple[int, bool]  # a peer, and whether we send
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ...backend.engine.engine import Engine
-from ...backend.work import is_loss
-from ...errors import CommTimeoutError, PeerError
-from ...untraced import untraced_methods
+from ....errors import CommTimeoutError, PeerError
+from ....untraced import untraced_methods
+from ...engine.engine import Engine
+from ...work import is_loss
 from ..work import NAP_S, DeviceWork
 from .counts import Count
 from .losses import ranks_of

@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from ...arrays import writing
-from ...backend.device.calls import NOT_SERVED
-from ...backend.device.messages import CheckPeer
-from ...backend.engine.engine import Engine
-from ...backend.p2p.message import ANY
-from ...backend.tensors import CARRIERS
-from ...backend.work import DONE, is_loss
-from ...errors import InvalidArgument, PeerError, UnsupportedError
+from ....arrays import writing
+from ....errors import InvalidArgument, PeerError, UnsupportedError
+from ...engine.engine import Engine
+from ...p2p.message import ANY
+from ...tensors import CARRIERS
+from ...work import DONE, is_loss
+from ..interface import NOT_SERVED
+from ..message_interface import CheckPeer
 from .again import ShortWay, ThreadsBatch
 from .batches import MessageCaller, caller, is_below
 from .losses import CLOSE_S, LostMessages

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..backend.device.calls import Policy, register
-from ..backend.device.messages import register as register_messages
+from .interface import Policy, register
+from .message_interface import register as register_messages
 
 
 def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:

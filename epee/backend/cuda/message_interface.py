@@ -1,6 +1,6 @@
 """Messages between CUDA tensors that go from GPU to GPU: what the backend asks of who makes them, and what it gives.
 
-As in `calls.py`: they stand above the backend (`epee.collectives.messages`), `register` says who makes them; without
+As in `calls.py`: they stand above the backend (`epee.backend.cuda.messages`), `register` says who makes them; without
 that, and for a group or a pair of ranks that they do not serve, CUDA tensors go through host memory (`staging.py`).
 Both ends of a message take the same way: it follows from the group's options, its size and hosts, and from what the two
 ranks' hosts have told each other.
@@ -15,7 +15,7 @@ import torch
 
 from ..engine.engine import Engine
 from ..options import BackendOptions
-from .calls import MODES
+from .interface import MODES
 
 CheckPeer = Callable[[int, str], None]
 

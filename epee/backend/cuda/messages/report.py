@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...backend.tensors import CARRIERS
-from ...errors import (
+from ....errors import (
     AbortedError,
     CommTimeoutError,
     EpeeError,
@@ -14,7 +13,8 @@ from ...errors import (
     RankFailedError,
     context,
 )
-from ...gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ....gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ...tensors import CARRIERS
 from .params import OPS
 
 _WAITS = {1: "a message", 2: "the rest of a message", 3: "room in the ring", 4: "a message"}

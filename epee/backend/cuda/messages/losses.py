@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...backend.engine.engine import Engine
-from ...backend.work import is_loss
-from ...errors import CommTimeoutError, EpeeError, RankFailedError, named
-from ...gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
+from ....errors import CommTimeoutError, EpeeError, RankFailedError, named
+from ....gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
+from ...engine.engine import Engine
+from ...work import is_loss
 from .machine import Messages, Queued
 from .meetings import Pairs
 from .params import MAX_RANKS

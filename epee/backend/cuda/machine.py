@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from ..errors import EpeeError, InvalidState
-from ..gpu.device import GpuDevice
-from ..gpu.platform import LentRegion, Platform
-from ..gpu.report import KernelReport
+from ...errors import EpeeError, InvalidState
+from ...gpu.device import GpuDevice
+from ...gpu.platform import LentRegion, Platform
+from ...gpu.report import KernelReport
 from . import moves
 from .mask.counts import NOBODY_ASKS, Count, CountWords
 from .mask.moves import ONE_ROW

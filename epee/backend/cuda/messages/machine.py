@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...gpu.device import GpuDevice
-from ...gpu.platform import HostWords, LentRegion, Platform
-from ...gpu.report import KernelReport
+from ....gpu.device import GpuDevice
+from ....gpu.platform import HostWords, LentRegion, Platform
+from ....gpu.report import KernelReport
 from .params import KERNELS, MAX_CHANNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
 
 ANY = -1

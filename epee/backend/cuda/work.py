@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..backend.work import _WorkBase
-from ..errors import CommTimeoutError, EpeeError
-from ..gpu.event import Event
-from ..gpu.platform import Platform
-from ..untraced import untraced_methods
-from ..values import waiting_time
+from ...errors import CommTimeoutError, EpeeError
+from ...gpu.event import Event
+from ...gpu.platform import Platform
+from ...untraced import untraced_methods
+from ...values import waiting_time
+from ..work import _WorkBase
 
 NAP_S = 50e-6
 

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 
-from ..backend.device.calls import NOT_SERVED
-from ..backend.work import DONE, Ended, is_loss
-from ..errors import (
+from ...errors import (
     EpeeError,
     InvalidArgument,
     PeerError,
@@ -33,9 +31,11 @@ from ..errors import (
     UnsupportedError,
     named,
 )
-from ..gpu.report import KernelReport
+from ...gpu.report import KernelReport
+from ..work import DONE, Ended, is_loss
 from . import meeting, moves
 from .calls import NotServed, Prepared, prepare
+from .interface import NOT_SERVED
 from .machine import Collectives, most_sms
 from .mask.counts import Count
 from .mask.losses import ranks_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from ...gpu.platform import HostWords, Platform
+from ....gpu.platform import HostWords, Platform
 
 NOBODY_ASKS = (0, 0)
 STAMP_BITS = 8  # below it the ranks

@@ -1,6 +1,6 @@
 """Collectives on CUDA tensors that run on the GPUs: what the backend asks of them, and what it gives.
 
-They stand above the backend (`epee.collectives`), which only knows this. `register` says who makes them; without that,
+They stand above the backend (`epee.backend.cuda`), which only knows this. `register` says who makes them; without that,
 and for a group or a call that they do not serve, CUDA tensors go through host memory (`staging.py`). Which of the two
 a call takes follows from what is equal on all ranks: the group's options, its size, its hosts, and the call.
 

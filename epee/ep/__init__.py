@@ -9,9 +9,9 @@ their own. `BufferPool` makes the buffers that their calls need, and asks the ot
 from __future__ import annotations
 
 from ..gpu.layout import count_layout, load_counter
+from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.report import NoRoomError
 from .buffer import Buffer
-from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of, hosts_of, timeout_of
 from .handle import Combined, Dispatched, Handle, Payload
 from .hosts.handle import TwoLevelHandle

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.platform import Platform
 from ..link.topology import Topology
 from ..profiling import ranged
@@ -25,7 +26,7 @@ from ..values import shown
 from .attempt import CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
-from .config import PAYLOAD_DTYPES, BufferConfig
+from .config import BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
 from .handle import Combined, Dispatched, Handle, Payload

@@ -15,17 +15,9 @@ import torch
 
 from ..arrays import refuse_fake
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
+from ..gpu.payload import FP8, LAYOUTS, PAYLOAD_DTYPES
 from ..values import is_whole, seconds, shown
-from .config import (
-    FP8,
-    FP8_MULTIPLE,
-    LAYOUTS,
-    MAX_CAPACITY,
-    MAX_EXPERT_ALIGNMENT,
-    MAX_SMS,
-    PAYLOAD_DTYPES,
-    BufferConfig,
-)
+from .config import FP8_MULTIPLE, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, MAX_SMS, BufferConfig
 from .handle import Handle, HostHandle
 from .streams import RunOptions, is_capturing
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k

@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 
 from ..errors import InvalidArgument
+from ..gpu.payload import DTYPE_CODES, LAYOUTS, PAYLOAD_DTYPES
 from ..memory.layout import Field, Layout, align_up
 from ..values import is_whole, shown
 from ..view.group import FAULT_MODES, STALL_POLICIES
 from ..view.transport.wire import MAX_MEMBERS
 
-LAYOUTS = ("rank", "expert")
 KINDS = ("Buffer", "LatencyBuffer")  # the order is part of the protocol
 PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
 SHARES = ("", "descriptors", "cudaIpc")  # how GPUs lend memory, "" where it is no matter; likewise
@@ -27,10 +27,6 @@ MAX_EXPERT_ALIGNMENT = 4096
 MAX_SMS = 1 << 16  # more than a GPU has: kernels take the GPU's own number then
 MAX_CAPACITY = (1 << 31) - 1  # no call brings as many rows: larger ones are all alike
 MAX_LATENCY_TOKENS = 1 << 14
-FP8 = torch.float8_e4m3fn
-PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The exchange names a payload by its place here; the order is part of the protocol.
-DTYPE_CODES = (*PAYLOAD_DTYPES, FP8)
 _WORD_BYTES = 8
 # Lowest and highest value of each number; far above use, so that sizes made of them cannot overflow.
 _BOUNDS = {
@@ -43,10 +39,6 @@ _BOUNDS = {
     "room_bytes": (0, 1 << 48),
     "room_expert_bytes": (0, 1 << 48),
 }
-
-
-class DoesNotFit(InvalidArgument):
-    """Calls of these sizes need more memory than the buffer has; the text says how much."""
 
 
 def sizes_code(*sizes: int) -> int:

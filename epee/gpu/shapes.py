@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..ep.config import DoesNotFit
 from ..errors import InvalidArgument
 from ..memory.layout import Field, Layout, align_up
 from .params import (
@@ -24,6 +23,7 @@ from .params import (
     RECV_INFO_COUNTS,
     STAGED_ROWS,
 )
+from .payload import DoesNotFit
 
 MAX_TOPK = 32
 MAX_HIDDEN = 16384

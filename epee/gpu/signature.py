@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import torch
 
-from ..ep.config import DTYPE_CODES, LAYOUTS
 from .params import COMBINE_FACT_BITS
+from .payload import DTYPE_CODES, LAYOUTS
 
 SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 _CALL = "the handle in use (number of the dispatch that made it, 0 where a call brings its routing)"

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from epee.ep import BufferPool, LatencyNeed, Need, Wish, latency_bytes
-from epee.ep.config import DTYPE_CODES
 from epee.ep.pool.agreement import conclude, pack_refusal, pack_wish
 from epee.ep.pool.needs import num_tokens_made_for
 from epee.errors import InvalidArgument, InvalidState, MismatchError, ProtocolError
+from epee.gpu.payload import DTYPE_CODES
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ...gpu.payload import DTYPE_CODES, LAYOUTS
 from ..checks import CombineCall, DispatchCall
-from ..config import DTYPE_CODES, LAYOUTS
 from .header import OP_COMBINE, OP_DISPATCH, Header
 
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}

@@ -12,9 +12,10 @@ from operator import le
 from typing import NamedTuple, TypeAlias
 
 from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
+from ...gpu.payload import DTYPE_CODES, LAYOUTS
 from ...memory.arena import num_pool_slots
 from ...memory.signals import SEQ_BITS
-from ..config import DTYPE_CODES, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+from ..config import MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
 
 OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3

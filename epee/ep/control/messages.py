@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 import torch
 
 from ...errors import EpeeError, MismatchError
-from ..config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
+from ...gpu.payload import DTYPE_CODES
+from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchanging import RowExchange
 from .header import REFUSED
 from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header, Moved

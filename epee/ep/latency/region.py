@@ -14,9 +14,10 @@ import torch
 
 from ...arrays import array_of, plain_tensors
 from ...errors import InvalidArgument
+from ...gpu.payload import DoesNotFit
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
-from ..config import BufferConfig, DoesNotFit, sizes_code
+from ..config import BufferConfig, sizes_code
 from ..control.withdrawal import LINE_WORDS
 
 REASON_BYTES = 240

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from ...errors import InvalidArgument, MismatchError, ProtocolError
-from ..config import DTYPE_CODES
+from ...gpu.payload import DTYPE_CODES
 from .needs import Wish
 
 _REASON_BYTES = 120

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from ...arrays import writing
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError
-from ..config import MAX_LATENCY_TOKENS, DoesNotFit
+from ...gpu.payload import DoesNotFit
+from ..config import MAX_LATENCY_TOKENS
 from ..latency.buffer import LatencyBuffer
 from ..streams import is_capturing
 from .meetings import Steps, steps_of

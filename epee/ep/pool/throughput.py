@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidArgument
+from ...gpu.payload import DoesNotFit
 from ...gpu.report import NoRoomError
 from ...memory.looks import MOST_LOOKS, Looks
 from ..buffer import Buffer, DispatchLike
-from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
+from ..config import CPU, MAX_TOPK, BufferConfig
 from ..control.bootstrap import refuse as refuse_birth
 from ..streams import is_capturing
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for

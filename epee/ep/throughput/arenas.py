@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import EpeeError, ProtocolError
+from ...gpu.payload import LAYOUTS
 from ...memory.arena import Arena, Slots, num_pool_slots
 from ...memory.host import BLOB_BYTES
 from ...memory.layout import Field
 from ..checks import PayloadRows
-from ..config import LAYOUTS, BufferConfig
+from ..config import BufferConfig
 from ..control.inbox import Exchange, ExchangedRows
 from ..handle import Payload
 from .rows import rows_of, typed

@@ -1,4 +1,4 @@
-"""What a collective of mode "mask" moves: as in `backend/cuda/moves.py`, for kernels that mend a loss (`settle.cuh`)."""
+"""What a collective of mode "mask" moves: as in `cuda/moves.py`, for kernels that mend a loss (`settle.cuh`)."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ import torch
 
 from ....errors import InvalidArgument
 from ....gpu.params import MAX_EXPERTS, MAX_RANKS
+from ....gpu.payload import DoesNotFit
 from ....gpu.shapes import Limits
 from ....memory.layout import Field, Layout, align_up
-from ...config import BufferConfig, DoesNotFit, sizes_code
+from ...config import BufferConfig, sizes_code
 from .params import (
     COMBINE_FLAGS,
     COMBINE_WARPS,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from . import errors, nn
 from .backend import BackendOptions
 from .backend import register as _register
-from .backend.cuda import serve as _serve
 from .ep import Buffer, Combined, Dispatched, Handle, LatencyBuffer
 from .errors import (
     AbortedError,
@@ -68,4 +67,3 @@ __all__ = [
 
 _configure_log()
 _register()
-_serve()

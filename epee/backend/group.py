@@ -7,7 +7,7 @@ a C++ caller would crash on it.
 
 What a group says of its view, and how ranks come back, are calls of epee's own (`view_calls.py`).
 
-Device dispatch is in one place (`refusal.py`): a collective on a GPU's tensors is made there (`device/calls.py`). What
+Device dispatch is in one place (`refusal.py`): a collective on a GPU's tensors is made there (`backend/cuda`). What
 is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
 tensors in host memory (`staging.py`). Calls on CPU tensors pay next to nothing for that. A call whose arguments are
 refused raises `InvalidArgument` here, and the peers of a collective are told (`refusal.py`).
@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,8 @@ from .collectives import arguments as calls
 from .collectives.plan import Make, Tensors
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
-from .cuda.interface import NOT_SERVED, DeviceCalls
-from .cuda.interface import make as make_device_calls
-from .cuda.message_interface import DeviceMessages
-from .cuda.message_interface import make as make_device_messages
+from .cuda import make_calls, make_messages
+from .cuda.interface import NOT_SERVED
 from .engine.engine import Engine
 from .engine.operation import Operation
 from .membership.admission import UNSEEN_DEATH_S
@@ -70,6 +68,10 @@ from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import CallsOfView
 from .view_calls import check_peer as check_peer_in_view
 from .work import DONE, Ended, Work, is_loss
+
+if TYPE_CHECKING:
+    from .cuda.half import DeviceHalf
+    from .cuda.messages.half import MessageHalf
 
 _MAX_TAG = (1 << 63) - 1
 _UNSEEN_HERE_S = 1.0  # how long a process of this host may take to be seen to die
@@ -107,8 +109,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._group_name = str(getattr(dist_opts, "group_id", ""))
         self._group_desc = ""
         self._place: Place | None = None
-        self._on_device: DeviceCalls | None = None
-        self._messages: DeviceMessages | None = None
+        self._on_device: DeviceHalf | None = None
+        self._messages: MessageHalf | None = None
         self._ends: list[Any] = []
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
@@ -159,13 +161,13 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._staging = Staging(self._engine)
         if self._on_device is not None:
             self._on_device.close(False)
-        self._on_device = make_device_calls(self._engine, self._rank, self._num_ranks, self.options)
+        self._on_device = make_calls(self._engine, self._rank, self._num_ranks, self.options)
         if self._on_device is not None:
             self._ends.append(weakref.finalize(self, self._on_device.close, False))
         if self._messages is not None:
             self._messages.close(False)
         check_peer = functools.partial(check_peer_in_view, self._engine, self._rank)
-        self._messages = make_device_messages(self._engine, self._rank, self.options, self._store, check_peer)
+        self._messages = make_messages(self._engine, self._rank, self.options, self._store, check_peer)
         if self._messages is not None:
             self._ends.append(weakref.finalize(self, self._messages.close, False))
 
@@ -632,7 +634,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Make them as one; returns its work."""
         return self._require_messages(device).end_batch()
 
-    def _require_messages(self, device: Any) -> DeviceMessages:
+    def _require_messages(self, device: Any) -> MessageHalf:
         if self._messages is None or torch.device(device).type != "cuda":
             raise UnsupportedError(
                 "coalescing by device exists for messages between CUDA tensors of one host only; use "

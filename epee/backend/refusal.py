@@ -2,7 +2,7 @@
 
 A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
 `MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is made
-there (`device/calls.py`), or run again on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A
+there (`backend/cuda`), or run again on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A
 profiler sees each call as a range.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..arrays import real_tensors
 from ..errors import (
@@ -24,12 +24,15 @@ from ..errors import (
     named,
 )
 from ..profiling import is_profiling, range_of
-from .cuda.interface import NOT_SERVED, DeviceCalls, is_on_gpu
+from .cuda.interface import NOT_SERVED, is_on_gpu
 from .engine.engine import Engine
 from .membership.judge import LOSS
 from .staging import Staging
 from .tensors import NeedsStaging
 from .work import Ended, is_loss
+
+if TYPE_CHECKING:
+    from .cuda.half import DeviceHalf
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -39,7 +42,7 @@ class HasCollectives(Protocol):
 
     _engine: Engine
     _staging: Staging
-    _on_device: DeviceCalls | None
+    _on_device: DeviceHalf | None
 
 
 def collective(name: str) -> Callable[[_Method], _Method]:

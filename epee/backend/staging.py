@@ -1,4 +1,4 @@
-"""CUDA tensors on a group: through pinned host memory, where calls do not run on the GPUs (`device/calls.py`).
+"""CUDA tensors on a group: through pinned host memory, where calls do not run on the GPUs (`backend/cuda`).
 
 Data path: each tensor of a call that lies on a GPU gets a *twin*, a contiguous pinned tensor of the same shape. The
 call then runs on the twins like any other, and what it has written goes back. The twin of a sparse tensor is a sparse

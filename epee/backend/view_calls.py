@@ -7,7 +7,7 @@ rank's last call, except where a method says otherwise. Nothing here writes to s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,14 @@ from ..errors import InvalidArgument, InvalidState, RankFailedError, Unsupported
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
-from .cuda.interface import DeviceCalls
 from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
 from .membership.admission import Admission
 from .options import MAX_RANKS, BackendOptions
+
+if TYPE_CHECKING:
+    from .cuda.half import DeviceHalf
 
 
 @untraced_methods
@@ -36,7 +38,7 @@ class CallsOfView:
     _engine: Engine
     _rank: int
     _counts_present: bool
-    _on_device: DeviceCalls | None
+    _on_device: DeviceHalf | None
 
     def _meet(self) -> None:
         raise NotImplementedError

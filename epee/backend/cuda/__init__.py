@@ -1,30 +1,48 @@
-"""Collectives on CUDA tensors of one host, made by kernels over NVLink: the device half of the backend's groups."""
+"""The CUDA backend of a group: collectives and messages on CUDA tensors of one host, made by kernels over NVLink.
+
+A group or a call that is not served here sends CUDA tensors through CPU memory (`backend/staging.py`). Which of the two
+a call takes follows from what is equal on all ranks: the group's options, its size, its hosts, and the call. Both ends
+of a message take the same way.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .interface import Policy, register
-from .message_interface import register as register_messages
+from .interface import MODES, Policy
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..options import BackendOptions
+    from .half import DeviceHalf
+    from .messages.half import MessageHalf
 
 
-def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:
-    if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is none
+def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) -> DeviceHalf | None:
+    """Create the collectives of a group; None where its CUDA tensors go through CPU memory. Opens no device."""
+    # Not by the size: a process that joins a grown group must meet the others, to hear that the group is too large.
+    if options.mode not in MODES or size <= 0 or engine.box.exports is not None:
+        return None
+    if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is no NVML
         return None
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 
-    return DeviceHalf(engine, rank, staging_bytes, policy)
+    policy = Policy(options.fault_mode == "mask", options.counts_present)
+    return DeviceHalf(engine, rank, engine.box.staging_bytes, policy)
 
 
-def _make_messages(engine: Any, rank: int, staging_bytes: int, store: Any, check_peer: Any, is_masked: bool) -> Any:
+def make_messages(
+    engine: Engine, rank: int, options: BackendOptions, store: Any, check_peer: Callable[[int, str], None]
+) -> MessageHalf | None:
+    """Create the messages of a group; None where those of its CUDA tensors go through CPU memory. Opens no device.
+
+    Every mode is served in which a kernel waits for no decision about a rank that lives, as for collectives.
+    """
+    if options.mode not in MODES or engine.box.exports is not None:
+        return None
     from .messages.half import MessageHalf
 
-    return MessageHalf(engine, rank, staging_bytes, store, check_peer, is_masked)
-
-
-def serve() -> None:
-    """Let groups of the backend make their calls and messages on CUDA tensors here."""
-    register(_make)
-    register_messages(_make_messages)
+    return MessageHalf(engine, rank, engine.box.staging_bytes, store, check_peer, options.fault_mode == "mask")

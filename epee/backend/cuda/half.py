@@ -54,7 +54,7 @@ _Before = tuple[set[int], Count | None]  # the ranks that took part when a call 
 
 
 class DeviceHalf(MeetingHalf):
-    """See above; implements `backend.device.calls.DeviceCalls`. One thread at a time.
+    """Collectives of one group on CUDA tensors. One thread at a time.
 
     Args:
         engine: of the group.

@@ -1,7 +1,7 @@
 """Where the hosts of a group's device half meet: what each tells the others, and what they make of it (`half.py`).
 
 Meetings. Before the first call, and before the next one after the group's members have changed or a call was lost, all
-members make a call of the engine (`backend/device/calls.meet`), twice: first each tells its memory, GPU, process and
+members make a call of the engine (`interface.meet`), twice: first each tells its memory, GPU, process and
 the number of its last call, when its GPU has done all that was queued; then each has mapped the others' memory and set
 view and number (`Collectives.begin`), and tells whether that went well. So when the second call has ended nothing of
 earlier calls is under way, and all may store everywhere. Where it went wrong on one, CUDA tensors take the way through

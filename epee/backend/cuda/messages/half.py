@@ -35,7 +35,6 @@ from ...p2p.message import ANY
 from ...tensors import CARRIERS
 from ...work import DONE, is_loss
 from ..interface import NOT_SERVED
-from ..message_interface import CheckPeer
 from .again import ShortWay, ThreadsBatch
 from .batches import MessageCaller, caller, is_below
 from .losses import CLOSE_S, LostMessages
@@ -61,7 +60,7 @@ class Batch(ThreadsBatch):
 
 
 class MessageHalf:
-    """See above; implements `backend.device.messages.DeviceMessages`.
+    """Messages of one group between CUDA tensors.
 
     Args:
         engine: of the group.
@@ -82,7 +81,7 @@ class MessageHalf:
         rank: int,
         staging_bytes: int,
         store: Any,
-        check_peer: CheckPeer,
+        check_peer: Callable[[int, str], None],
         is_masked: bool = False,
     ) -> None:
         self.engine = self._engine = engine

@@ -152,7 +152,7 @@ def _public() -> Iterator[tuple[Any, str]]:
 def install() -> None:
     """Wrap all public functions and methods of epee in this process; idempotent."""
     from epee.backend import group, work
-    from epee.backend.engine import engine
+    from epee.engine import engine
     from epee.ep import handle
     from epee.ep.latency import types as latency_types
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from epee.backend.hosts import report
-from epee.backend.hosts.report import Progress, look_at_groups
 from epee.cli.main import app
 from epee.doctor import hang
+from epee.engine.replication import report
+from epee.engine.replication.report import Progress, look_at_groups
 from tests import harness
 from tests.loopback import world
 

@@ -20,6 +20,7 @@ LAYERS = (
     {"memory", "jit", "log"},
     {"view"},
     {"link"},
+    {"engine"},
     {"gpu"},
     {"backend"},
     {"ep"},

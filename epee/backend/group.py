@@ -28,15 +28,9 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from .. import env
 from ..arrays import real_tensors
-from ..errors import EpeeError, InvalidArgument, PeerError, UnsupportedError, is_own, named
-from ..profiling import is_profiling, range_of
-from ..untraced import untraced_methods
-from ..values import MAX_S, longest, seconds
-from ..view.label import group_label
-from ..view.runtime import begin_group, end_group
-from .bootstrap.attempt import attempt
-from .bootstrap.birth import close_at_exit, create_engine
-from .bootstrap.joining import (
+from ..engine.bootstrap.attempt import attempt
+from ..engine.bootstrap.birth import close_at_exit, create_engine
+from ..engine.bootstrap.joining import (
     Place,
     alone,
     come_in,
@@ -47,24 +41,30 @@ from .bootstrap.joining import (
     names_job,
     place_of,
 )
-from .bootstrap.seat import meeting_place, own_job
+from ..engine.bootstrap.seat import meeting_place, own_job
+from ..engine.engine import Engine
+from ..engine.membership.admission import UNSEEN_DEATH_S
+from ..engine.membership.members import TooShort, fitted
+from ..engine.membership.sizes import Mask
+from ..engine.operation import Operation
+from ..engine.outbox import Outboxes
+from ..engine.p2p.message import ANY, Message
+from ..engine.plan import Make, Tensors
+from ..engine.signature import DTYPE_CODE, OP_CODE
+from ..engine.signature import pack as pack_signature
+from ..engine.tensors import NeedsStaging, carrier_of, source, target
+from ..errors import EpeeError, InvalidArgument, PeerError, UnsupportedError, is_own, named
+from ..profiling import is_profiling, range_of
+from ..untraced import untraced_methods
+from ..values import MAX_S, longest, seconds
+from ..view.label import group_label
+from ..view.runtime import begin_group, end_group
 from .collectives import arguments as calls
-from .collectives.plan import Make, Tensors
-from .collectives.signature import DTYPE_CODE, OP_CODE
-from .collectives.signature import pack as pack_signature
 from .cuda import make_calls, make_messages
 from .cuda.interface import NOT_SERVED
-from .engine.engine import Engine
-from .engine.operation import Operation
-from .membership.admission import UNSEEN_DEATH_S
-from .membership.members import TooShort, fitted
-from .membership.sizes import Mask
 from .options import BackendOptions
-from .outbox import Outboxes
-from .p2p.message import ANY, Message
 from .refusal import collective
 from .staging import Staging
-from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import CallsOfView
 from .view_calls import check_peer as check_peer_in_view
 from .work import DONE, Ended, Work, is_loss

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..arrays import real_tensors
+from ..engine.engine import Engine
+from ..engine.membership.judge import LOSS
+from ..engine.tensors import NeedsStaging
 from ..errors import (
     EpeeError,
     InvalidArgument,
@@ -25,10 +28,7 @@ from ..errors import (
 )
 from ..profiling import is_profiling, range_of
 from .cuda.interface import NOT_SERVED, is_on_gpu
-from .engine.engine import Engine
-from .membership.judge import LOSS
 from .staging import Staging
-from .tensors import NeedsStaging
 from .work import Ended, is_loss
 
 if TYPE_CHECKING:

@@ -37,13 +37,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..arrays import plain_tensors, real_tensors, writing
+from ..engine.engine import Engine
+from ..engine.entry import CLOSED
+from ..engine.overlap import batch_mates
+from ..engine.ranges import meet, not_run, spans_of
+from ..engine.tensors import refuse_overlap, refuse_shared
 from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context
 from ..untraced import untraced_methods
-from .engine.engine import Engine
-from .engine.entry import CLOSED
-from .engine.overlap import batch_mates
-from .ranges import meet, not_run, spans_of
-from .tensors import refuse_overlap, refuse_shared
 from .work import Ended, Work, is_loss
 
 SPIN_S = 100e-6  # a GPU that is about done is met without sleeping

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..engine.ending import leavers
+from ..engine.engine import Engine
+from ..engine.entry import ENDED
+from ..engine.membership.admission import Admission
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
-from .engine.ending import leavers
-from .engine.engine import Engine
-from .engine.entry import ENDED
-from .membership.admission import Admission
 from .options import MAX_RANKS, BackendOptions
 
 if TYPE_CHECKING:

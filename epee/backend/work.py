@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..engine.engine_face import Background
+from ..engine.operation import Driven, Operation
+from ..engine.outbox import Outboxes
+from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, is_own, named
 from ..untraced import caller, untraced_methods
 from ..values import waiting_time
-from .engine.operation import Driven, Operation
-from .engine_face import Background
-from .outbox import Outboxes
-from .p2p.message import ANY, Message
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
 

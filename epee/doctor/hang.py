@@ -4,7 +4,7 @@ Data path: `view/report.py` reads the boards of all ranks of the job, from outsi
 stopped or hold the GIL. A wait of a group or a buffer that has slept writes its call to the board (`view/awaited.py`);
 a rank without a line computes, or is between two calls.
 
-Boards are those of one host. Of a group over several `backend/hosts/report.py` tells how far each rank is, those of
+Boards are those of one host. Of a group over several `engine/replication/report.py` tells how far each rank is, those of
 other hosts as far as this host has heard, and that tells who is behind.
 
 Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..backend.hosts.report import Progress, look_at_groups
+from ..engine.replication.report import Progress, look_at_groups
 from ..errors import ResourceError
 from ..view.report import JobReport, RankReport, look_at_job
 

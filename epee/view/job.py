@@ -6,7 +6,7 @@ views are projections of one; a group that mixes jobs founds another.
 
 Order: every rank tells a `Hello` (its jobs and slots; rank 0 the lane's id and, if need be, a new folder), reads all of
 them and comes to the same choice. How it is told is the group's affair: a group of the backend has a store
-(`backend/bootstrap/birth.py`). In a job that runs already the lane is registered before this rank tells which epoch it
+(`engine/bootstrap/birth.py`). In a job that runs already the lane is registered before this rank tells which epoch it
 knows; the group begins in the highest epoch told, and every rank has learned, or will learn, all decisions from there
 on. Founders begin in epoch 1.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.membership.sizes import Mask
+from epee.engine.membership.sizes import Mask
 from epee.errors import PeerError
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from epee.backend.collectives.reducing import AllReduce
-from epee.backend.engine.engine import Engine
+from epee.engine.engine import Engine
 from epee.errors import CommTimeoutError, EpeeError, MismatchError
 from tests.harness import run_ranks
 from tests.stand_in import stand_in

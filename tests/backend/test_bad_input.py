@@ -135,7 +135,7 @@ def test_bad_arguments_are_refused_by_name_and_the_group_works_on(num_ranks: int
 def test_a_tensor_on_another_device_is_refused_in_words() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from epee.backend.tensors import carrier_of
+    from epee.engine.tensors import carrier_of
 
     with FakeTensorMode(), pytest.raises(UnsupportedError, match=r"input lies on xpu:0.*\.cpu\(\)"):
         carrier_of(torch.empty(2, device="xpu:0"), "input")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.bootstrap import birth, record
+from epee.engine.bootstrap import birth, record
 from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError
 from epee.memory.host import HostRegion
 from tests.harness import run_ranks

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from epee.backend.engine.overlap import meet, spans_of
+from epee.engine.overlap import meet, spans_of
 from epee.errors import CommTimeoutError, MismatchError
 from tests.harness import run_mortal, run_ranks
 from tests.survive import stages

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from epee.backend.bootstrap import elsewhere
-from epee.backend.bootstrap.home import ASKS, Offer
-from epee.backend.membership.admission import Admission
+from epee.engine.bootstrap import elsewhere
+from epee.engine.bootstrap.home import ASKS, Offer
+from epee.engine.membership.admission import Admission
 from epee.errors import UnsupportedError
 from epee.memory.host import BLOB_BYTES
 

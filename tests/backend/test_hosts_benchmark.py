@@ -16,10 +16,10 @@ for _name in ("typer", "rich"):
 
 from benchmarks import common, hosts, two_hosts  # noqa: E402
 from epee.backend.collectives import reduce  # noqa: E402
-from epee.backend.collectives.plan import Sink  # noqa: E402
 from epee.backend.collectives.reducing_hosts import plan_reduction  # noqa: E402
-from epee.backend.outbox import sites_of  # noqa: E402
-from epee.backend.tensors import carrier_of  # noqa: E402
+from epee.engine.outbox import sites_of  # noqa: E402
+from epee.engine.plan import Sink  # noqa: E402
+from epee.engine.tensors import carrier_of  # noqa: E402
 
 
 @pytest.mark.slow

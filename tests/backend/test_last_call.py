@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.engine import operation
+from epee.engine import operation
 from epee.errors import InvalidState
 from epee.memory.signals import SEQ_BITS
 from tests.harness import run_ranks

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.bootstrap import record
+from epee.engine.bootstrap import record
 from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError
 from tests.forked import Program
 from tests.harness import DEAD, run_ranks
@@ -387,7 +387,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def hostile(rank: int, num_ranks: int) -> list[str]:
     """A peer whose outbox holds nonsense: an error, never a crash."""
-    from epee.backend.outbox import CELL_WORDS, NUM_CELLS, OFFSET
+    from epee.engine.outbox import CELL_WORDS, NUM_CELLS, OFFSET
 
     told = []
     box = dist.group.WORLD._engine.members

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.outbox import CELL_WORDS, GAVE_UP
+from epee.engine.outbox import CELL_WORDS, GAVE_UP
 from epee.errors import InvalidArgument, MismatchError
 from tests.harness import run_ranks
 

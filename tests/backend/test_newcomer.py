@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from epee.backend.membership.epochs import Survival
+from epee.engine.membership.epochs import Survival
 from epee.view.job import Seat
 from epee.view.process.board import LaneRow
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from epee.backend.collectives.reducing import AllReduce
-from epee.backend.tensors import Target
+from epee.engine.tensors import Target
 from tests.harness import run_ranks
 
 _C = ctypes.CDLL(None)

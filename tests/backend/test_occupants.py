@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer
-from epee.backend.bootstrap.lane_birth import LaneBirth
-from epee.backend.membership.admission import Admission
-from epee.backend.membership.occupants import Occupants
+from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer
+from epee.engine.bootstrap.lane_birth import LaneBirth
+from epee.engine.membership.admission import Admission
+from epee.engine.membership.occupants import Occupants
 from epee.memory.host import BLOB_BYTES
 from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol.decision import compose, parts_of

@@ -279,7 +279,7 @@ FLOAT32 = 13 | 9 << 6 | 9 << 12  # the signature of point_to_point of float32 wi
 
 def lying_header(rank: int, num_ranks: int, lie: dict[int, int], tag: int) -> str:
     """Rank 0's first header holds `lie` (position -> value); rank 1 gets an error and nothing is written."""
-    from epee.backend.p2p import send as sending
+    from epee.engine.p2p import send as sending
 
     if rank == 0:
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.engine.entry import NEWS, TROUBLED
-from epee.backend.outbox import TAKEN_BACK
-from epee.backend.p2p import recv as receiving
+from epee.engine.entry import NEWS, TROUBLED
+from epee.engine.outbox import TAKEN_BACK
+from epee.engine.p2p import recv as receiving
 from epee.errors import CommTimeoutError, InvalidState, NoQuorumError, RankFailedError
 from tests.harness import run_ranks
 from tests.survive import stages

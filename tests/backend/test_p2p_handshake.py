@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import epee.backend
-from epee.backend.collectives.signature import OP_CODE, pack
-from epee.backend.outbox import Outboxes, outbox_layout
-from epee.backend.p2p import recv as receiving
-from epee.backend.p2p import send as sending
-from epee.backend.p2p.channel import Mailroom
-from epee.backend.p2p.message import STAYS_OPEN, Message
-from epee.backend.tensors import Target
+from epee.engine.outbox import Outboxes, outbox_layout
+from epee.engine.p2p import recv as receiving
+from epee.engine.p2p import send as sending
+from epee.engine.p2p.channel import Mailroom
+from epee.engine.p2p.message import STAYS_OPEN, Message
+from epee.engine.signature import OP_CODE, pack
+from epee.engine.tensors import Target
 from epee.errors import CommTimeoutError, InvalidState, MismatchError
 from epee.memory.host import HostRegion
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.bootstrap import attempt
+from epee.engine.bootstrap import attempt
 from epee.errors import SlotTakenError
 from tests.harness import run_ranks
 from tests.survive import stages

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.backend.membership.sizes import Mask, Sizes
 from epee.backend.options import MAX_RANKS
+from epee.engine.membership.sizes import Mask, Sizes
 
 
 def test_a_newcomer_raises_the_size_from_its_first_call_on() -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import epee.backend
-from epee.backend.bootstrap.home import OutboxLocator, pack_extra
 from epee.backend.collectives.arguments import barrier
-from epee.backend.engine.engine import Engine
-from epee.backend.engine.entry import CHANGING, NEWS
-from epee.backend.membership.epochs import Survival
-from epee.backend.outbox import Outboxes, OutboxOwner, outbox_layout
-from epee.backend.p2p.message import Message
+from epee.engine.bootstrap.home import OutboxLocator, pack_extra
+from epee.engine.engine import Engine
+from epee.engine.entry import CHANGING, NEWS
+from epee.engine.membership.epochs import Survival
+from epee.engine.outbox import Outboxes, OutboxOwner, outbox_layout
+from epee.engine.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
 from epee.view.job import Seat
@@ -250,7 +250,7 @@ def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process
         patch.setattr(HostRegion, "attach", forbidden)
         with pytest.raises(ResourceError, match="forbidden"):
             case.engine.look(lambda: None)
-        monkeypatch.setattr("epee.backend.membership.members.is_leaving", lambda pid, start_time: True)
+        monkeypatch.setattr("epee.engine.membership.members.is_leaving", lambda pid, start_time: True)
         patch.setattr(HostRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
         case.engine.look(lambda: None)
     assert case.survival._boxes.full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"

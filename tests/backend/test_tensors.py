@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epee.backend import tensors
-from epee.backend.tensors import refuse_overlap
+from epee.engine import tensors
+from epee.engine.tensors import refuse_overlap
 from epee.errors import InvalidArgument
 
 dims = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=0, max_size=4)

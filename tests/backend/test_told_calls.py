@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from epee.backend.collectives.plan import refused
-from epee.backend.collectives.signature import pack
-from epee.backend.engine.engine import Engine
-from epee.backend.engine.operation import Operation
-from epee.backend.membership.judge import Judge
-from epee.backend.membership.unsettled import UnsettledCalls
-from epee.backend.outbox import CONSUMED, CONSUMED_TOO
+from epee.engine.engine import Engine
+from epee.engine.membership.judge import Judge
+from epee.engine.membership.unsettled import UnsettledCalls
+from epee.engine.operation import Operation
+from epee.engine.outbox import CONSUMED, CONSUMED_TOO
+from epee.engine.plan import refused
+from epee.engine.signature import pack
 from epee.errors import RankFailedError, is_own
 from epee.memory.signals import tag
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal, Start

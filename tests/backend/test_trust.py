@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.bootstrap import birth, joining
-from epee.backend.bootstrap.attempt import BootstrapAttempt
-from epee.backend.bootstrap.home import FOLDER_KEY
-from epee.backend.bootstrap.proof import prove, proved, transcript
-from epee.backend.outbox import OutboxOwner, open_outbox, outbox_layout
+from epee.engine.bootstrap import birth, joining
+from epee.engine.bootstrap.attempt import BootstrapAttempt
+from epee.engine.bootstrap.home import FOLDER_KEY
+from epee.engine.bootstrap.proof import prove, proved, transcript
+from epee.engine.outbox import OutboxOwner, open_outbox, outbox_layout
 from epee.errors import AuthError, InvalidState, PeerError, ProtocolError, RankFailedError, ResourceError
 from epee.memory.host import HostRegion
 from epee.view.job import parse_member

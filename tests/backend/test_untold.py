@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from epee.backend.collectives.arguments import barrier
-from epee.backend.engine.entry import CHANGING
-from epee.backend.outbox import COMPLETES, GAVE_UP, failed_by_view
+from epee.engine.entry import CHANGING
+from epee.engine.outbox import COMPLETES, GAVE_UP, failed_by_view
 from epee.errors import CommTimeoutError, RankFailedError
 
 from .test_take_news import Case, Process

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from epee.backend.engine import interrupts, waiting
-from epee.backend.engine.entry import ENDED, Entry, Guarded
-from epee.backend.engine.waiting import MOVE_PAUSE_S, Waiting
-from epee.backend.outbox import CORE, STATE_WORDS
+from epee.engine import interrupts, waiting
+from epee.engine.entry import ENDED, Entry, Guarded
+from epee.engine.outbox import CORE, STATE_WORDS
+from epee.engine.waiting import MOVE_PAUSE_S, Waiting
 
 
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:

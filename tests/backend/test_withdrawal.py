@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.outbox import CELL_WORDS
+from epee.engine.outbox import CELL_WORDS
 from epee.errors import CommTimeoutError, MismatchError
 
 from ..harness import run_ranks

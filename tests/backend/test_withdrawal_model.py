@@ -13,9 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from epee.backend.collectives.signature import REFUSED
-from epee.backend.engine.withdrawal import _stance_of
-from epee.backend.outbox import (
+from epee.engine.outbox import (
     CELL_WORDS,
     COMPLETES,
     CONSUMED,
@@ -28,7 +26,9 @@ from epee.backend.outbox import (
     TAG,
     failed_by_view,
 )
-from epee.backend.outbox import GAVE_UP as MARK
+from epee.engine.outbox import GAVE_UP as MARK
+from epee.engine.signature import REFUSED
+from epee.engine.withdrawal import _stance_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
 PUBLISH, READ, RECHECK_HEADER, RECHECK_MARK, DECIDE, THROUGH, GIVE_UP, TAKE_BACK = range(8)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from epee.backend.collectives.plan import Plan
-from epee.backend.engine.operation import Operation
+from epee.engine.operation import Operation
+from epee.engine.plan import Plan
 from epee.ep import base
 from epee.ep.control.bootstrap import judge
 from epee.ep.hosts import birth, layout

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from epee.backend.outbox import Outboxes
+from epee.engine.outbox import Outboxes
 from epee.ep import base
 from epee.ep.hosts.latency.region import latency_layout
 from epee.link.frames import NO_WORD

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from epee.backend.membership.intake import Arrival
-from epee.backend.p2p.channel import first_number
+from epee.engine.membership.intake import Arrival
+from epee.engine.p2p.channel import first_number
 
 
 class Told:

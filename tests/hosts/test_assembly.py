@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from epee.backend.bootstrap.home import Home
-from epee.backend.bootstrap.joining import Place
+from epee.engine.bootstrap.home import Home
+from epee.engine.bootstrap.joining import Place
 from epee.ep.config import BufferConfig
 from epee.ep.hosts import birth, notices
 from epee.ep.hosts.assembly import Assembly

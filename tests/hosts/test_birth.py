@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.backend.bootstrap import birth
+from epee.engine.bootstrap import birth
 from epee.errors import RankFailedError
 from epee.memory import claim, host
 from tests.harness import DEAD

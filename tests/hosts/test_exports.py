@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from epee.backend.collectives.copying import Spread
-from epee.backend.hosts.exports import Exports
-from epee.backend.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outboxes, outbox_layout
+from epee.engine.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outboxes, outbox_layout
+from epee.engine.replication.exports import Exports
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
 from epee.memory.host import HEADER_BYTES, HostRegion

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from epee.backend.bootstrap.home import FOUNDER, Offer
-from epee.backend.hosts.gate import Gate
+from epee.engine.bootstrap.home import FOUNDER, Offer
+from epee.engine.replication.gate import Gate
 from epee.memory.host import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.backend.hosts import coming
-from epee.backend.membership.epochs import Survival
+from epee.engine.membership.epochs import Survival
+from epee.engine.replication import coming
 from epee.errors import AuthError, CommTimeoutError, EpeeError, InvalidState, MismatchError
 from epee.view.runtime import Runtime
 from tests.harness import DEAD, run_ranks

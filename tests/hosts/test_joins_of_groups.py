@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import epee
-from epee.backend.membership.epochs import Survival
+from epee.engine.membership.epochs import Survival
 from epee.errors import EvictedError, RankFailedError
 from epee.view.transport.wire import PING, LaneTold
 from tests.harness import DEAD, run_ranks

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.outbox import SLEEPERS
+from epee.engine.outbox import SLEEPERS
 from epee.ep.config import BufferConfig
 from epee.ep.latency.wire import SectionHeader, Wire
 from epee.errors import AbortedError, InvalidState, MismatchError, ProtocolError, StaleHandleError, UnsupportedError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from epee.backend.hosts.mirror import Ear, Mirror
-from epee.backend.outbox import CELL_WORDS, Outboxes, outbox_layout
+from epee.engine.outbox import CELL_WORDS, Outboxes, outbox_layout
+from epee.engine.replication.mirror import Ear, Mirror
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, PIECES, WRITE, Frame, pack_pieces
 from epee.memory.host import HostRegion

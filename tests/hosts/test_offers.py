@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from epee.backend.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
-from epee.backend.hosts.ways import Turn
-from epee.backend.membership.admission import Admission
-from epee.backend.membership.lane_hooks import LaneHooks
-from epee.backend.membership.occupants import Occupants
+from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
+from epee.engine.membership.admission import Admission
+from epee.engine.membership.lane_hooks import LaneHooks
+from epee.engine.membership.occupants import Occupants
+from epee.engine.replication.ways import Turn
 from epee.memory.host import BLOB_BYTES
 from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want

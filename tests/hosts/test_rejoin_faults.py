@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.membership.admission import Admission
-from epee.backend.membership.epochs import Survival
+from epee.engine.membership.admission import Admission
+from epee.engine.membership.epochs import Survival
 from epee.ep.hosts import birth
 from epee.ep.hosts.assembly import Assembly
 from epee.errors import CommTimeoutError, MismatchError, StaleHandleError

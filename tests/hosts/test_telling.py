@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epee.backend.hosts.mirror import Mirror
-from epee.backend.hosts.telling import tell_all
-from epee.backend.outbox import (
+from epee.engine.outbox import (
     CELL_WORDS,
     COMPLETES,
     CONSUMED,
@@ -28,6 +26,8 @@ from epee.backend.outbox import (
     outbox_layout,
     seal,
 )
+from epee.engine.replication.mirror import Mirror
+from epee.engine.replication.telling import tell_all
 from epee.link.frames import NO_WORD
 from epee.memory.host import HEADER_BYTES, HostRegion
 

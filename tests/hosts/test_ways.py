@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from epee.backend.hosts.mirror import FROM_BIRTH, Ear
-from epee.backend.hosts.ways import Newcomer, Turn, Ways
-from epee.backend.outbox import (
+from epee.engine.outbox import (
     GENERATION,
     MIRROR_CUT,
     MIRROR_MADE,
@@ -20,6 +18,8 @@ from epee.backend.outbox import (
     OutboxOwner,
     outbox_layout,
 )
+from epee.engine.replication.mirror import FROM_BIRTH, Ear
+from epee.engine.replication.ways import Newcomer, Turn, Ways
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology

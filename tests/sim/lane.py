@@ -1,6 +1,6 @@
 """A lane in miniature: an engine that obeys `protocol/outcome.py` over outboxes that readers see late (`words.py`).
 
-The protocol is that of `backend/engine/operation.py` over `backend/outbox.py`: payload, header words, tag; FILLED,
+The protocol is that of `engine/operation.py` over `engine/outbox.py`: payload, header words, tag; FILLED,
 MERGED, DRAINED per round; CONSUMED before a cell is used again; a new set of outboxes per epoch. Calls are generators
 that yield after every store and every load, so a crash, a stop or another process's step can fall between any two.
 
@@ -10,7 +10,7 @@ reads looks at the tags once more before it takes the result for good. So a proc
 and voted out, finds no tag that it waits for.
 
 A call that is given up (a time-out, an exception that comes out of it) is withdrawn as in
-`backend/engine/withdrawal.py`: GAVE, then TAG cleared behind a fence, which every reader sees before this process loads
+`engine/withdrawal.py`: GAVE, then TAG cleared behind a fence, which every reader sees before this process loads
 anything more. What it loads then is at least what any other reader has seen, as on x86-64, where a store that one core
 sees is seen by all. How the call ends is said by the product's rule (`protocol/withdrawal.py`). A call that was not
 published is refused. Where its end stays open it is unclaimed: the program issues nothing more before it is known.
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from functools import partial
 
-from epee.backend.hosts.gate import Gate
+from epee.engine.replication.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
 from epee.view.protocol.messages import DEAD, FOREVER, LEFT, Decision, LaneState
@@ -272,7 +272,7 @@ class Engine:
         return max(self.epoch, 0 if self.gate is None else self.gate.newest)
 
     def _may_take(self, decision: Decision) -> bool:
-        """Return whether a view may be taken over, as `Survival._may_take` in `backend/membership/epochs.py`."""
+        """Return whether a view may be taken over, as `Survival._may_take` in `engine/membership/epochs.py`."""
         gate = self.gate
         if gate is None or decision.epoch <= self.epoch or not self._brings_in(decision):
             return True
@@ -325,7 +325,7 @@ class Engine:
     def heed(self) -> None:
         """Find out where the oldest call stands, if there is news of that and all is here that was said before.
 
-        As `heed` in `backend/membership/judge.py`: of the others it is asked when they are the oldest.
+        As `heed` in `engine/membership/judge.py`: of the others it is asked when they are the oldest.
         """
         while self.must_judge and not (self.unheard or self.is_gated):
             self.must_judge = False
@@ -459,7 +459,7 @@ class Engine:
     def _is_changing(self) -> bool:
         """Return whether a change of the view is known to come for a call: then calls are begun one by one.
 
-        As CHANGING in `backend/membership/epochs.py`.
+        As CHANGING in `engine/membership/epochs.py`.
         """
         epoch, course = self.course.base, self.course
         is_over = not (course.turns or self.news or self.unheard) and max(course.starts(epoch)) <= self.through() + 1
@@ -701,7 +701,7 @@ class Engine:
 
     @classmethod
     def _stance(cls, header: int, mark: int, tag: int, is_through: bool, is_refused: bool) -> Stance:
-        """Return what a cell's words say, as `_stance_of` in `backend/engine/withdrawal.py`.
+        """Return what a cell's words say, as `_stance_of` in `engine/withdrawal.py`.
 
         Two things differ: no word is ever damaged here, and a cell that has not held the call is used again early.
         """

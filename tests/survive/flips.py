@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from epee.backend.engine import express, operation
-from epee.backend.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
+from epee.engine import express, operation
+from epee.engine.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
 
 from .histories import COLLECTIVES, before, expected
 from .rounds import LONG, begin, one_call

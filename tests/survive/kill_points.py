@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epee.backend.collectives.plan import Plan
-from epee.backend.engine import express, operation
-from epee.backend.engine.operation import Operation
-from epee.backend.p2p import recv as receiving
-from epee.backend.p2p import send as sending
+from epee.engine import express, operation
+from epee.engine.operation import Operation
+from epee.engine.p2p import recv as receiving
+from epee.engine.p2p import send as sending
+from epee.engine.plan import Plan
 from epee.view.process.board import Board
 from epee.view.protocol.agent import Agent
 

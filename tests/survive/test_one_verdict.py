@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.engine import express
+from epee.engine import express
 from epee.errors import EvictedError, NoQuorumError
 from tests.harness import run_mortal, run_ranks
 
@@ -196,7 +196,7 @@ def timed_out_and_stopped(rank: int, num_ranks: int, folder: str) -> list[str]:
                 return self.words[index]
 
             def __setitem__(self, index: Any, value: Any) -> None:
-                from epee.backend.outbox import COMPLETES
+                from epee.engine.outbox import COMPLETES
 
                 if isinstance(value, int) and value == COMPLETES and not stopped:
                     stopped.append(index)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.engine.entry import NEWS
+from epee.engine.entry import NEWS
 from epee.errors import ResourceError
 from tests import shortage
 from tests.harness import DEAD, run_mortal

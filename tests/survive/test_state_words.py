@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from epee.backend.outbox import (
+from epee.engine.outbox import (
     CONSUMED,
     CONSUMED_TOO,
     LIFE,

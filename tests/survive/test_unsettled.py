@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.engine.entry import NEWS
+from epee.engine.entry import NEWS
 from epee.errors import CommTimeoutError, PeerError, RankFailedError
 from tests.harness import DEAD, run_mortal
 

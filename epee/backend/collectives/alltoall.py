@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.outbox import PREAMBLE, Outboxes
+from ...engine.plan import Plan, Planned, Range, Sink
+from ...engine.tensors import Array
 from ...errors import MismatchError, ProtocolError
-from ..outbox import PREAMBLE, Outboxes
-from ..tensors import Array
-from .plan import Plan, Planned, Range, Sink
 from .rounds import CHUNK_BYTES
 
 

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidArgument
-from ..membership.members import position_of
-from ..outbox import Outboxes
-from ..tensors import (
+from ...engine.membership.members import position_of
+from ...engine.outbox import Outboxes
+from ...engine.plan import Plan, Sink
+from ...engine.signature import MAX_COUNT, NO_REDUCE, OP_CODE
+from ...engine.signature import pack as pack_signature
+from ...engine.tensors import (
     CARRIERS,
     Array,
     Carrier,
@@ -30,14 +32,12 @@ from ..tensors import (
     source,
     target,
 )
+from ...errors import InvalidArgument
 from .alltoall import AllToAll
 from .copying import Barrier, Scatter, Spread, UnevenGather
 from .packing import FinishAfter, GatheredPart, PackedTensors, ZeroAfter, pack, shapes_word
-from .plan import Plan, Sink
 from .reduce import PREMUL_SUM, Reducer, check, premultiply
 from .reducing_hosts import plan_reduce_scatter, plan_reduction
-from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
-from .signature import pack as pack_signature
 from .sparse.all_reduce import plan_sparse
 
 _SUM = dist.ReduceOp.SUM

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..outbox import Outboxes
-from ..tensors import Array
-from .plan import Plan, Range, Sink
+from ...engine.outbox import Outboxes
+from ...engine.plan import Plan, Range, Sink
+from ...engine.tensors import Array
 from .rounds import cut, lay_out
 from .segments import Segmented
 

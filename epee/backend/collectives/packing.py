@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..tensors import Array, Carrier, Target, source, target
+from ...engine.tensors import Array, Carrier, Target, source, target
 
 
 def shapes_word(counts: Sequence[int]) -> int:

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from ...arrays import num_dispatch_modes, num_function_modes, without_modes
+from ...engine.signature import REDUCE_OPS
+from ...engine.tensors import Array, Carrier
 from ...errors import InvalidArgument
-from ..tensors import Array, Carrier
-from .signature import REDUCE_OPS
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 BLOCK_BYTES = 256 << 10

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.outbox import ALIGN_BYTES, Outboxes
+from ...engine.plan import Plan, Range, Sink
+from ...engine.tensors import Array
 from ...memory.layout import align_up
-from ..outbox import ALIGN_BYTES, Outboxes
-from ..tensors import Array
-from .plan import Plan, Range, Sink
 from .reduce import Reducer
 from .rounds import cut, lay_out
 from .segments import Segmented

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.outbox import ALIGN_BYTES, Outboxes
+from ...engine.plan import Range
+from ...engine.tensors import Array
 from ...memory.layout import align_up
-from ..outbox import ALIGN_BYTES, Outboxes
-from ..tensors import Array
-from .plan import Range
 from .reduce import AVG, Reducer
 from .reducing import AllReduce, ReduceScatter
 from .rounds import cut, lay_out

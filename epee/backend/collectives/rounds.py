@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...engine.outbox import ALIGN_BYTES
+from ...engine.plan import Plan
 from ...memory.layout import align_up
-from ..outbox import ALIGN_BYTES
-from .plan import Plan
 
 CHUNK_BYTES = 2 << 20
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...arrays import require_memory, writing
+from ...engine.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
 from ...errors import InvalidArgument
 from ..collectives import reduce as reductions
 from ..collectives.arguments import check_one_dtype, one, premul_factor, reduce_code
-from ..tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
 from . import moves
 from .moves import PREMUL_SUM, Kind, Move, Stretch, row_of, rows_of
 from .params import ELEMENTS

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...engine.engine import Engine
+from ...engine.outbox import Outboxes
+from ...engine.plan import Sink
+from ...engine.signature import OP_CODE, pack
 from ..collectives.copying import Spread
-from ..collectives.plan import Sink
-from ..collectives.signature import OP_CODE, pack
-from ..engine.engine import Engine
-from ..outbox import Outboxes
 
 NOT_SERVED = object()
 MEETING = "device_meeting"

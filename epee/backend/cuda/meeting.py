@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...engine.engine import Engine
 from ...errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import CudaPlatform, Platform
 from ...memory.claim import process_start_time
 from ...memory.cuda_mapping import uuid_of
 from ...view.process.detector import is_leaving
-from ..engine.engine import Engine
 from .again import KnownCalls
 from .interface import Policy, meet
 from .machine import Collectives, most_sms

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..tensors import CARRIERS
+from ...engine.tensors import CARRIERS
 from .params import MAX_RANKS, OP_NUMBERS, REDUCTIONS
 
 Kind = tuple[torch.dtype | None, str]  # of a reduction; bytes that are only moved have no dtype

@@ -2,7 +2,7 @@
 
 The buffer's engine is a lane of its own (`birth.py`). A process that has come into the *group* is no part of it; it
 finds the lane (`notices.py`), and asks to come in by an offer beside the lane's row, as for any group made with
-`new_group` (`backend/bootstrap/joining.py`). In `sync` the members want it in; the decision that has it says with which
+`new_group` (`engine/bootstrap/joining.py`). In `sync` the members want it in; the decision that has it says with which
 call it begins, the same for all.
 
     a round     One exchange of rows. Each rank says whom it knows to be there or coming: who is in the lane in the
@@ -32,8 +32,8 @@ import struct
 import time
 from collections.abc import Callable
 
-from ...backend.engine.engine import Engine
-from ...backend.outbox import Outboxes
+from ...engine.engine import Engine
+from ...engine.outbox import Outboxes
 from ...link.topology import Topology
 from ...view.group import GroupInView
 from ..control.messages import ControlPlaneOver

@@ -1,7 +1,7 @@
 """How a buffer over several hosts comes into being: an engine of its own, beside the one of its group.
 
 The ranks compare their arguments (`control/bootstrap.py`, as on one host) and agree on a number. Then they make a group
-for the buffer alone, as the backend makes one (`backend/bootstrap/birth.py`), through the store of the given group and
+for the buffer alone, as the backend makes one (`engine/bootstrap/birth.py`), through the store of the given group and
 under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that calls
 of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will do.
 
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...backend.bootstrap.attempt import attempt
-from ...backend.bootstrap.birth import create_engine
-from ...backend.bootstrap.joining import Place, come_in, place_of
-from ...backend.engine.engine import Engine
+from ...engine.bootstrap.attempt import attempt
+from ...engine.bootstrap.birth import create_engine
+from ...engine.bootstrap.joining import Place, come_in, place_of
+from ...engine.engine import Engine
 from ...errors import CommTimeoutError, EpeeError, UnsupportedError
 from ...view.group import GroupInView
 from ..config import BufferConfig

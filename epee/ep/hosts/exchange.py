@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...backend.collectives.plan import Make
-from ...backend.engine.engine import Engine
-from ...backend.engine.operation import Operation
-from ...backend.outbox import Outboxes
+from ...engine.engine import Engine
+from ...engine.operation import Operation
+from ...engine.outbox import Outboxes
+from ...engine.plan import Make
 from ...errors import NoQuorumError, ProtocolError, context
 from ..config import BufferConfig
 from ..control.header import Header, check_agreed, limits_of, parse_header

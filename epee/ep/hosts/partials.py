@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from ...arrays import array_of, plain_tensors, writing
-from ...backend.collectives.plan import Plan, Range
-from ...backend.collectives.signature import OP_CODE
-from ...backend.collectives.signature import pack as pack_signature
-from ...backend.outbox import Outboxes
+from ...engine.outbox import Outboxes
+from ...engine.plan import Plan, Range
+from ...engine.signature import OP_CODE
+from ...engine.signature import pack as pack_signature
 from ...link.roles import Roles
 from ...memory.layout import align_up
 from ..checks import CombineCall

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ...arrays import NUMPY_DTYPES, plain_tensors, writing
-from ...backend.engine.engine import Engine
+from ...engine.engine import Engine
 from ...errors import (
     AbortedError,
     CommTimeoutError,

@@ -7,7 +7,7 @@ through the records of its host and copies the rows that it gets straight to the
 anything and nobody waits for a forwarder: the gateway of a source only keeps the memory that all ranks of its host
 read.
 
-Who writes, who reads, what orders them: as in every call of the engine (`backend/engine/operation.py`): the count of
+Who writes, who reads, what orders them: as in every call of the engine (`engine/operation.py`): the count of
 filled rounds is stored behind the records, a round's memory is written again when all have drained it. Places follow
 from the counts that all ranks have exchanged before: rows of one source never meet those of another.
 
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays import array_of
-from ...backend.collectives.plan import Plan, Range
-from ...backend.collectives.signature import OP_CODE
-from ...backend.collectives.signature import pack as pack_signature
-from ...backend.outbox import Outboxes
+from ...engine.outbox import Outboxes
+from ...engine.plan import Plan, Range
+from ...engine.signature import OP_CODE
+from ...engine.signature import pack as pack_signature
 from ...errors import ProtocolError
 from ...link.roles import Roles
 from ...memory.arena import Arena

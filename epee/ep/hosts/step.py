@@ -6,7 +6,7 @@ and members, so it is the same on all ranks. Then its second call moves the data
 
 The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the
 rows once more**, in the place of the data, and the step is planned anew. In which members' outboxes an engine call
-ends is the same on all ranks (`backend/membership/epochs.py`), so they all do one or the other, under the same number.
+ends is the same on all ranks (`engine/membership/epochs.py`), so they all do one or the other, under the same number.
 Members are asked for when the engine plans a call (`Make`), which it does again whenever it moves it.
 
     mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by who is left. Data: as above.
@@ -28,12 +28,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backend.collectives.copying import Spread
-from ...backend.collectives.plan import Make, Plan, Sink
-from ...backend.collectives.signature import OP_CODE
-from ...backend.collectives.signature import pack as pack_signature
-from ...backend.engine.operation import Operation
-from ...backend.outbox import Outboxes
-from ...backend.tensors import Array
+from ...engine.operation import Operation
+from ...engine.outbox import Outboxes
+from ...engine.plan import Make, Plan, Sink
+from ...engine.signature import OP_CODE
+from ...engine.signature import pack as pack_signature
+from ...engine.tensors import Array
 from ..control.inbox import ExchangedRows
 
 _BYTE = np.dtype(np.uint8)

@@ -22,7 +22,7 @@ COMPLETES and MISSING exclude each other, but COMPLETES and FAILED do not: a buf
 complete the exchange, and raise then alike where one of the rows refuses the call. Who follows them does as they do, so
 COMPLETES comes first.
 
-The two layouts of words say where each of these stands in memory, and why it is true: `backend/engine/withdrawal.py`
+The two layouts of words say where each of these stands in memory, and why it is true: `engine/withdrawal.py`
 (a part is taken back) and `ep/control/withdrawal.py` (it is not). What is left open: a rank that has stopped between
 its last look and its word has not decided, and nobody can decide for it.
 

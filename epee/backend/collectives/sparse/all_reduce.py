@@ -23,13 +23,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ....engine.outbox import ALIGN_BYTES, PREAMBLE, Outboxes
+from ....engine.plan import Plan, Planned, Range, Sink
+from ....engine.signature import OP_CODE, REDUCE_OPS, pack
+from ....engine.tensors import CARRIERS, Array, Carrier, NeedsStaging, source
 from ....errors import InvalidArgument, ProtocolError
-from ...outbox import ALIGN_BYTES, PREAMBLE, Outboxes
-from ...tensors import CARRIERS, Array, Carrier, NeedsStaging, source
-from ..plan import Plan, Planned, Range, Sink
 from ..reduce import AVG, SUM, check, quietly
 from ..rounds import CHUNK_BYTES
-from ..signature import OP_CODE, REDUCE_OPS, pack
 
 NAME = "sparse_all_reduce"
 MAX_KEY = (1 << 62) - 1  # of the sparse dimensions: the key of an entry, its flat index, is an int64

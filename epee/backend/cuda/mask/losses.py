@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from ....engine.ending import leavers
+from ....engine.engine import Engine
 from ....view.process.detector import is_leaving
-from ...engine.ending import leavers
-from ...engine.engine import Engine
 from ..machine import Collectives
 
 logger = logging.getLogger("epee")

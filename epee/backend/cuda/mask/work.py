@@ -7,9 +7,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from ....engine.engine import Engine
 from ....errors import CommTimeoutError, PeerError
 from ....untraced import untraced_methods
-from ...engine.engine import Engine
 from ...work import is_loss
 from ..work import NAP_S, DeviceWork
 from .counts import Count

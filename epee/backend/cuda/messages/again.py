@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....engine.tensors import CARRIERS
 from ....errors import InvalidState
 from ....gpu.report import NO_REPORTS
-from ...tensors import CARRIERS
 from ...work import DONE
 from .batches import MessageCaller
 from .machine import Messages, Parcel, ReadyBatch

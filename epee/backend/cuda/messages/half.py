@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from ....arrays import writing
+from ....engine.engine import Engine
+from ....engine.p2p.message import ANY
+from ....engine.tensors import CARRIERS
 from ....errors import InvalidArgument, PeerError, UnsupportedError
-from ...engine.engine import Engine
-from ...p2p.message import ANY
-from ...tensors import CARRIERS
 from ...work import DONE, is_loss
 from ..interface import NOT_SERVED
 from .again import ShortWay, ThreadsBatch

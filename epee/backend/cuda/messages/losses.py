@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from ....engine.engine import Engine
 from ....errors import CommTimeoutError, EpeeError, RankFailedError, named
 from ....gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
-from ...engine.engine import Engine
 from ...work import is_loss
 from .machine import Messages, Queued
 from .meetings import Pairs

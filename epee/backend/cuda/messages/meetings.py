@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ....engine.engine import Engine
 from ....errors import (
     CommTimeoutError,
     EpeeError,
@@ -26,7 +27,6 @@ from ....gpu.death_notifier import DeathNotifier
 from ....gpu.platform import Platform
 from ....memory.claim import process_start_time
 from ....view.process.detector import DeathWatch, is_leaving
-from ...engine.engine import Engine
 from .. import meeting as collectives_meeting
 from ..meeting import MeetingRow
 from .machine import Messages, plan_of

@@ -44,9 +44,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ....engine.engine import Engine
+from ....engine.outbox import OWNER, has_left
 from ....errors import CommTimeoutError, ProtocolError, RankFailedError, ResourceError, context
-from ...engine.engine import Engine
-from ...outbox import OWNER, has_left
 from ..meeting import MeetingRow
 
 NAP_S = 2e-4

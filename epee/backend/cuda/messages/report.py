@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ....engine.tensors import CARRIERS
 from ....errors import (
     AbortedError,
     CommTimeoutError,
@@ -14,7 +15,6 @@ from ....errors import (
     context,
 )
 from ....gpu.report import ABORTED, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
-from ...tensors import CARRIERS
 from .params import OPS
 
 _WAITS = {1: "a message", 2: "the rest of a message", 3: "room in the ring", 4: "a message"}

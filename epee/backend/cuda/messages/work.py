@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ....arrays import require_memory
+from ....engine.engine import Engine
+from ....engine.tensors import refuse_overlap
 from ....errors import CommTimeoutError, EpeeError
 from ....gpu.event import Event
 from ....gpu.platform import Platform
 from ....gpu.report import NO_REPORTS
 from ....untraced import untraced_methods
-from ...engine.engine import Engine
-from ...tensors import refuse_overlap
 from ...work import _WorkBase
 from ..work import NAP_S, DeviceWork
 from .machine import ANY, Parcel, Queued

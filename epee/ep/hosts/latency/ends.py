@@ -2,7 +2,7 @@
 
 Each rank writes its own words only. That it gives a call up goes to all hosts, the word that it had gathered an earlier
 one ahead of it. Who gives up then looks at the others: on its own host at their words, on another one by a question on
-the same stream (`backend/hosts/looks.py`), which is answered behind what was told before: the word is in the mirror
+the same stream (`engine/replication/looks.py`), which is answered behind what was told before: the word is in the mirror
 there, and a fence behind it. Who goes on looks into mirrors first. So of two ranks one of which gives up and the other
 goes on, at least one sees the other, as on one host.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from ....backend.hosts.looks import Looks
+from ....engine.replication.looks import Looks
 from ....link.topology import Topology
 from ....view.protocol.withdrawal import GRACE_S, Look, Stance
 from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, EndWords

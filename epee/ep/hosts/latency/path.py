@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ....arrays import array_of, writing
-from ....backend.outbox import STATE_WORDS, has_exited, has_left
+from ....engine.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....gpu.turns import Closing
 from ....link.roles import Roles

@@ -8,7 +8,7 @@ ahead of it. Sums for ranks of this host never leave it; those for another host'
 the only rank with a link to it, which has one row per token and host to send.
 
 Who writes: each rank its own outbox, a gateway the mirrors that it keeps, of what comes in frames, which it checks
-before a byte is stored (`backend/hosts/mirror.py`). What goes to other hosts is sent from memory of the call alone,
+before a byte is stored (`engine/replication/mirror.py`). What goes to other hosts is sent from memory of the call alone,
 which nobody writes again: so a half that the network has not taken yet cannot be changed by the next call.
 
 What orders it: on one link frames are applied in the order of their writing, the tag behind its rows. A source writes
@@ -35,10 +35,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from ....backend.engine.engine import Engine
-from ....backend.hosts.exports import Exports
-from ....backend.hosts.waiting import MOST_MOVES_S
-from ....backend.outbox import CONSUMED, SLEEPERS, STATE_WORDS
+from ....engine.engine import Engine
+from ....engine.outbox import CONSUMED, SLEEPERS, STATE_WORDS
+from ....engine.replication.exports import Exports
+from ....engine.replication.waiting import MOST_MOVES_S
 from ....errors import ProtocolError
 from ....link.frames import NO_WORD
 from ....link.roles import Roles
@@ -247,7 +247,7 @@ class HostsWire(Wire):
         self._links.pump()
         self._links.rest()
         asleep = self._state[SLEEPERS]  # of the engine's calls, whose word it is too
-        self._state[SLEEPERS] = asleep + 1  # whoever applies a frame looks there (`backend/hosts/mirror.py`)
+        self._state[SLEEPERS] = asleep + 1  # whoever applies a frame looks there (`engine/replication/mirror.py`)
         try:
             super()._doze(address, seen)
         finally:

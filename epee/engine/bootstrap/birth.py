@@ -1,0 +1,348 @@
+"""How a group comes into being, and how it goes when the process does.
+
+Each rank makes its outbox and puts one record into the group's store: version, size of the group, staging size, who and
+where it is, and the blob of its outbox. It reads everybody's record, checks it and who wrote it (`proof.py`), and maps
+the outbox, which must say that it is this rank's. The last step needs
+no store: a rank sets its LIFE word when it has mapped all outboxes and waits for everybody's, so after birth nobody
+depends on anybody's file descriptor or on the store, which is never used again.
+
+The key of a record (`record.py`) holds how often this rank was born in this store, so a group that is destroyed and
+made again with the same store does not meet old records.
+
+A rank that fails on the way tells the others (`attempt.py`). One that dies leaves a key that nobody misses or a
+time-out that names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import socket
+import time
+import weakref
+from dataclasses import asdict, replace
+
+from ... import env
+from ...backend.options import MODES
+from ...errors import ProtocolError
+from ...link.address import listen, own_address
+from ...link.topology import Topology
+from ...memory.host import HostRegion
+from ...view.job import Seat, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
+from ...view.process.detector import DeathWatch
+from ...view.process.machine import own_host_key
+from ...view.protocol.messages import EXITED, LEFT, Member
+from ...view.runtime import note_exit
+from ...view.transport.directory import JobDirectory
+from ..engine import Engine
+from ..membership.epochs import Survival
+from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
+from ..progress import HelperThread, acquire
+from ..replication.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
+from ..replication.coming import leave_notes
+from ..replication.waiting import LinkedWaiting
+from ..replication.ways import Ways
+from .attempt import BootstrapAttempt, read_fields, time_left
+from .home import FOLDER_KEY, Home, pack_home, pack_place
+from .proof import prove, transcript
+from .readiness import await_all
+from .record import Proof, RankRecord, exchange, own_record
+from .seat import Greeting, take_seat
+
+
+def create_engine(
+    this: BootstrapAttempt,
+    timeout_s: float,
+    staging_bytes: int,
+    mode: str = MODES[0],
+    extra_bytes: int = 0,
+) -> Engine:
+    """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
+
+    Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`).
+
+    Raises:
+        AuthError: a record was written by somebody else, or the ranks run as different users.
+        CommTimeoutError: a rank did not come within `timeout_s`.
+        RankFailedError: a rank died on the way.
+        MismatchError: a rank refused its options, or the ranks have variables unlike that must be alike.
+        PeerError: a rank could not make its part.
+        UnsupportedError: this machine cannot share memory.
+        ProtocolError: a record is damaged, or of another version or group.
+        ResourceError: no memory or descriptor is left here.
+        InvalidArgument: a group over several hosts has no token file where EPEE_REQUIRE_TOKEN_FILE=1 demands one.
+    """
+    deadline = time.monotonic() + timeout_s
+    greeting = topology = None
+    if this.num_ranks > 1:
+        greeting = _greeted(this, deadline)
+        topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
+    birth = _Birth(this, greeting, topology, deadline, staging_bytes, mode, extra_bytes)
+    engine = birth.run(timeout_s)
+    keep(engine)
+    return engine
+
+
+class _Birth:
+    """One rank's part of a birth; see above, and `hosts/birth.py` for what several hosts need beside."""
+
+    def __init__(
+        self,
+        this: BootstrapAttempt,
+        greeting: Greeting | None,
+        topology: Topology | None,
+        deadline: float,
+        staging_bytes: int,
+        mode: str,
+        extra_bytes: int,
+    ) -> None:
+        self._this, self._greeting, self._deadline = this, greeting, deadline
+        spans = topology is not None and (topology.num_hosts > 1 or (greeting is not None and greeting.spans))
+        self._topology = topology if spans else None
+        self._staging_bytes, self._mode = staging_bytes, mode
+        self._extra_bytes = extra_bytes if self._topology is not None else 0
+        self._watch = DeathWatch()
+        self._seat: Seat | None = None
+        self._survival: Survival | None = None
+        self._ways: Ways | None = None
+        self._helper: HelperThread | None = None
+        self._left: set[int] = set()  # slots
+        self._leave = greeting.withdraw if greeting is not None else int
+
+    def run(self, timeout_s: float) -> Engine:
+        """Do it; tell the others if it fails."""
+        watch = self._watch
+        with contextlib.ExitStack() as undo:
+            undo.callback(watch.close)
+            undo.callback(lambda: self._leave())
+            half_made = contextlib.ExitStack()
+            undo.callback(half_made.close)
+            try:
+                box = self._make(undo, half_made)
+            except BaseException as exc:
+                error = self._this.explain(exc if self._topology is None else in_words(exc), watch)
+                self._this.fail(error)
+                if error is not exc:
+                    raise error from exc
+                raise
+            undo.pop_all()
+        if self._ways is None:
+            engine = Engine(box, watch, timeout_s)
+        else:
+            waiting = functools.partial(LinkedWaiting, exports=self._ways.exports)
+            engine = Engine(box, watch, timeout_s, waiting=waiting)
+        if self._helper is not None:
+            self._helper.release()  # the engine has a use of its own
+        if self._survival is not None:
+            self._survival.attach(engine)
+        return engine
+
+    def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> Outboxes:
+        this, greeting = self._this, self._greeting
+        capacity = greeting.capacity if greeting is not None else this.num_ranks
+        nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
+        self._helper = helper = acquire()  # now, so that all ranks are told where the system gives no thread
+        undo.callback(helper.release)
+        this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
+        undo.callback(region.close)
+        listener = None
+        if self._topology is not None:
+            listener = listen(own_address(this.store))
+            undo.callback(listener.close)
+        if greeting is not None:
+            self._sit_down(greeting, region, 0 if listener is None else listener.getsockname()[1], half_made)
+        records, owners = [], []
+        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._survival)
+        if greeting is not None:
+            if listener is not None:
+                address, port = listener.getsockname()[:2]
+                mine = replace(mine, address=address, port=port)
+            assert self._seat is not None
+            records = exchange(this, mine, Proof(self._seat.job.directory.token, greeting.told), self._deadline)
+            owners = [self._owner(self._seat, peer, record) for peer, record in enumerate(records)]
+        regions = self._map(region, records, owners, undo)
+        if self._seat is not None:
+            self._begin(self._seat, records)
+        mirrors: dict[int, HostRegion] = {}
+        check = StoreLook(this, self._watch, self._lost)
+        if self._topology is not None:
+            own = Outboxes(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
+            mirrors = make_mirrors(self._topology, owners, own, undo)
+            for peer in self._topology.elsewhere:
+                keeper = self._topology.gateway(peer, self._topology.host)
+                regions[peer] = mirrors.get(peer) or map_mirror(
+                    peer, keeper, regions[keeper], own, owners[peer], self._deadline, check
+                )
+                undo.callback(regions[peer].close)
+        box = Outboxes(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
+        undo.callback(box.close)
+        if self._topology is not None and listener is not None and self._seat is not None:
+            assert self._survival is not None
+            box.place(self._topology.host_of)
+            token = self._seat.job.directory.token
+            args = records, owners, mirrors, token, listener, self._deadline, check, undo
+            self._ways = ways = link(self._topology, box, *args)
+            ways.begin(self._survival.epoch, self._survival.since())
+            self._survival.use(ways)
+        await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
+        if self._ways is not None:
+            await_told(self._ways, box, self._watch, self._lost, self._deadline)
+        return box
+
+    def _lost(self) -> tuple[int, ...]:
+        """Return the ranks that are in the view no more, and have not left it: who fails leaves, and says why."""
+        assert self._seat is not None
+        view = self._seat.job.runtime.view()
+        self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}
+        here = self._left | {member.slot for member in view.members}
+        return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
+
+    def _sit_down(self, greeting: Greeting, region: HostRegion, port: int, half_made: contextlib.ExitStack) -> None:
+        """Take the seat in the job, and write into this rank's outbox whose it is."""
+        this, topology = self._this, self._topology
+        rank = this.rank
+
+        def enter() -> JobDirectory:
+            """Return this host's folder of the new job."""
+            if topology is not None:
+                return enter_job(this, greeting, topology.is_here(0), self._deadline)
+            return greeting.directory or JobDirectory.open(greeting.folder)
+
+        def listen_to_hosts() -> socket.socket | None:
+            """Return what listens for the agents of other hosts."""
+            return None if topology is None else listen(own_address(this.store))
+
+        self._seat = seat = take_seat(greeting, rank, region.blob, port, enter, listen_to_hosts, half_made)
+        self._leave = seat.job.release
+        OutboxOwner(seat.job.runtime.member.nonce, seat.lane, seat.slots[rank]).sign(region)
+        if not seat.is_founder:
+            self._follow(seat)
+
+    def _follow(self, seat: Seat) -> None:
+        self._survival = Survival(seat, self._mode)
+        self._leave = self._survival.close
+
+    def _owner(self, seat: Seat, peer: int, record: RankRecord) -> OutboxOwner:
+        return OutboxOwner(bytes.fromhex(record.nonce), seat.lane, seat.slots[peer])
+
+    def _map(
+        self, region: HostRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
+    ) -> list[HostRegion]:
+        """Watch the ranks of this host and map their outboxes; those of others have this rank's own in their place."""
+        regions = [region] * self._this.num_ranks
+        for peer, record in enumerate(records):
+            if peer != self._this.rank and (self._topology is None or self._topology.is_here(peer)):
+                self._watch.watch(peer, record.pid, record.start_time)
+                regions[peer] = _attach(peer, record, owners[peer])
+                undo.callback(regions[peer].close)
+        return regions
+
+    def _founder(self, peer: int, record: RankRecord) -> Member:
+        member = parse_member(record.member, peer)
+        assert self._greeting is not None
+        if member.host != self._greeting.hellos[peer].host:
+            raise ProtocolError(f"rank {peer} greets from host {self._greeting.hellos[peer].host}, not {member.host}")
+        return member
+
+    def _begin(self, seat: Seat, records: list[RankRecord]) -> None:
+        """Found the job, if this group does, and begin with its view."""
+        if seat.is_founder:
+            start_job(seat, [self._founder(peer, record) for peer, record in enumerate(records)])
+            self._follow(seat)
+            home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
+            if self._topology is not None:
+                spanning = home._replace(spans=True, link=records[0].link, link_mac=records[0].link_mac)
+                leave_notes(self._this.store, seat.job, self._topology, spanning)
+            elif self._this.rank == 0:
+                seat.job.directory.write_home(pack_home(home))
+                place = pack_place(str(seat.job.directory.path), own_host_key())
+                self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
+        assert self._survival is not None
+        self._survival.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
+
+
+def keep(engine: Engine) -> None:
+    """Close `engine` at exit, and mark it in a forked child."""
+    _engines.add(engine)
+
+
+def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
+    """Map a peer's outbox."""
+    region = open_outbox(bytes.fromhex(record.blob), owner)
+    if region.owner_pid != record.pid:
+        region.close()
+        raise ProtocolError(f"rank {peer}'s record names process {record.pid}, its memory {region.owner_pid}")
+    return region
+
+
+def _greeted(this: BootstrapAttempt, deadline: float) -> Greeting:
+    """Do as `_greet`; tell the peers if it fails."""
+    try:
+        return _greet(this, deadline)
+    except BaseException as exc:
+        error = this.explain(exc, DeathWatch())
+        this.fail(error)
+        if error is not exc:
+            raise error from exc
+        raise
+
+
+def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
+    """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
+    mine, directory = own_hello(this.rank, this.num_ranks, own_host_key(), env.get_bool("EPEE_OVER_HOSTS"))
+    try:
+        told = [json.dumps(asdict(mine)).encode()] * this.num_ranks
+        this.store.set(this.key(this.rank) + "/hello", told[this.rank])
+        hellos = []
+        for peer in range(this.num_ranks):
+            raw = this.read(peer, "/hello", deadline)
+            if peer != this.rank:
+                told[peer] = raw
+            this.others_know = True
+            hellos.append(parse_hello(read_fields(told[peer], peer), peer, this.num_ranks))
+            this.others_know = False
+        this.others_know = True  # every rank has heard the same
+        check_spans(hellos)
+        this.others_know = False
+        folder = hellos[0].folder
+        if not folder and not common_job(hellos):
+            if this.rank == 0:
+                directory = new_folder()
+                this.store.set(this.key(0) + "/folder", json.dumps({"folder": str(directory.path)}))
+            folder = str(read_fields(this.read(0, "/folder", deadline), 0).get("folder", ""))
+            folder = folder if directory is None else str(directory.path)
+    except BaseException:
+        if directory is not None:
+            directory.leave()
+        raise
+    return Greeting(hellos, directory, folder, transcript(this.number, [*told, folder.encode()]))
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def close_at_exit(engine: Engine) -> None:
+    """Close an engine because the process ends: its rank has failed unless the program has destroyed its groups."""
+    engine.close(failed=note_exit() == EXITED)
+
+
+def _close_all() -> None:
+    """At exit: end the threads while Python is whole. Groups that were destroyed before are closed already."""
+    for engine in list(_engines):
+        close_at_exit(engine)
+
+
+def _mark_forked() -> None:
+    for engine in list(_engines):
+        engine.forked()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+def _no_more() -> None:
+    """Nothing is heard but what the outboxes say."""

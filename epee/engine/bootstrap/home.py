@@ -1,0 +1,224 @@
+"""What a process must know to join a running group, in the place of a lost rank or beyond, and where it finds it.
+
+The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
+the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path and host in the store. Each process tells
+the blob of its outbox, for which lane it is, and how many ranks it was told that the group has, in its
+`Member.endpoint` (`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
+(`OutboxEndpoint`).
+
+Into any group of the job, the first one included, a process that is in the job already comes by an `Offer`, which it
+shows on its board beside the lane's row: where its outbox is, as which rank it asks to come in. Members of a group show
+theirs, too. Who wants it taken in puts what was offered into the want, and that of the members who are there since the
+group began; so the decision has it all (`Part.locator`), and nobody reads an offer of somebody else then. Rank 0 of a
+group that is made later leaves the note about it in the group's store.
+
+All are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...backend.options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
+from ...errors import EpeeError, InvalidState, ProtocolError
+from ...memory.host import BLOB_BYTES
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import Decision, Member
+from ..outbox import OutboxOwner
+
+VERSION = 4
+FOLDER_KEY = "epee/job"
+HOSTS = "hosts"  # in that record, of a group over several: on how many it began
+LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
+_HOME = struct.Struct("<IQIQII")
+_SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
+_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQ")
+_LOCATOR = struct.Struct(f"<II{BLOB_BYTES}sI")
+FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
+_EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
+_MAX_PORT = (1 << 16) - 1
+
+
+class Home(NamedTuple):
+    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode.
+
+    Attributes:
+        spans: it runs over several hosts.
+        link, link_mac: then EPEE_LINK and EPEE_LINK_MAC of its ranks.
+    """
+
+    lane: int
+    num_ranks: int
+    staging_bytes: int
+    mode: str
+    spans: bool = False
+    link: str = "tcp"
+    link_mac: bool = False
+
+
+class OutboxEndpoint(NamedTuple):
+    """A process's outbox in a lane, as its endpoint tells it.
+
+    Attributes:
+        blob: of its outbox.
+        pid: with `start_time` the process.
+        num_ranks: the world size that it was started with.
+        owner: what the outbox must say.
+        host: key of the process's host.
+        address, port: where its links with other hosts are made; port 0 where it has none.
+    """
+
+    blob: bytes
+    pid: int
+    start_time: int
+    num_ranks: int
+    owner: OutboxOwner
+    host: str = ""
+    address: str = ""
+    port: int = 0
+
+
+def pack_place(folder: str, host: str) -> str:
+    """Return what rank 0 writes into the store: the job's folder, and the host that it is on."""
+    return f"{folder}\n{host}"
+
+
+def parse_place(text: str) -> tuple[str, str]:
+    """Return folder and host of a record in the store; "" for a host that it does not tell."""
+    folder, _, host = text.partition("\n")
+    return folder, host
+
+
+def pack_home(home: Home) -> bytes:
+    """Return the note for joiners."""
+    flags = _SPANS * home.spans | _MAC * home.link_mac | _NIXL * (home.link == "nixl")
+    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode), flags)
+
+
+def parse_home(raw: bytes) -> Home:
+    """Return the note of a job's folder.
+
+    Raises:
+        InvalidState: there is none: the job has no group that can be joined.
+        ProtocolError: it is damaged or of another version.
+    """
+    if not raw:
+        raise InvalidState("the job has no group that could be joined yet; start its ranks first")
+    if len(raw) != _HOME.size:
+        raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
+    version, lane, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
+    sizes_ok = 2 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
+    if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
+        raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
+    link = "nixl" if flags & _NIXL else "tcp"
+    return Home(lane, num_ranks, staging_bytes, MODES[mode], bool(flags & _SPANS), link, bool(flags & _MAC))
+
+
+def pack_extra(lane: int, num_ranks: int, blob: bytes, port: int = 0) -> bytes:
+    """Return what a process tells in its endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
+    return _EXTRA.pack(lane, num_ranks, blob, port)
+
+
+def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
+    """Return a member's part in `lane`, None when it has none or tells what cannot be."""
+    try:
+        endpoint = parse_endpoint(member.endpoint)
+    except EpeeError:
+        return None  # an endpoint that cannot be right is nobody's outbox
+    if len(endpoint.extra) != _EXTRA.size:
+        return None
+    told, num_ranks, blob, port = _EXTRA.unpack(endpoint.extra)
+    if told != lane or not member.slot < num_ranks <= MAX_RANKS or port > _MAX_PORT:
+        return None
+    owner = OutboxOwner(member.nonce, lane, member.slot)
+    where = member.host, endpoint.address, port
+    return OutboxEndpoint(blob, endpoint.pid, endpoint.start_time, num_ranks, owner, *where)
+
+
+def takes_part(lane: int, member: Member) -> bool:
+    """Return whether a member has a part in `lane`."""
+    return outbox_of(member, lane) is not None
+
+
+class OutboxLocator(NamedTuple):
+    """A process's outbox in a lane, as a decision tells it (`Part.locator`).
+
+    Attributes:
+        rank: in the group.
+        num_ranks: how many ranks the group has, as this process was told.
+        blob: of its outbox.
+        port: where its links with other hosts are made; 0 where it has none.
+    """
+
+    rank: int
+    num_ranks: int
+    blob: bytes
+    port: int
+
+    def pack(self) -> bytes:
+        """Return the bytes for a want."""
+        return _LOCATOR.pack(*self)
+
+    def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
+        """Return the outbox of `member`, whose it is."""
+        process = parse_endpoint(member.endpoint)
+        owner = OutboxOwner(member.nonce, lane, member.slot)
+        where = member.host, process.address, self.port
+        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
+
+
+def locators_of(decision: Decision, lane: int) -> dict[int, OutboxLocator]:
+    """Return what a decision tells of outboxes of a lane, by slot of the member; what cannot be right is left out."""
+    members = {member[:2] for member in decision.members}
+    told = {part.slot: part.locator for part in decision.parts if part.lane == lane and part[1:3] in members}
+    found = {slot: OutboxLocator(*_LOCATOR.unpack(data)) for slot, data in told.items() if len(data) == _LOCATOR.size}
+    return {
+        slot: locator
+        for slot, locator in found.items()
+        if locator.rank < locator.num_ranks <= MAX_RANKS and locator.port <= _MAX_PORT
+    }
+
+
+class Offer(NamedTuple):
+    """A process's outbox in a lane, as its board tells it.
+
+    Attributes:
+        state: FOUNDER, ASKS or IN.
+        rank: in the group.
+        num_ranks: how many ranks the group has, as this process was told.
+        blob: of its outbox.
+        port: where its links with other hosts are made; 0 where it has none.
+        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
+        next_seq, heard, before: of which waiting ranks the process has heard (`local_state.Mark`).
+    """
+
+    state: int
+    rank: int
+    num_ranks: int
+    blob: bytes
+    port: int = 0
+    turned: int = 0
+    next_seq: int = 0
+    heard: int = 0
+    before: int = 0
+
+    def pack(self) -> bytes:
+        """Return the bytes for the board."""
+        return _OFFER.pack(*self)
+
+    @property
+    def locator(self) -> OutboxLocator:
+        """What a decision is to tell of it."""
+        return OutboxLocator(self.rank, self.num_ranks, self.blob, self.port)
+
+
+def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
+    """Return the offers among what boards tell of a lane, by slot; what cannot be right is no offer."""
+    found = {slot: Offer(*_OFFER.unpack(data)) for slot, data in told.items() if len(data) == _OFFER.size}
+    return {
+        slot: offer
+        for slot, offer in found.items()
+        if offer.state in (FOUNDER, ASKS, IN) and offer.rank < offer.num_ranks <= MAX_RANKS and offer.port <= _MAX_PORT
+    }

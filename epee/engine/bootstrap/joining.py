@@ -1,0 +1,372 @@
+"""A process joins a running group (`is_extension=True`), in the place of a lost rank or where nobody has been before.
+
+It finds the job's folder through the store or, when the store is gone, among this user's running jobs; reads the note
+about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do so when one of them calls
+`recover_ranks`. The decision that has this process as a member says who the others are and where their outboxes lie,
+and from which call on it takes part. Nobody waits for it before that decision, and a crash on the way disturbs nobody.
+
+Into a group made with `new_group`, or back into one that it was put out of, a process comes that is in the job already
+(`come_in`): it shows its offer on its board (`home.Offer`), members ask the agents for a view with it (`Want`), and all
+else is as above. Which group that is, it learns from the note that the group's rank 0 has left in the group's store, or
+it knows (`Place`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+from ... import env
+from ...backend.options import MAX_RANKS
+from ...errors import (
+    AuthError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    MismatchError,
+    ProtocolError,
+    UnsupportedError,
+)
+from ...link.engine import chosen_engine
+from ...memory.host import BLOB_BYTES, HostRegion
+from ...view.job import Job, Seat, job_name, retained
+from ...view.process.detector import DeathWatch
+from ...view.process.machine import own_host_key
+from ...view.protocol.messages import Decision
+from ...view.transport.directory import JobDirectory, find_jobs
+from ..engine import Engine
+from ..membership.epochs import Survival
+from ..membership.members import attach_outbox, make_blank, narrow
+from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
+from ..p2p.channel import first_number
+from ..replication.coming import Entrance, Found, find_over_hosts, tell_contact
+from ..replication.waiting import LinkedWaiting
+from ..wake import publish_word
+from .attempt import read_fields
+from .birth import keep
+from .elsewhere import require_host
+from .home import (
+    ASKS,
+    FOLDER_KEY,
+    HOSTS,
+    LANE_KEY,
+    Home,
+    Offer,
+    pack_extra,
+    pack_home,
+    parse_home,
+    parse_place,
+)
+from .proof import prove, proved
+from .seat import own_job
+
+STORE_WAIT_S = 2.0
+
+
+def find_job(store: Any) -> Found:
+    """Return the running job.
+
+    Raises:
+        InvalidState: there is no running job, or there are several and the store does not say which.
+        UnsupportedError: the ranks run on another host than this process, and on one alone.
+        AuthError: the job's secret is in a file (EPEE_TOKEN_FILE), and this process has none or another one.
+    """
+    try:
+        store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
+        return _open_told(bytes(store.get(FOLDER_KEY)), store)
+    except (AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
+        raise
+    except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
+        jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for ours
+        if len(jobs) != 1:
+            raise InvalidState(
+                f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
+                f"of {job_name()} run here; use the store of the running ranks, and start it on "
+                "a host of theirs"
+            ) from exc
+        directory = JobDirectory.open(jobs[0])
+        with contextlib.ExitStack() as undo:
+            undo.callback(directory.leave)
+            found = Found(directory, parse_home(directory.read_home()))
+            undo.pop_all()
+            return found
+
+
+def _open_told(raw: bytes, store: Any) -> Found:
+    """Open the job that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
+    fields = read_fields(raw, 0)
+    if HOSTS in fields:
+        return find_over_hosts(store, fields)
+    folder, host = parse_place(str(fields.get("record", "")))
+    if host not in ("", own_host_key()):
+        raise UnsupportedError(
+            "is_extension=True: the running ranks are on another host, and a job that began on one host stays there; "
+            "start this process on it (a container: in their PID namespace, --pid=host), or begin on two hosts, or "
+            "with EPEE_OVER_HOSTS=1 on all ranks"
+        )
+    directory = JobDirectory.open(folder)
+    try:
+        proved(directory.token, fields, FOLDER_KEY.encode(), "the job's")
+        return Found(directory, parse_home(directory.read_home()))
+    except BaseException:
+        directory.leave()
+        raise
+
+
+def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
+    """Take `rank`'s place; returns when the members have taken this process in.
+
+    Args:
+        num_ranks: the world size that this process was started with; the group has at least so many ranks then.
+    Raises:
+        InvalidState: no group can be joined. UnsupportedError: its ranks run on one host, which is another one.
+        SlotTakenError: another process has this rank.
+        InvalidArgument: the group has another mode.
+        CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
+        ResourceError: no memory or descriptor is left here.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as undo:
+        directory, home, contacts = find_job(store)
+        undo.callback(directory.leave)
+        _check(home, rank, num_ranks, mode)
+        door = Entrance.open(store, undo) if home.spans else None
+        layout = outbox_layout(MAX_RANKS, home.staging_bytes)
+        region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+        undo.callback(region.close)
+        extra = pack_extra(home.lane, num_ranks, region.blob, 0 if door is None else door.port)
+        job = Job(directory, rank, extra, None if door is None else door.for_agents(store))
+        OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
+        leave: Callable[[], object] = job.release
+        undo.callback(lambda: leave())
+        decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
+        job.enlist()
+        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        leave = survival.close
+        if door is not None:
+            survival.span(decision)
+            tell_contact(store, job)
+        survival.join(decision)
+        engine = _start(survival, decision, home, rank, region, door)
+        undo.pop_all()
+        return engine
+
+
+class Place(NamedTuple):
+    """A group that runs, and this process's rank in it.
+
+    Attributes:
+        home: what a note says about it.
+        slots: in the job, of the ranks with which it was made and maybe of more; of the first group, of all ranks.
+        rank: of this process.
+        is_home: it is the first group of its job.
+    """
+
+    home: Home
+    slots: list[int]
+    rank: int
+    is_home: bool
+
+
+def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
+    """Return whether a process that was told so is one more for a running group that was begun with fewer ranks."""
+    if rank == 0 or not store.check([FOLDER_KEY]):
+        return False
+    try:
+        directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
+    except (EpeeError, OSError):
+        return False  # what is there is over, or not ours to read: who begins a group needs none of it
+    directory.leave()  # and with it the folder, if nobody is there any more
+    return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
+
+
+def names_job(store: Any) -> bool:
+    """Return whether a group's store names a running job: the group is the first of it."""
+    return bool(store.check([FOLDER_KEY]))
+
+
+def place_of(engine: Engine, mode: str) -> Place | None:
+    """Return this process's place in a group that it is in, None in one that takes nobody in."""
+    if engine.survival is None:
+        return None
+    box, (lane, slots, is_home) = engine.box, engine.survival.place
+    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports is not None else ()
+    num_ranks = box.num_ranks if is_home else len(slots)
+    return Place(Home(lane, num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
+
+
+def leave_note(store: Any, place: Place | None) -> None:
+    """Have processes that come later find a group, of which this process is rank 0, in its store."""
+    job = own_job()
+    if place is None or place.is_home or place.rank or job is None:
+        return
+    with contextlib.suppress(RuntimeError):  # the store is gone: then nobody comes
+        note = prove(job.directory.token, pack_home(place.home).hex(), LANE_KEY.encode())
+        store.set(LANE_KEY, note)
+
+
+def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
+    """Return the place of this process in the running group of these global ranks, or of the first of them.
+
+    Raises:
+        InvalidState: this process is in no job yet.
+        InvalidArgument: there is no such group.
+    """
+    job = own_job()
+    if job is None:
+        raise InvalidState(
+            "is_extension=True: this process is in no running job yet; join the default group first, then others"
+        )
+    try:
+        store.wait([LANE_KEY], timedelta(seconds=STORE_WAIT_S))
+        fields = read_fields(bytes(store.get(LANE_KEY)), 0)
+    except RuntimeError as exc:
+        raise InvalidArgument(
+            f"is_extension=True: the store names no running group of ranks {list(ranks)} ({str(exc).splitlines()[0]}); "
+            "make the groups in the order in which the running ranks have made them, with their store; a group that "
+            "does not run yet is made by all its ranks, without is_extension"
+        ) from exc
+    text = proved(job.directory.token, fields, LANE_KEY.encode(), "the group's")
+    try:
+        home = parse_home(bytes.fromhex(text))
+    except ValueError as exc:
+        raise ProtocolError(f"the note about the group of ranks {list(ranks)} cannot be read: {exc}") from exc
+    return Place(home, list(ranks), rank, False)
+
+
+def come_in(
+    place: Place, num_ranks: int, timeout_s: float, mode: str, before: Engine | None, extra_bytes: int = 0
+) -> Engine:
+    """Take this process, which is in the job, into a running group; returns when its members have taken it in.
+
+    Args:
+        num_ranks: the size of the group that this process was told.
+        timeout_s: how long to wait for them.
+        before: the engine of this process's place in the group so far, if it had one; it is closed.
+        extra_bytes: as of `create_engine`; those of the members.
+    Raises:
+        InvalidState: this process is not in the group's job (any more).
+        UnsupportedError: the group runs on one host, which is another one.
+        CommTimeoutError: no member has called `recover_ranks` in time. As `join_engine` else.
+    """
+    _check(place.home, place.rank, num_ranks, mode)
+    founders = place.slots if place.is_home else place.slots[: place.home.num_ranks]
+    if not place.is_home and len(founders) < place.home.num_ranks:
+        raise InvalidArgument(
+            f"ranks must be those that the group was made with, {place.home.num_ranks} of them, and maybe more behind "
+            f"them, got {len(founders)}"
+        )
+    own = own_job()
+    job = None if own is None else retained(own.key)
+    if job is None:
+        raise InvalidState("this process is in no job any more; start it again with is_extension=True")
+    home, rank = place.home, place.rank
+    with contextlib.ExitStack() as undo:
+        release: Callable[[], object] = job.release
+        undo.callback(lambda: release())
+        if not home.spans:
+            require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
+        if before is not None:
+            before.close()  # it has the lane
+        region = HostRegion.create(
+            outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
+        )
+        undo.callback(region.close)
+        OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
+        door = Entrance.open(job.store, undo) if home.spans else None
+        survival = Survival(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
+        release = survival.close
+        decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
+        if door is not None:
+            survival.span(decision)
+        engine = _start(survival, decision, home, rank, region, door, extra_bytes)
+        undo.pop_all()
+        return engine
+
+
+def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
+    if home.mode != mode:
+        raise InvalidArgument(
+            f"fault_mode and on_stall must be those of the running group, {home.mode!r}, got {mode!r}"
+        )
+    own = chosen_engine(), env.get_bool("EPEE_LINK_MAC")
+    if home.spans and own != (home.link, home.link_mac):
+        raise MismatchError(
+            f"EPEE_LINK and EPEE_LINK_MAC must be those of the running group, {home.link} and {int(home.link_mac)}, "
+            f"got {own[0]} and {int(own[1])}"
+        )
+    if not 0 <= rank < num_ranks <= MAX_RANKS:
+        raise InvalidArgument(
+            f"rank must be below world_size, and that at most {MAX_RANKS}, got rank {rank} of {num_ranks}"
+        )
+
+
+def _start(
+    survival: Survival,
+    decision: Decision,
+    home: Home,
+    rank: int,
+    region: HostRegion,
+    door: Entrance | None,
+    extra_bytes: int = 0,
+) -> Engine:
+    """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes.
+
+    The group counts as many ranks as its newcomers were told, and has room for all who are there. The others may count
+    more, if it has lost ranks beyond: lists are a rank's own affair. Over several hosts those of others are blank for
+    the time being, too, and this rank is ready when it reads their mirrors (`hosts/coming.py`).
+    """
+    nbytes = region.nbytes
+    parts = survival.parts(decision)
+    told = [part.num_ranks for peer, part in parts.items() if survival.is_new(peer, decision)]
+    size = max([1 + max(parts), *told])
+    regions: list[HostRegion] = [region] * size
+    blank = make_blank(nbytes)
+    for peer in range(size):
+        part = parts.get(peer)
+        if peer != rank and door is not None and part is not None and not door.is_here(part):
+            regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read in its place
+        elif peer != rank:
+            regions[peer] = (part and attach_outbox(part, nbytes)) or blank
+    box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)
+    box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
+    with contextlib.ExitStack() as undo:
+        watch = DeathWatch()
+        undo.callback(watch.close)
+        for peer, part in parts.items():
+            if peer != rank and (door is None or door.is_here(part)):
+                watch.watch(peer, part.pid, part.start_time)
+        if door is None:
+            engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+        else:
+            ways = door.enter(survival, decision, parts, box, home)
+            undo.callback(ways.exports.abandon)
+            waiting = partial(LinkedWaiting, exports=ways.exports)
+            engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
+        survival.attach(engine)
+        if door is None:
+            publish_word(box, LIFE, LIFE_READY)
+        keep(engine)
+        undo.pop_all()
+        return engine
+
+
+def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:
+    """Return the engine of a process that joins a group later: it counts `num_ranks`, and has itself alone."""
+    layout = outbox_layout(num_ranks, staging_bytes)
+    region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+    try:
+        blank = make_blank(layout.nbytes)
+        box = Outboxes(rank, [region if peer == rank else blank for peer in range(num_ranks)], staging_bytes, 1)
+        box.blanks.update(box.peers)
+        engine = Engine(box, DeathWatch(), timeout_s)
+        engine.members = narrow(box, [rank], 1)
+    except BaseException:
+        region.close()
+        raise
+    keep(engine)
+    return engine

@@ -1,0 +1,102 @@
+"""Which job a group of the backend takes its place in, and where the ranks of a later group find each other.
+
+`view/job.py` has the protocol; what the ranks tell each other goes through the group's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ...backend.options import MAX_RANKS
+from ...view.job import Hello, Job, Seat, common_job, jobs, retained
+from ...view.transport.directory import JobDirectory
+from .home import pack_extra
+
+
+class Greeting(NamedTuple):
+    """What all ranks of a group have told before it has a job.
+
+    Attributes:
+        directory: the folder of a new job that rank 0 has made, in case; None on the others.
+        folder: of the new job, if one is needed.
+        told: stands for all that (`proof.transcript`).
+    """
+
+    hellos: list[Hello]
+    directory: JobDirectory | None
+    folder: str
+    told: bytes
+
+    @property
+    def spans(self) -> bool:
+        """Whether the group is one over several hosts even where all its ranks are on one: others may come."""
+        return self.hellos[0].spans
+
+    @property
+    def capacity(self) -> int:
+        """For how many ranks outboxes need room: groups may grow."""
+        return MAX_RANKS
+
+    def withdraw(self) -> None:
+        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
+        if self.directory is not None:
+            self.directory.leave()
+
+
+def take_seat(
+    greeting: Greeting,
+    rank: int,
+    blob: bytes,
+    port: int,
+    enter: Callable[[], JobDirectory],
+    listen: Callable[[], socket.socket | None],
+    undo: contextlib.ExitStack,
+) -> Seat:
+    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
+
+    Args:
+        port: where its links with other hosts are made; 0 on one host.
+        enter: returns the folder of a new job.
+        listen: returns what listens for agents of other hosts of a new job; None on one host.
+        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
+    Raises:
+        ResourceError: the system gives no memory or descriptor.
+    """
+    hellos = greeting.hellos
+    key = common_job(hellos)
+    lane = hellos[0].lane
+    job = retained(key)
+    if job is not None:
+        return Seat(job, [hello.jobs[key] for hello in hellos], lane, False, False)
+    extra = pack_extra(lane, len(hellos), blob, port)
+    directory = enter()
+    undo.callback(directory.leave)
+    job = Job(directory, rank, extra, listen())
+    undo.callback(job.release)
+    job.runtime.listen()
+    undo.pop_all()
+    return Seat(job, list(range(len(hellos))), lane, True, True)
+
+
+def own_job() -> Job | None:
+    """Return the youngest job of this process with a group of the backend; None when it belongs to none."""
+    return next((job for job in reversed(jobs()) if job.has_home), None)
+
+
+def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
+    """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
+
+    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
+    somebody has joined the name is made of what all members know alike.
+    """
+    for job in reversed(jobs()):
+        name_later = None if job.name_later is None else job.name_later()
+        name = "" if name_later is None else name_later(ranks)
+        if name:
+            return PrefixStore(name, job.store)
+    return store

@@ -1,0 +1,595 @@
+"""The calls of one group: in what order they run, who drives them, how a wait ends.
+
+Every collective call gets the next sequence number and is published at once when the outbox has room. Unfinished calls
+stand in a queue and complete in order. Whoever waits drives the head of the queue: the caller's thread in `run` and
+`wait`; a background thread (`progress.py`) only for calls that nobody waits for.
+
+One lock guards the state (`entry.py`); `waiting.py` has the ways to wait for a word. Only a wait that has slept looks
+for trouble: a dead peer (pidfd), one that has left, the deadline.
+
+One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an exception from a signal handler, which
+may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
+back: a call whose results were being written is finished, another one of the caller's own is withdrawn
+(`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
+yet, is left for its repetition. So the ranks stay in step, and a tensor is as before or complete. A
+wait for a request that the caller holds leaves the request open. Should even that be broken off, the next call repairs
+the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that it
+interrupted, which raises `AbortedError`.
+
+Seams for failure handling, and what they promise:
+
+- `flags` is zero while all is well. A bit set in it, from any thread or handler, is seen by every call before it takes
+  the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes
+  `await_flags` (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
+- `await_flags` runs without the lock, `_wait_ended` with it; both raise where the call cannot go on.
+- `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
+  any call of the queue and retires what it ended; it must not block.
+- A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
+  outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was taken back (GAVE_UP).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sized
+from functools import partial
+from typing import Any
+
+from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
+from ..view.process.detector import DeathWatch
+from . import ending, interrupts, overlap
+from . import stall as trouble
+from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
+from .express import run_short
+from .membership.epochs import Survival
+from .membership.sizes import Mask
+from .membership.unsettled import UnsettledCalls
+from .operation import NO_ROOM, Block, Driven, Operation
+from .outbox import BELL, COMPLETES, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
+from .p2p.channel import Mailroom
+from .p2p.message import Absence, Message
+from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
+from .progress import Helper
+from .ranges import Written
+from .waiting import NAP_ROUNDS, Waiting
+
+FROZEN_LOOK_S = 0.005
+SETTLING_LOOK_S = 0.001
+
+
+class Engine:
+    """State of one group in one process. It never refers to the process group object, so that can be collected.
+
+    Its parts: `entry` has the lock, `waits` the ways to wait, `mail` the messages, `helper` the background thread.
+    What runs on its state stands in modules of functions (`express`, `overlap`, `stall`, `interrupts`, `ending`).
+
+    Attributes:
+        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        p2p_timeout_s: how long a message waits; 0: as long as a call.
+        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
+        members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
+        contributors: the ranks that are in the result of the last call that ended here; none when it failed.
+        unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
+        unsettled: calls that ended here without a result, and may still be open at others.
+        has_failed: it was closed because the process ends.
+        reports_losses: a call that a loss ends raises nothing, its `Work` tells.
+        untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
+        broken: the exception that has come out of a call, and the call, until the books are in order again.
+        repair: the step of that which runs in a thread of its own, or ran there last.
+        ended_by: why all calls fail, where that is not because the program has ended the group.
+    """
+
+    def __init__(
+        self,
+        box: Outboxes,
+        watch: DeathWatch,
+        timeout_s: float,
+        first_number: int = 1,
+        waiting: Callable[[Engine, Entry], Waiting] | None = None,
+    ) -> None:
+        self.box = box
+        self.watch = watch
+        self.timeout_s = timeout_s
+        self.p2p_timeout_s = 0.0
+        self.flags = 0
+        self._flags_lock = threading.Lock()
+        self.entry = Entry(self)
+        self.waits = (waiting or Waiting)(self, self.entry)
+        self.seq = 0
+        self.queue: deque[Operation] = deque()
+        self.mail = Mailroom(box, first_number)
+        self.written = Written()
+        self.messages = self.mail.unfinished
+        self.helper = Helper(self)
+        self.members = box
+        self.contributors: tuple[int, ...] = ()
+        self.survival: Survival | None = None
+        self.has_failed = False
+        self.unclaimed: list[Operation] = []
+        self.reports_losses = False
+        self.unsettled = UnsettledCalls()
+        self.untold: PeerError | None = None
+        self.broken: interrupts.Broken | None = None
+        self.repair: interrupts.Apart | None = None
+        self.ended_by = ""
+        self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
+
+    # ---- collectives
+
+    @property
+    def num_retired(self) -> int:
+        """Calls up to this number have ended on this rank."""
+        return consumed_of(self.box.own)
+
+    def run(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING) -> Operation:
+        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with.
+
+        Args:
+            make: plans it.
+            opts: torch's options of the call.
+            tensors: what the call writes and what it reads.
+        """
+        seen = overlap.glance(self) if self.queue or self.messages else None
+        box = self.members
+        plan = make(box)
+        self.entry.enter()
+        op = None
+        try:
+            if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
+                self._tell()
+            op = interrupts.claim(self, make) if self.unclaimed else None
+            if op is None:
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                self.seq = op.seq  # from here on the number is used up, whatever happens
+                op.tensors = tensors
+                is_next = True
+                if self.queue or self.messages:
+                    overlap.order(self, op)
+                    is_next = not (self.queue or op.before)
+                if self.flags or self.unsettled.calls or not (is_next and run_short(self, op)):
+                    self.queue.append(op)
+                    self._publish_waiting()
+                    self.drive(op)
+            self.entry.leave()
+            if op.error is None:
+                return op
+        except BaseException as exc:
+            self.broken = exc, op  # first: a further exception from a handler may come before the next line
+            interrupts.broken_off(self, exc, op)
+            raise
+        error = op.error
+        del op  # else the error, this frame and the call would keep each other, and lost ranks' outboxes, alive
+        try:
+            raise error
+        finally:
+            del error
+
+    def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
+        """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
+        seen = overlap.glance(self) if self.queue or self.messages else None
+        box = self.members
+        plan = make(box)
+        self.entry.enter()
+        op = None
+        try:
+            if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
+                self._tell()
+            op = interrupts.claim(self, make) if self.unclaimed and may_claim else None
+            if op is None:
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                op.tensors = tensors
+                overlap.order(self, op)
+                op.start_clock()
+                self.seq = op.seq
+                self.queue.append(op)
+                self._publish_waiting()
+                self.helper.kick()
+            self.entry.leave()
+            return op
+        except BaseException as exc:
+            self.broken = exc, op
+            interrupts.broken_off(self, exc, op)
+            raise
+
+    def _tell(self) -> None:
+        """Raise a loss that no call could tell, once all is here that says whether it is one. The lock is held.
+
+        Raises:
+            CommTimeoutError: this host was not told in time what ranks of others had said; no number was used up.
+        """
+        survival, until = self.survival, time.monotonic() + self.timeout_s
+        if survival is None:
+            return
+        while not survival.settle():
+            if time.monotonic() > until and not survival.insist_on_tellers(until):
+                raise survival.not_told(self.timeout_s)
+            self.entry.leave()
+            time.sleep(SETTLING_LOOK_S)
+            self.entry.enter()  # news meanwhile is taken over there
+        survival.raise_untold()
+
+    def look(self, step: Callable[[], None]) -> None:
+        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+        self.entry.enter()
+        try:
+            step()
+            self.entry.leave()
+        except BaseException as exc:
+            self.broken = exc, None
+            interrupts.broken_off(self, exc)
+            raise
+
+    def refuse(self, name: str, exc: Exception) -> None:
+        """Tell the peers that this rank's next collective is refused, and use up its sequence number."""
+        if self.flags & ENDED:
+            return
+        plan = refused(name, exc)
+        op = self.start(lambda box: plan, None, may_claim=False)
+        op.on_done = None
+
+    def _publish_waiting(self) -> None:
+        if self.flags & CHANGING and self.queue and self.survival is not None:
+            self.survival.heed(self.queue[0])
+            if not self.survival.may_publish(self.queue[0]):
+                return
+        for op in self.queue:
+            if not op.published and not op.done:
+                try:
+                    if not op.publish(op.box):
+                        return  # in order: what follows must not take the room
+                except BaseException as exc:
+                    if self.is_interrupt(exc):
+                        raise
+                    op.fail(exc)
+            if self.flags & CHANGING:
+                return  # later calls may have to begin again: they wait for their turn
+
+    # ---- point to point
+
+    def post(self, message: Message) -> None:
+        """Issue a send or a receive; it moves as far as it can at once."""
+        self.entry.enter()
+        try:
+            if self.mail.out:
+                error = self.mail.absence(message)
+                if error is not None:
+                    raise error
+            if self.queue or self.messages or message.is_early:
+                overlap.order_message(self, message)
+            if message.before:
+                self.mail.held.append(message)
+            else:
+                self.mail.ends[message.is_send].post(message)
+            if not message.done:
+                self.messages[message] = None
+                message.started = time.monotonic()
+                message.deadline = message.started + (self.p2p_timeout_s or self.timeout_s)
+                self.helper.kick()
+            self.entry.leave()
+        except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
+            self.broken = exc, message
+            interrupts.broken_off(self, exc, message)
+            interrupts.tell(self, exc, message)
+            raise
+
+    def take_back(self, op: Driven, exc: BaseException) -> None:
+        """Give up a message out of whose blocking call `exc` comes: nobody can wait for it again."""
+        if self.flags & ENDED or self.entry.num_calls_below() > 1:
+            return
+        interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
+        if isinstance(op, Message):
+            interrupts.tell(self, exc, op)
+
+    def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
+        """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
+        ending.end_with_others(self)  # a rank that had ended the group may end its process afterwards
+        if absence.is_final and rank not in self.mail.out:
+            for message in self.mail.pending():
+                if not message.before:
+                    self.advance(message)
+        self.mail.lose(rank, absence, is_told)
+        for message in list(self.messages):
+            if message.done:  # also what an interrupt has left failed and untold: then all of this is run again
+                self.retire(message)
+                self.messages.pop(message, None)
+
+    # ---- waiting
+
+    def wait(self, op: Driven, timeout_s: float | None) -> None:
+        """Drive until `op` is done; raise its error.
+
+        Raises:
+            CommTimeoutError: `timeout_s` passed first; the call goes on and may be waited for again.
+        """
+        if not op.done:
+            try:
+                self.entry.enter(while_frozen=True)
+            except (AbortedError, InvalidState):
+                if op.error is not None:  # an abort has ended the call in the meantime
+                    raise op.error from None
+                raise
+            try:
+                until = time.monotonic() + timeout_s if timeout_s is not None else None
+                self.drive(op, until)
+                self.entry.leave()
+            except BaseException as exc:
+                self.broken = exc, None
+                interrupts.broken_off(self, exc)
+                raise
+        if op.error is not None:
+            raise op.error.with_traceback(None)
+
+    def drive(self, op: Driven, until: float | None = None) -> None:
+        """Step `op` and what is before it until it is done. Called and returns with the lock held."""
+        op.num_waiters += 1
+        is_message = isinstance(op, Message)
+        try:
+            while not op.done:
+                if self.flags & ~CHANGING:
+                    self._wait_ended(op)
+                    trouble.raise_if_overdue(self, op, until, op.start_clock())
+                    continue  # the lock was given back: another thread may have ended the call
+                is_alone = is_message and not op.before and not self.mail.held
+                head = op if is_alone else overlap.foremost(self, op)
+                block = self.advance(head)
+                if block is not None and not op.done and (head is op or overlap.foremost(self, op) is head):
+                    if not is_alone:
+                        trouble.raise_if_open(head, op)
+                    self._wait(block, head, op, until)
+            if not is_message:
+                self.retire_heads()
+            elif isinstance(op, Message):
+                self.messages.pop(op, None)  # one that has failed
+            if self.mail.held:
+                overlap.release(self)
+        finally:
+            op.num_waiters -= 1
+            if self.queue or not op.done:  # nobody waits for these now
+                self.helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
+
+    def advance(self, op: Driven) -> Block | None:
+        """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
+        if isinstance(op, Message):
+            if self.flags & CHANGING and self.survival is not None:
+                self.survival.settle()
+            try:
+                block = None if op.done else self.mail.ends[op.is_send].step(op)
+            except BaseException as exc:
+                if self.is_interrupt(exc):
+                    raise
+                op.fail(exc)  # a peer's impossible word, say: it belongs to that message
+                self.mail.cancel(op)
+                self.retire(op)
+                self.messages.pop(op, None)
+                block = None
+            while self.mail.finished:
+                self.retire(self.mail.finished.pop())
+            return block
+        head = self.queue[0]
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.heed(head)
+            if not head.done and not self.survival.may_publish(head):
+                return NO_ROOM
+        try:
+            block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.box)
+        except BaseException as exc:
+            if self.is_interrupt(exc):
+                raise
+            interrupts.end_by(self, head, exc)
+            block = None
+        if block is None:
+            self.retire_heads()
+            if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
+                return NO_ROOM
+        return block
+
+    def is_interrupt(self, exc: BaseException) -> bool:
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves.
+
+        The outcome of a call is an `EpeeError` that the protocol or the plan raises. Threads of epee's own run no
+        signal handlers and have stack to spare, so there whatever a call raises belongs to that call.
+        """
+        if is_own(exc) or self.helper.is_current():
+            return False
+        return self.repair is None or not self.repair.is_current()
+
+    def _is_held_up(self, head: Operation) -> bool:
+        """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
+        if head.withdrawal is not None or head.done:
+            return False
+        if not head.published and not head.publish(head.box):
+            return True
+        return bool(self.unsettled.behind(head.box, head.lost))
+
+    def retire_heads(self) -> None:
+        """Take finished calls off the queue, in order, and say that this rank is through with them."""
+        queue, own = self.queue, self.box.own
+        retired = False
+        while queue and queue[0].done:
+            op = queue[0]
+            if op.error is not None and op.published:
+                stays = op.is_counted and own[op.cell] == op.tag
+                gave_up = COMPLETES if stays else failed_by_view(op.tag) if op.by_view else op.tag
+                own[op.cell + GAVE_UP] = gave_up
+                if self.box.exports is not None:
+                    self.box.exports.word(op.cell + GAVE_UP, gave_up)
+                if op.by_view and not stays:  # who was voted out and has not heard of it yet must not complete it
+                    own[op.cell] = 0
+            elif op.error is not None and not op.by_view and not self._publish_failed(op):
+                break  # its number stays open until there is room for a header
+            own[CONSUMED] = own[CONSUMED_TOO] = op.seq
+            if self.box.exports is not None:
+                self.box.exports.consumed(op.seq)
+            self.contributors = op.box.members if op.error is None else ()
+            if self.survival is not None:
+                self.unsettled.note(op)
+            retired = True
+            self.retire(op)
+            queue.popleft()  # last: all of this may be run again after an interrupt
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.retired(self.num_retired)
+        if retired and queue:
+            self._publish_waiting()
+
+    def _publish_failed(self, op: Operation) -> bool:
+        """A call that failed before it was published: its peers must still find a header. False: no room yet.
+
+        A member that is lost makes no room any more: then there is none, and others see that this rank is through
+        (`Survival.ended_without`).
+        """
+        told = f"{type(op.error).__name__}: {op.error}"
+        plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
+        has_room = Operation(plan, op.seq, op.box, 0.0).publish(op.box)
+        return has_room or (self.survival is not None and self.survival.has_lost_one_of(op.box))
+
+    def settle(self) -> None:
+        """Bring the books in order after an interrupt; the lock is held."""
+        interrupts.recover(self)
+
+    def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
+        """Wait until the block's word is there or something else happened; the caller steps again."""
+        if block.rank < 0 or block.word == BELL:
+            head.start_clock()
+            head.patience = min(head.patience + 1, NAP_ROUNDS)
+            if block.word == BELL and head.patience == NAP_ROUNDS:
+                self.waits.sleep_on(block)
+            else:
+                self.waits.nap(head.patience)
+            if self.flags & ~CHANGING:
+                self._wait_ended(op)
+            if head.patience == NAP_ROUNDS:
+                trouble.examine(self, None, head, op, until)
+            return
+        if head.patience == 0 and (self.waits.spin(block) or self.waits.yield_until(block, head.start_clock())):
+            return
+        head.patience = 1
+        self.waits.sleep_on(block)
+        if self.flags & ~CHANGING:
+            self._wait_ended(op)
+        if self.box.words[block.rank][block.word] < block.value:
+            trouble.examine(self, block, head, op, until)
+        else:
+            head.patience = 0
+
+    def _wait_ended(self, op: Driven) -> None:
+        """Look at `flags` in the midst of a call. The lock is held, and given back while the lane is frozen."""
+        if op.error is not None:
+            raise op.error
+        if self.flags & FORKED or self.ended_by:
+            self.entry.raise_ended()
+        if self.flags & ENDED:
+            raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
+        survival = self.survival
+        assert survival is not None, "only `membership/epochs.py` sets the other bits"
+        if self.flags & NEWS:
+            survival.take_news()
+            if op.done:
+                return  # this process was put out, but not of this call
+        if self.flags & TROUBLED:
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            self.entry.let_go()
+            try:
+                survival.await_thaw(FROZEN_LOOK_S)
+            finally:
+                self.entry.take_back()
+
+    # ---- flags
+
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
+        with self._flags_lock:
+            self.flags |= bit
+
+    def lower_flag(self, bit: int, unless: Sized = ()) -> None:
+        """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
+        with self._flags_lock:
+            if not unless:
+                self.flags &= ~bit
+
+    def may_go_on(self, while_frozen: bool = False) -> bool:
+        """Look at `flags` with the lock held; False when a call must not run now."""
+        if self.flags & NEWS and self.survival is not None:
+            self.survival.take_news()
+        eviction = None if self.survival is None else self.survival.eviction
+        if self.flags & TROUBLED and eviction is not None:
+            for op in self.queue:
+                op.fail(eviction)  # nobody may be waiting, only a future
+            self.retire_heads()
+        return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
+
+    def await_flags(self) -> None:
+        """Wait a moment, without the lock, for what `flags` say to be over; raise what they say of a call."""
+        survival = self.survival
+        if self.flags & ENDED or survival is None:
+            self.entry.raise_ended()
+            return
+        if self.flags & TROUBLED:
+            survival.await_quorum()
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            survival.await_thaw(FROZEN_LOOK_S)
+
+    # ---- the end
+
+    def await_shown(self, ranks: Collection[int]) -> None:
+        """Where losses are shown at once: wait a moment until these are. Without the lock."""
+        if self.survival is not None:
+            self.survival.await_shown(ranks)
+
+    def retire(self, op: Driven) -> None:
+        """Have the listeners of an ended call told once the lock is free."""
+        if self.survival is not None:
+            self.survival.hide()
+        if op.on_done:
+            self.entry.after.append(partial(ending.tell, op))
+
+    def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
+        """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
+        if not self.entry.stop_calls(0.0):  # a signal handler may be here inside a call: it has the lock already
+            self.entry.queue_up()
+        try:
+            done = op.done
+            if not done:
+                op.on_done = [*(op.on_done or ()), listener]
+                self.helper.kick(soon=True)
+        finally:
+            self.entry.let_calls()
+        if done:
+            listener(op)
+
+    def close(self, aborted: bool = False, failed: bool = False) -> None:
+        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
+
+        With `failed` nobody has asked for it (the process ends): for the peers the rank has failed, not left. From a
+        signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        """
+        ending.close(self, aborted, failed)
+
+    def forked(self) -> None:
+        """Called in a forked child: nothing here may be used, touched or closed."""
+        self.flags |= FORKED
+
+
+Entry.calls = frozenset(
+    function.__code__
+    for function in (
+        Engine.run,
+        Engine.start,
+        Engine.look,
+        Engine.post,
+        Engine.wait,
+        Engine.take_back,
+        Engine.listen,
+    )
+)

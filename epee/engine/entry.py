@@ -1,0 +1,255 @@
+"""The lock of a group: who is inside a call, and what an exception from a signal handler can leave of it.
+
+Python runs signal handlers in the main thread between any two instructions of ours, and a handler may raise. So nothing
+here relies on a line being reached. The lock knows its owner itself (an RLock, taken by one call in C); whether the
+owner really is inside a call is not noted anywhere but read from its stack, which cannot be wrong. A lock that this
+thread owns without being inside a call is what an interrupt left: the next call takes it over and repairs the books
+(`Guarded.settle`). Other threads wait for the lock for a bounded time.
+
+A call from a signal handler that interrupted a call of the same group is refused (`InvalidState`), since the state
+below it is half changed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Protocol
+
+from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState
+from .outbox import SLEEPERS, Outboxes
+
+CLOSED, ABORTED, FORKED = 1, 2, 4
+FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
+ENDED = CLOSED | ABORTED | FORKED
+SLICE_S = 0.5  # how long to wait for the lock before looking at `flags` again
+MIN_SLICES = 20  # however short the group's time-out is
+
+_REENTERED = (
+    "this thread is inside a call of the same group (this is a signal handler); "
+    "start the call after that one has returned"
+)
+
+
+class Guarded(Protocol):
+    """What the lock guards: the state of a group, an engine.
+
+    Attributes:
+        box: the outboxes of all ranks.
+        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
+        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        ended_by: why all calls fail, where that is not because the program has ended the group.
+    """
+
+    box: Outboxes
+    flags: int
+    timeout_s: float
+    ended_by: str
+
+    def may_go_on(self, while_frozen: bool = False) -> bool:
+        """Look at `flags` with the lock held; False when a call must not run now."""
+
+    def await_flags(self) -> None:
+        """Wait a moment, without the lock, for what `flags` say to be over; raise what they say of a call."""
+
+    def settle(self) -> None:
+        """Bring the books in order after an interrupt; the lock is held."""
+
+
+class Entry:
+    """The lock of one group in one process.
+
+    Args:
+        guarded: what it guards.
+
+    Attributes:
+        asleep: threads inside a call that gave the lock back to sleep.
+        after: to be done without the lock by whoever gives it back.
+    """
+
+    calls: frozenset[CodeType] = frozenset()  # methods of `guarded` that hold the lock; a frame of one means "inside"
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._guarded = guarded
+        self._lock: Any = threading.RLock()
+        self._has_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # as `Condition` asks
+        self.asleep: set[int] = set()
+        self.after: deque[Callable[[], None]] = deque()
+        self._broken_off: Callable[[], None] | None = None  # the last step that has raised
+
+    def enter(self, while_frozen: bool = False) -> None:
+        """Take the lock and check that the group can be used.
+
+        While the lane is frozen only those come in who just wait (`while_frozen`); they keep to their own time-outs.
+        """
+        guarded = self._guarded
+        if guarded.flags or self.asleep or self._has_lock():
+            self._look_around()
+        if not self._lock.acquire(False):
+            self.queue_up()
+        if guarded.flags:
+            try:
+                self._await_go(while_frozen)
+            except BaseException:  # news that cannot be taken over now, say: others must find the lock free
+                self.leave_wholly()
+                raise
+
+    def _await_go(self, while_frozen: bool) -> None:
+        """Return when a call may run, with the lock held, as it is when this is called."""
+        until = 0.0
+        while self._guarded.flags and not self._guarded.may_go_on(while_frozen):
+            self.leave()
+            until = until or time.monotonic() + self._guarded.timeout_s
+            self._guarded.await_flags()
+            if time.monotonic() > until:
+                raise CommTimeoutError(
+                    f"the ranks have not agreed on a view for {self._guarded.timeout_s:.0f} s (rank="
+                    f"{self._guarded.box.rank}); no call was made, it may be tried again",
+                    has_job=True,
+                )
+            self.queue_up()
+
+    def stop_calls(self, timeout_s: float) -> bool:
+        """Take the lock for a hook that must see the calls stand still, whatever `flags` say; False: not in time."""
+        return bool(self._lock.acquire(timeout=timeout_s))
+
+    def let_calls(self) -> None:
+        """Give back what `stop_calls` took."""
+        self._lock.release()
+
+    def enter_if_free(self, patience_s: float) -> bool:
+        """Like `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
+        if self._guarded.flags & ENDED:
+            self._guarded.await_flags()
+        if not self._lock.acquire(patience_s > 0, patience_s or -1):
+            return False
+        try:
+            may_go_on = not self._guarded.flags or self._guarded.may_go_on()
+        except BaseException:
+            self.leave()
+            raise
+        if not may_go_on:
+            self.leave()
+            if self._guarded.flags & ENDED:
+                self._guarded.await_flags()
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Give the lock back, then do what was left for this moment (futures of calls that ended, closing)."""
+        self._lock.release()
+        if self.after:
+            self.do_rest()
+
+    def leave_wholly(self) -> None:
+        """Like `leave`, however often an interrupt made this thread take the lock."""
+        while self._has_lock():
+            self._lock.release()
+        self.do_rest()
+
+    def do_rest(self) -> None:
+        """Do what was left for the moment in which the lock is free."""
+        while True:
+            try:
+                step = self.after.popleft()
+            except IndexError:  # nothing left, or another thread was faster
+                self._broken_off = None
+                return
+            try:
+                step()
+            except BaseException:
+                if step is not self._broken_off:
+                    self._broken_off = step
+                    self.after.appendleft(step)  # it may be run again, and is, once
+                raise
+
+    def hold(self) -> None:
+        """After an interrupt: own the lock, as the frames of the call expect."""
+        if not self._has_lock():
+            self.take_back()
+        self.asleep.discard(threading.get_ident())
+
+    def num_calls_below(self) -> int:
+        """Return how many calls of this group are on the stack of this thread."""
+        frame, found = sys._getframe(1), 0
+        while frame is not None:
+            if frame.f_code in self.calls and frame.f_locals.get("self") is self._guarded:
+                found += 1
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+    def is_marked_inside(self) -> bool:
+        """True when this thread owns the lock or sleeps inside a call, or when an interrupt left it looking so."""
+        return self._has_lock() or threading.get_ident() in self.asleep
+
+    def recover(self) -> None:
+        """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
+        self.hold()
+        self._guarded.settle()
+        self.leave_wholly()  # not where `settle` raises: then the next call finds the lock held, and tries again
+
+    def _look_around(self) -> None:
+        if self._guarded.flags:
+            self._guarded.await_flags()
+        if not self.is_marked_inside():
+            return
+        if self.num_calls_below() > 1:  # one is the call that asks
+            raise InvalidState(_REENTERED)
+        self.recover()
+
+    def queue_up(self) -> None:
+        """Take the lock: wait until another thread's call gives the lock back."""
+        until = time.monotonic() + self._guarded.timeout_s
+        while not self._lock.acquire(timeout=SLICE_S):
+            if self._guarded.flags:
+                self._guarded.await_flags()
+            if time.monotonic() > until:
+                raise CommTimeoutError(
+                    f"another thread has been inside a call of this group for {self._guarded.timeout_s:.0f} s (rank="
+                    f"{self._guarded.box.rank}); was it interrupted? Its next call of the group repairs that",
+                    has_job=True,
+                )
+
+    def raise_ended(self) -> None:
+        """Raise why no call can run any more."""
+        if self._guarded.flags & FORKED:
+            raise ForkError(
+                "this process group was made before a fork; the child has no part in it: "
+                "start workers by spawn or forkserver, or initialise after the fork"
+            )
+        if self._guarded.ended_by:
+            raise AbortedError(self._guarded.ended_by)
+        if self._guarded.flags & ABORTED:
+            raise AbortedError("the process group was aborted; destroy it and initialise again")
+        raise InvalidState("the process group was destroyed; initialise a new one")
+
+    # ---- inside a call
+
+    def let_go(self) -> None:
+        """Give the lock back inside a call, remembering that this thread is in it."""
+        self.asleep.add(threading.get_ident())
+        self._lock.release()
+
+    def take_back(self) -> None:
+        """Take the lock again; an interrupt meanwhile is put off until that is done.
+
+        Attempts are counted, not the time: a process that was stopped here has not tried for so long, and the frames of
+        the call go on as if they had the lock.
+        """
+        interrupt: BaseException | None = None
+        num_left = MIN_SLICES + math.ceil(self._guarded.timeout_s / SLICE_S)
+        while not self._has_lock() and num_left > 0:
+            try:
+                num_left -= not self._lock.acquire(timeout=SLICE_S)
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                interrupt = exc
+        self.asleep.discard(threading.get_ident())
+        if not self._guarded.flags & CLOSED:
+            self._guarded.box.own[SLEEPERS] = len(self.asleep)
+        if interrupt is not None:
+            raise interrupt

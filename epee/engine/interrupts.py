@@ -1,0 +1,296 @@
+"""What an exception that comes out of a call leaves of it, and how the books get in order again.
+
+Python runs signal handlers in the main thread between any two instructions of ours, and a wait may end by a lack of
+quorum or a shortage. The class of an exception says nothing: a handler may raise any, and Python itself raises
+`MemoryError` and `RecursionError`. Only an `EpeeError` that the protocol or the plan of a call raises is the outcome of
+that call (`errors.is_own`, `Engine.is_interrupt`); the others interrupt the thread that moves it.
+
+Whatever comes out of a call passes `broken_off` before the lock is given back. It reads the truth
+from this rank's own outbox (which words were published) and from the mailroom's open entry, so it does not matter
+between which two lines the exception came:
+
+- a collective whose results were being written is finished: its sources stay in the outboxes until this rank says that
+  it is through. The caller gets the exception all the same, with the results complete;
+- a message that has been delivered is kept: what was received for the next receive that wants it, and a send so that
+  the same one again completes at once (`p2p/channel.py`);
+- any other call that the caller can no longer reach is given up: if it was published it is withdrawn, so that it fails
+  on all ranks or, where one has completed it, on none; if not, the peers find a refusal in its place. Its tensor is as
+  before;
+- a call that has completed although its caller got the exception, or may still, is *unclaimed*: its results go to
+  private copies. The next call is taken for its repetition if it is of the same kind: it continues the number and gets
+  the results (`claim`). So the ranks stay in step;
+- a request that the caller still holds (an interrupted `wait`) stays open.
+
+What is interrupted here as well is done in a thread of its own (`Apart`), where no handler runs and the stack is empty;
+so are results that were being written. Where these cannot be written there either, or cannot be kept for a repetition,
+the ranks are not in step any more, and the group ends on all of them (`ending.break_down`).
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ..errors import AbortedError, InvalidArgument, InvalidState, is_of_handler, is_own
+from . import ending
+from .engine_face import EngineFace
+from .entry import ENDED
+from .operation import Driven, Operation
+from .p2p.message import Message
+from .plan import Make, Plan, refused
+
+MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
+APART_S = 60.0  # longer than the largest results take to be written
+
+Broken = tuple[BaseException, Driven | None]
+
+
+class Apart:
+    """A step of a repair in a thread of its own. The lock stays with the thread that waits for it.
+
+    Attributes:
+        error: what the step has raised.
+    """
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._step = step
+        self._ident = 0
+        self._is_over = self._is_dropped = False
+        self._gate = _thread.allocate_lock()
+        self._gate.acquire()
+
+    def start(self) -> None:
+        """Start the thread; not by `threading.Thread`, whose `start` needs stack, and waits without a time-out."""
+        _thread.start_new_thread(self._run, ())
+
+    def is_current(self) -> bool:
+        """Return whether this is the thread of the step."""
+        return self._ident == threading.get_ident() and not self._is_over
+
+    def _run(self) -> None:
+        self._ident = threading.get_ident()
+        try:
+            if not self._is_dropped:
+                self._step()
+        except BaseException as exc:  # noqa: BLE001 - for the thread that waits
+            self.error = exc
+        self._is_over = True
+        self._gate.release()
+
+    def wait(self) -> bool:
+        """Wait until the step is over; False: not in time. Interrupts meanwhile are put off."""
+        until = time.monotonic() + APART_S
+        while not self._is_over and time.monotonic() < until:
+            try:
+                self._gate.acquire(timeout=1.0)
+            except BaseException:  # noqa: BLE001 - put off, see `_mend`
+                continue
+        return self._is_over
+
+    def drop(self) -> bool:
+        """Let the thread do nothing, or wait for its step if that has begun; False: it does not end."""
+        self._is_dropped = True  # before the check: the thread sets `_ident`, and reads this then
+        return self._ident == 0 or self.wait()
+
+
+def run_apart(engine: EngineFace, step: Callable[[], object]) -> BaseException | None:
+    """Run a step of a repair in a thread of its own, and return what it raises; here, if there is no thread left.
+
+    Only what interrupts this thread is raised.
+    """
+    if engine.repair is not None and engine.repair.is_current():
+        return _error_of(step)
+    if engine.repair is not None and not engine.repair.drop():  # an interrupt has left it
+        return TimeoutError(f"an earlier repair has not ended within {APART_S:.0f} s")
+    engine.repair = apart = Apart(step)
+    try:
+        apart.start()
+    except RuntimeError:
+        engine.repair = None
+        error = _error_of(step)
+        if error is not None and (is_of_handler(error) or not isinstance(error, Exception)):
+            raise error from None
+        return error
+    error = apart.error if apart.wait() else TimeoutError(f"not done within {APART_S:.0f} s")
+    engine.repair = None
+    return error
+
+
+def _error_of(step: Callable[[], object]) -> BaseException | None:
+    try:
+        step()
+    except BaseException as exc:  # noqa: BLE001 - returned
+        return exc
+    return None
+
+
+def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None) -> None:
+    """Bring the books in order when `exc` comes out of a call; give `op` up unless its results are written.
+
+    The call holds the lock or has just given it back; here it is taken if need be, and given back in the end. Further
+    interrupts are put off until that is done; `exc` is the one that the caller sees.
+
+    Raises:
+        AbortedError: that was not possible; the group has ended, on all ranks.
+    """
+    was_ended = engine.flags & ENDED
+    _mend(engine, partial(_give_up, engine, exc, op))
+    if not was_ended and engine.ended_by:
+        raise AbortedError(engine.ended_by) from exc
+
+
+def recover(engine: EngineFace) -> None:
+    """Bring the books in order when a call finds the lock held that an earlier one of its thread has left."""
+    exc, op = engine.broken or (InvalidState("the call was interrupted"), None)
+    if not _mend(engine, partial(_give_up, engine, exc, op)):
+        raise InvalidState("an interrupted call of this group could not be brought to an end yet; try again")
+
+
+def _mend(engine: EngineFace, step: Callable[[], None]) -> bool:
+    """Run a repair here and, where it does not get to its end, in a thread of its own.
+
+    Where there is not even the stack for that, or exceptions never cease, the lock stays held and `engine.broken` says
+    what is left to do: the next call of this thread repairs (`recover`), and nothing moves before. Then return False.
+    """
+    for attempt in range(MAX_INTERRUPTS):
+        try:
+            engine.entry.hold()
+            engine.waits.widen()
+            if attempt == 0:
+                step()
+            else:
+                error = run_apart(engine, partial(_insist, engine, step))
+                if error is not None:
+                    raise error
+            engine.broken = None
+            engine.entry.leave_wholly()
+            return True
+        except BaseException as error:
+            if is_own(error):
+                engine.broken = None
+                engine.entry.leave_wholly()
+                raise
+    return False
+
+
+def _insist(engine: EngineFace, step: Callable[[], None]) -> None:
+    """Run a repair in a thread where nothing interrupts it; if that is not possible, end the group."""
+    try:
+        step()
+    except BaseException as error:
+        if is_own(error):
+            raise
+        ending.break_down(engine, f"rank {engine.box.rank} could not bring an interrupted call to an end", error)
+
+
+def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
+    if engine.flags & ENDED:  # whoever closes the group ends what is open
+        if op is not None:
+            op.fail(exc)
+        return
+    settle(engine, op)
+    if engine.flags & ENDED:
+        return
+    if isinstance(op, Message):
+        engine.mail.break_off(op, exc)
+    elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
+        disown(engine, op, exc)
+    engine.retire_heads()
+
+
+def tell(engine: EngineFace, exc: BaseException, message: Message) -> None:
+    """Note at `exc`, which comes out of the call of `message`, what the caller cannot see from it."""
+    state = engine.mail.state_of(message)
+    if state and hasattr(exc, "add_note"):  # Python 3.11 and later
+        exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
+
+
+def settle(engine: EngineFace, op: Driven | None = None) -> None:
+    """Finish what was half done: an entry of the mailroom, a number without a call, results half written.
+
+    Args:
+        engine: its lock is held.
+        op: the call that was interrupted, when the caller knows it.
+    """
+    engine.mail.settle()
+    queue, box = engine.queue, engine.box
+    last = queue[-1].seq if queue else engine.num_retired
+    if engine.seq > last:  # counted, but neither in the queue nor through
+        if not isinstance(op, Operation) or op.seq != engine.seq:
+            error = InvalidState("the call was interrupted")
+            op = Operation(refused("call", error), engine.seq, box, 0.0)
+            op.fail(error)
+        queue.append(op)
+    for open_op in queue:
+        open_op.resync(open_op.box)
+    head = queue[0] if queue else None
+    if head is not None and head.writing and not head.done:
+        _complete(engine, head, partial(head.finish, head.box))
+
+
+def end_by(engine: EngineFace, head: Operation, exc: BaseException) -> None:
+    """End the head of the queue with its own error `exc`. If others may have completed it, so must it be here."""
+    head.resync(head.box)
+    if not (head.writing or head.completing):
+        head.give_up(exc)
+    elif is_own(exc):
+        head.fail(exc)
+    else:
+        _complete(engine, head, partial(head.step, head.box))
+
+
+def _complete(engine: EngineFace, head: Operation, step: Callable[[], object]) -> None:
+    """Go on with a call that has to be completed and was broken off once; if that fails once more, the group ends."""
+    error = run_apart(engine, step)
+    if error is None:
+        return
+    if is_own(error):
+        head.fail(error)
+    else:
+        told = f"rank {engine.box.rank} could not finish a call that others may have completed"
+        ending.break_down(engine, f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
+
+
+def disown(engine: EngineFace, op: Operation, exc: BaseException) -> None:
+    """End a call whose caller gets `exc` instead, or leave it unclaimed."""
+    op.disown(exc)
+    if op.told is not None and op not in engine.unclaimed:
+        engine.unclaimed.append(op)
+
+
+def claim(engine: EngineFace, make: Make) -> Operation | None:
+    """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
+
+    The end of that call must be known first. A call of another kind repeats none of them: its caller goes on without
+    their results, as the other ranks do that have them.
+
+    Raises:
+        CommTimeoutError: the end is still open; nothing was issued, the call may be repeated.
+    """
+    for op in engine.unclaimed[:]:
+        plan = _repetition(op, make)
+        if plan is None:
+            continue
+        if not op.done:
+            engine.drive(op, time.monotonic() + engine.timeout_s)
+        if op.error is None:
+            plan.deliver(op.plan.sinks())
+            engine.contributors = op.box.members
+            del engine.unclaimed[: engine.unclaimed.index(op) + 1]
+            return op
+        engine.unclaimed.remove(op)
+    engine.unclaimed.clear()
+    return None
+
+
+def _repetition(op: Operation, make: Make) -> Plan | None:
+    """Return the plan of an unclaimed call for the places of the call that `make` plans, if it repeats it."""
+    try:
+        plan = make(op.box)
+    except InvalidArgument:  # it does not fit that call's members
+        return None
+    return plan if plan.is_like(op.plan) else None

@@ -1,0 +1,326 @@
+"""What users ask of a group that takes processes in: who waits, take them in, count them from the next call on.
+
+A rank that was never there is the same as a lost one: both wait for a process that asks for the slot, or for the group
+where it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it says with which
+call it begins (`intake.py`). Ranks that let the group grow at the same point of their program see it before that call
+(`show_joined`). Members can also be put out of the group, while they stay in the job (`put_out`).
+
+Who calls: the threads of users, without the engine's lock, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from ...errors import CommTimeoutError, InvalidState, UnsupportedError
+from ...view.protocol.decision import parts_of
+from ...view.protocol.messages import Decision, Locator, Want
+from ...view.protocol.outcome import Course
+from ...view.runtime import Runtime
+from ..bootstrap.elsewhere import refused
+from ..bootstrap.home import ASKS, FOUNDER, Offer, locators_of
+from ..entry import ENDED
+from ..outbox import has_left
+from .boxes import Boxes
+from .engine_of_lane import EngineOfLane
+from .intake import Intake
+from .occupants import Occupants
+
+ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
+ASK_PAUSE_S = 0.02
+UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy machine
+
+
+class Admission:
+    """How the users of one group let processes in.
+
+    Args:
+        look: has all news taken over, and waits while the lane is frozen.
+        told: returns what members of the lane tell, this process among them, and those who ask to come in.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        engine: EngineOfLane,
+        occupants: Occupants,
+        course: Course,
+        boxes: Boxes,
+        intake: Intake,
+        look: Callable[[], None],
+        told: Callable[[], Mapping[int, Offer]],
+    ) -> None:
+        self._runtime = runtime
+        self._engine = engine
+        self._occupants = occupants
+        self._course = course
+        self._boxes = boxes
+        self._intake = intake
+        self._look = look
+        self._told = told
+        self._raised: set[tuple[bytes, bytes]] = set()  # attempts of processes of other hosts that were told here
+        self._later: tuple[str, dict[tuple[int, ...], int]] = ("", {})  # see `name_later`
+
+    def waiting(self) -> tuple[int, ...]:
+        """Return the ranks for which a process asks to come in."""
+        return tuple(sorted({*self._joiners(), *self._askers(self._runtime.view())}))
+
+    def ready(self) -> set[int]:
+        """Return the ranks for which a process asks to come in, or has been taken into the newest view."""
+        asking = self.waiting()  # before the view, see `Loop._decide`
+        return {*asking, *self._occupants.present(self._runtime.view())}
+
+    def joining(self) -> set[int]:
+        """Return the ranks for which a process asks to come in, or has been taken in and takes part in a later call."""
+        asking, box = self.waiting(), self._engine.members  # asking before the view, see `Loop._decide`
+        since = self.since()
+        return {*asking, *(rank for rank, when in since.items() if rank not in box.members or when > box.epoch)}
+
+    def expected(self) -> tuple[set[int], set[int]]:
+        """Return the ranks that take part in the newest view or ask to come in, and those that have left meanwhile.
+
+        Who has left its outbox is still in the view while its process is in the job; it makes no calls any more.
+        """
+        asking = self.waiting()  # before the view, see `Loop._decide`
+        view, full = self._runtime.view(), self._boxes.full
+        parts, known = parts_of(view, self._occupants.lane), dict(self._occupants.since)
+        there: set[int] = {*asking}
+        left: set[int] = set()
+        for rank, slot in self._occupants.present(view).items():
+            is_read = known.get(slot) == parts.get(slot)  # else it has come just now, and its outbox is another
+            (left if is_read and rank < full.num_ranks and has_left(full.words[rank]) else there).add(rank)
+        return there, left - there
+
+    def present(self) -> dict[int, int]:
+        """Return who takes part in the newest view: rank -> slot."""
+        return self._occupants.present(self._runtime.view())
+
+    def since(self) -> dict[int, int]:
+        """Return since which epoch each rank takes part in the newest view; who had it in an earlier one is gone."""
+        return self._occupants.since_in(self._runtime.view())
+
+    def is_joiner(self, rank: int) -> bool:
+        """Return whether a process asks to come into the job for this rank, and not only into the group."""
+        return rank in self._joiners()
+
+    def _joiners(self) -> dict[int, int]:
+        """Return who asks to come into the job, and with it into its first group: rank -> slot."""
+        if not self._occupants.is_home:
+            return {}
+        return {self._occupants.rank_of[slot]: slot for slot in self._runtime.waiting()}
+
+    def _askers(self, view: Decision) -> dict[int, int]:
+        """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest.
+
+        `view`: who has a part in it with what it offers asks no more; read before this.
+        """
+        occupants, locators = self._occupants, locators_of(view, self._occupants.lane)
+        taking_part = occupants.present(view)
+        found: dict[int, int] = {}
+        for slot, offer in sorted(self._told().items(), reverse=True):
+            is_free = occupants.fits(slot, offer.rank) and taking_part.get(offer.rank, slot) == slot
+            is_in = taking_part.get(offer.rank) == slot and locators.get(slot) == offer.locator
+            if offer.state == ASKS and is_free and not is_in:
+                found[offer.rank] = slot
+        return found
+
+    def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Admit the processes that wait for `ranks`, all at once; returns when views have had them.
+
+        Where a process waits for the place of a member, that member may have died unseen: it is given some time to
+        prove it, else it has its place by right.
+
+        Raises:
+            CommTimeoutError: they do not come.
+            UnsupportedError: a process of another host has tried to come into this group, which stays on one.
+        """
+        began = time.monotonic()
+        deadline = began + timeout_s
+        first = {member.slot: member.nonce for member in self._runtime.view().members}
+        while True:
+            missing = self._missing(ranks, deadline)
+            self._require_hosts(missing)
+            again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has given up what it came in with
+            missing = sorted(again.union(missing))
+            if self._occupants.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
+                there = {member.slot: member.nonce for member in self._runtime.view().members}
+                asked_for = {self._occupants.slot_of[rank] for rank in ranks}.intersection(self._runtime.waiting())
+                unseen = {slot for slot in asked_for if slot in there and there[slot] == first.get(slot)}
+                missing = sorted({*missing, *(self._occupants.rank_of[slot] for slot in unseen)})
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank(s) {', '.join(map(str, missing))} did not come within {timeout_s:.1f} s; start a process "
+                    "with is_extension=True for each, and have it ask for this group",
+                    missing,
+                )
+            epoch, all_ask = self._occupants.epoch, self._let_in(missing)
+            self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
+
+    def _require_hosts(self, ranks: Collection[int]) -> None:
+        """Raise where a process of another host was refused that would have had one of these ranks; once for each."""
+        runtime = self._runtime
+        told = {rank: who for rank, who in refused(runtime, self._occupants.lane).items() if rank in ranks}
+        asking = self._askers(runtime.view()) if told else {}
+        for rank in sorted(told.keys() - asking.keys()):
+            who = told[rank]
+            if who.attempt in self._raised:
+                continue
+            self._raised.add(who.attempt)
+            raise UnsupportedError(
+                f"rank {rank} cannot be taken in: slot {who.slot} of the job has asked for it, on host "
+                f"{runtime.host_of(who.slot)}, and this group stays on the host where it was made, "
+                f"{runtime.member.host}; make the group anew with all ranks (new_group), or begin it as one over "
+                "several hosts (EPEE_OVER_HOSTS=1)"
+            )
+
+    def take_in(self, ranks: Collection[int], until: float) -> None:
+        """Have those of `ranks` taken in that ask, as far as this rank has heard.
+
+        Returns when a view has one more of them, or, after a moment, where nobody of them asks; at `until`, a
+        `time.monotonic()` value, at the latest.
+
+        Raises:
+            EvictedError, NoQuorumError: there will be no view.
+        """
+        before = set(self.present())
+        while (now := time.monotonic()) < until:
+            view = self._runtime.view()
+            asking = sorted(rank for rank in self._askers(view) if rank in ranks)
+            if set(self._occupants.present(view)).intersection(ranks) - before:
+                return
+            if not asking:
+                time.sleep(min(ASK_PAUSE_S, until - now))
+                return
+            self._let_in(asking)
+            self._runtime.await_decision(view.epoch, min(ADMIT_PAUSE_S, until - now))
+
+    def _let_in(self, ranks: Sequence[int]) -> bool:
+        """Have those who ask for `ranks` taken in, if all are here; False: some are not.
+
+        Who is in the job but has never been in this group has, for the agents, a part in it since it joined. So it is
+        put out first, and comes in as one that comes back.
+        """
+        view = self._runtime.view()  # the one of everything here: who has come in since would be put out as a stranger
+        askers, joiners = self._askers(view), self._joiners()
+        if not all(rank in askers or rank in joiners for rank in ranks):
+            return False
+        slots = sorted(joiners[rank] for rank in ranks if rank not in askers)
+        if slots:
+            self._runtime.admit(slots)
+        coming = {askers[rank] for rank in ranks if rank in askers}
+        if coming:
+            strangers = tuple(sorted(coming.intersection(parts_of(view, self._occupants.lane))))
+            members = {*self._occupants.present(view).values()}
+            if strangers:
+                self._want(members - {*strangers}, strangers, view.epoch)
+                return True
+            locators = self._locators(view, members, coming)
+            if locators is None:
+                return False
+            self._want(members | coming, (), view.epoch, locators)
+        return True
+
+    def _locators(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Locator] | None:
+        """Return what a view with newcomers must tell beside what `view` does; None: not all of it has come here yet.
+
+        Members who came with the job into its first group are told by their endpoints.
+        """
+        told, known = self._told(), locators_of(view, self._occupants.lane)
+        wanted = set(coming)
+        if not self._occupants.is_home:
+            wanted |= {slot for slot in members if slot not in known}
+        states = {slot: told[slot].state for slot in wanted if slot in told}
+        if any(states.get(slot) != (ASKS if slot in coming else FOUNDER) for slot in wanted):
+            return None
+        return [Locator(slot, told[slot].locator.pack()) for slot in sorted(wanted)]
+
+    def put_out(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Have members leave the group, and stay in the job; returns when a view has begun without them.
+
+        Raises:
+            CommTimeoutError: the view did not change in time.
+            InvalidState: nobody would be left.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            view = self._runtime.view()
+            present = self._occupants.present(view)
+            going = {present[rank] for rank in ranks if rank in present}
+            if not going:
+                break
+            staying = {*present.values()} - going
+            if not staying:
+                raise InvalidState("all ranks would be put out; one at least must stay, or destroy the group")
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank(s) {', '.join(map(str, ranks))} were not put out within {timeout_s:.1f} s: the members do "
+                    "not agree; call it again",
+                    sorted(ranks),
+                )
+            self._want(staying, tuple(sorted(going)), view.epoch)
+            self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
+        if self._boxes.full.rank in ranks:
+            return
+        self._await_news(deadline)
+        self._engine.look(lambda: self._boxes.show(self._occupants.epoch))
+
+    def _want(
+        self, members: Collection[int], out: tuple[int, ...], epoch: int, locators: Iterable[Locator] = ()
+    ) -> None:
+        want = Want(self._occupants.lane, tuple(sorted(members)), out, locators=tuple(locators))
+        self._runtime.want(want, epoch)
+
+    def _await_news(self, deadline: float) -> None:
+        """Take over the newest view: it is told to the lanes a moment after it is shown."""
+        epoch = self._runtime.view().epoch
+        while True:
+            self._look()
+            if self._occupants.epoch >= epoch or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+    def _missing(self, ranks: Sequence[int], deadline: float) -> list[int]:
+        """Return which of `ranks` are not in the newest view and have not just been: such a one is lost again."""
+        self._await_news(deadline)
+        present = set(self._course.present())
+        seq = self._engine.seq
+        return [
+            rank
+            for rank in ranks
+            if self._occupants.slot_of[rank] not in present and self._intake.first_call.get(rank, 0) <= seq
+        ]
+
+    def name_later(self, ranks: Sequence[int]) -> str:
+        """Return under which name the members among global `ranks` meet to make a group now; "" if nobody ever joined.
+
+        All members ask at the same point of their program, so they have made equally many calls, and know of the same
+        newcomers. The last part counts groups of the same ranks between two calls.
+        """
+        engine = self._engine
+        if engine.flags & ENDED or not (engine.flags or self._intake.join_epoch):
+            return ""
+        self._look()
+        if not self._intake.join_epoch:
+            return ""
+        number = max(engine.seq, max(self._intake.first_call.values()) - 1)
+        place = f"epee/later/{self._occupants.lane}/{self._intake.join_epoch}/{number}"
+        if place != self._later[0]:
+            self._later = (place, {})
+        counts = self._later[1]
+        counts[tuple(ranks)] = counts.get(tuple(ranks), 0) + 1
+        return f"{place}/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"
+
+    def is_settled(self) -> bool:
+        """Return whether this rank's next call is that of those for whom `show_joined` was called, or a later one."""
+        return self._boxes.box.epoch >= self._boxes.shown_epoch
+
+    def show_joined(self) -> None:
+        """Plan this rank's next call with those who have been taken in, if it is surely theirs. The lock is held."""
+        self._boxes.show(self._intake.join_epoch)
+
+    def set_size(self, size: int) -> None:
+        """From this rank's next call on the group counts `size` ranks. The engine's lock is held."""
+        self._boxes.set_size(size)

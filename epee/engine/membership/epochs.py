@@ -1,0 +1,542 @@
+"""How a group goes on when the view changes: the group's end of the control plane (`view/protocol/PROTOCOL.md`).
+
+Data path: the agent thread calls the hooks (`lane_hooks.py`). They set a bit in the engine's `flags`, which every call
+looks at anyway, and leave the rest to whoever drives the group: it takes the decisions over (`take_news`), and `heed`
+says, call by call, what they mean. So nothing of this is on the path of a call while all is well.
+
+    FROZEN   an agreement is under way: no call completes or starts. The hook takes the engine's lock to set it, so a
+             call that is writing results ends first, and what the hook says about the lane stays true.
+    NEWS     decisions have come that nobody has looked at.
+    CHANGING a decision waits for the first call that misses somebody (`protocol/outcome.py` says which that is).
+    TROUBLED calls cannot end well: this process was voted out, or there is no quorum.
+
+`Survival` is what the engine sees; each part has its own state and knows nothing of it:
+
+    LaneBirth  how it began: the view with which this rank is in the lane (`bootstrap/lane_birth.py`)
+    LaneHooks  the agent thread's end: freezes and thaws the lane, brings decisions and trouble
+    Occupants  which process has which rank, as far as decisions have been taken over
+    Boxes      with whose outboxes each call runs, and how many ranks the group counts in it
+    Judge      what the decisions mean for a call: it goes on, moves to a later epoch, or fails
+    Intake     reads the outboxes of newcomers; Arrival: says when all can read each other's
+    LocalState what this process knows of the ranks without a call
+    Admission  what users ask for: who waits to come in, take them in
+    Settling   over several hosts: whether all is here that lost ranks of other hosts had said (`hosts/settling.py`)
+    Gate       over several hosts: when a view with newcomers may be taken over (`hosts/gate.py`)
+
+In a group over several hosts the agent thread also tells the links' thread of each view (`hosts/ways.py`). A decision
+that removes a rank of another host is taken over at once, but no call is judged, begun or completed and no message of
+that rank ended until the mirrors of this host are settled.
+
+Who writes, who reads: this rank writes its own outbox only, as ever. A crash between two steps leaves a rank that is
+lost in the next epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context
+from ...link.roles import Roles
+from ...view.awaited import kind_of_loss
+from ...view.group import GroupInView
+from ...view.job import Seat
+from ...view.protocol.decision import parts_of
+from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
+from ...view.protocol.outcome import Course, cut_of
+from ..bootstrap.home import FOUNDER, IN, Offer, parse_offers
+from ..bootstrap.lane_birth import LaneBirth
+from ..bootstrap.local_state import LocalState, Mark
+from ..entry import CHANGING, ENDED, NEWS
+from ..operation import Operation
+from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
+from ..p2p.message import Absence, Message
+from ..replication.gate import Gate
+from ..replication.settling import Settling
+from ..replication.ways import Ways
+from ..wake import publish_word
+from .admission import Admission
+from .boxes import Boxes
+from .engine_of_lane import EngineOfLane
+from .intake import Arrival, Intake, unready
+from .judge import LOSS, Judge
+
+SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
+
+
+class Survival(LaneBirth):
+    """The lane of one engine.
+
+    Attributes:
+        admission: what users ask for: who waits to come in, and is to be taken in.
+        local_state: what this process knows of the ranks without a call.
+    """
+
+    admission: Admission
+    local_state: LocalState
+
+    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
+        """As `LaneBirth`; `attach` comes later."""
+        super().__init__(seat, mode, joined_by, asks)
+        self._ways: Ways | None = None
+        self._settling: Settling | None = None
+        self._gate: Gate | None = None
+        self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision that says so was taken over
+        self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
+        self._offer: Offer | None = None
+        self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
+
+    # ---- birth
+
+    def attach(self, engine: EngineOfLane) -> None:
+        """Give the lane its engine. Its number of the last call is set to where this rank comes in, if it joins."""
+        occupants, box = self._occupants, engine.box
+        members = occupants.begin(box.members)
+        joined_in = occupants.epoch if self._is_joiner else 0
+        known, hosts = occupants.ours(occupants.known), self._hosts_of_slots(box)
+        self._course = course = Course(occupants.lane, known, self._raises, None, self._is_joiner, hosts)
+        self._arrival = Arrival(box, joined_in)
+        publish_word(box, VIEW, occupants.epoch)
+        if joined_in:
+            engine.seq = course.first_seq - 1
+            box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
+        self._boxes = Boxes(engine, occupants, course, members, joined_in)
+        self._judge = Judge(engine, occupants, course, self._boxes)
+        if self._ways is not None:
+            since = self._since_of_ranks(occupants.since)
+            roles = Roles(self._ways.topology, [*since], since)
+            self._settling = settling = Settling(box, roles, self._ways.owners, self._all_boxes)
+            self._gate = Gate(occupants, settling, self._tell_turned)
+            if joined_in:
+                settling.begin(joined_in)
+                self._is_ready = False
+        host = "" if self._ways is None else self._job.directory.host
+        self._intake = Intake(engine, occupants, self._boxes, host)
+        if joined_in:
+            self._intake.begin(joined_in, course.first_seq)
+        look = partial(engine.look, self.take_news)
+        self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look, self._told)
+        asked = self.admission, self._read_marks, self._publish_mark
+        self.local_state = LocalState(self.runtime, engine, occupants, *asked)
+        self._engine = engine
+        engine.survival = self
+        own = box.regions[box.rank].blob
+        assert self._row is not None, "`close` comes later"
+        port = 0 if self._ways is None else self._ways.port
+        state = IN if self._is_joiner else FOUNDER
+        self._offer = Offer(state, box.rank, box.group_size, own, port, occupants.epoch)
+        self._row.tell(self._offer.pack())
+        for rank in occupants.removed:
+            self._leave_out(rank)
+        self.hooks.attach(engine, course, self._ways)
+        self.hooks.on_asked = self.local_state.note
+
+    def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
+        rank_of = self._occupants.rank_of
+        return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
+
+    def use(self, ways: Ways) -> None:
+        """Have this rank's part between hosts follow the view; before `attach`."""
+        self._ways = ways
+        self.hooks.hosts = self._hosts_of_slots(ways.box)
+
+    def _hosts_of_slots(self, box: Outboxes) -> dict[int, int]:
+        ranks = self._occupants.ranks_in(self._occupants.known)
+        return {slot: box.host_of[rank] for slot, rank in ranks.items() if rank < len(box.host_of)}
+
+    def _all_boxes(self) -> Iterator[Outboxes]:
+        """Yield the outboxes with which calls run that are open, or may be asked about."""
+        yield from self._boxes.all()
+        yield self._engine.members
+        yield from (op.box for op in self._engine.queue)
+        yield from (past.box for past in self._engine.unsettled.calls)
+
+    def in_view(self, num_ranks: int) -> GroupInView:
+        """Return the group's part in the view, for what is built on its first `num_ranks` ranks."""
+        return GroupInView(
+            self.runtime,
+            self._occupants.lane,
+            tuple(self._occupants.slot_of[:num_ranks]),  # the group may have grown
+            self._raises,
+            self._on_stall,
+            dict(self._occupants.incarnations),
+            self._takes_part,
+            self._is_joiner and self._occupants.is_home,  # buffers of other groups take nobody in
+            True,
+            self._job,
+            self._ways is not None,
+        )
+
+    # ---- news
+
+    @property
+    def eviction(self) -> EvictedError | None:
+        """The error of a process that was voted out, for good; else None."""
+        return self.hooks.eviction
+
+    def await_thaw(self, timeout_s: float) -> None:
+        """Wait until the lane goes on, for some milliseconds at most. Without the engine's lock."""
+        self.hooks.await_thaw(timeout_s)
+
+    def await_quorum(self) -> None:
+        """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
+        self.hooks.await_quorum()
+
+    def raise_trouble(self) -> None:
+        """Raise why calls cannot end well, if that is still so."""
+        self.hooks.raise_trouble()
+
+    def take_news(self) -> None:
+        """Take over the decisions that have come. The engine's lock is held.
+
+        A decision stays the first in the queue, and NEWS raised, until all of it has been done. An interrupt or a
+        shortage may end this at any line: the next call begins with the same decision again, and every step of it
+        may run twice (decision 17).
+
+        Raises:
+            ResourceError: no memory or descriptor is left for a newcomer's outbox.
+        """
+        while self.hooks.decisions:
+            decision = self.hooks.decisions[0]
+            if decision.epoch > self._occupants.epoch:
+                if not self._may_take(decision):
+                    self._engine.raise_flag(CHANGING)  # who drives the group comes back here by `settle`
+                    self._engine.lower_flag(NEWS)
+                    return
+                self._take_over(decision)
+            self.hooks.decisions.popleft()
+        self._engine.lower_flag(NEWS, unless=self.hooks.decisions)
+
+    def _may_take(self, decision: Decision) -> bool:
+        """Return whether a view may be taken over; over several hosts those with newcomers wait for the gate."""
+        gate, settling, occupants = self._gate, self._settling, self._occupants
+        if gate is None or settling is None:
+            return True
+        parts = parts_of(decision, occupants.lane)
+        own = occupants.slot_of[self._boxes.full.rank]
+        if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision)):
+            return True
+        if gate.begin(decision.epoch):
+            lost = [rank for rank in occupants.remove(decision) if settling.roles.topology.is_here(rank)]
+            self._change_hosts(decision)
+            for rank in lost:
+                self._leave_out(rank)
+            gate.begun(decision)
+        for later in list(self.hooks.decisions)[1:]:
+            self._cuts[later.epoch] = cut_of(later, occupants.lane, Removal(0, 0, PUT_OUT))
+            gate.hear(later)
+        self._look_settled()
+        return gate.is_open(self._told)
+
+    def _told(self) -> dict[int, Offer]:
+        """Return what members of the lane tell; nothing once this process has no agent, which its calls will raise."""
+        own = {} if self._offer is None else {self._occupants.slot_of[self._offer.rank]: self._offer}
+        with contextlib.suppress(InvalidState):
+            return parse_offers(self.runtime.told(self._occupants.lane)) | own
+        return {}
+
+    def _read_marks(self) -> dict[int, Mark]:
+        return {slot: Mark(*offer[-3:]) for slot, offer in self._told().items()}
+
+    def _publish_mark(self, mark: Mark) -> None:
+        if self._offer is not None and self._row is not None:
+            self._offer = self._offer._replace(**mark._asdict())
+            self._row.tell(self._offer.pack())
+
+    def _tell_turned(self, epoch: int) -> None:
+        """Tell that this rank needs nothing of those who were lost by the view of an epoch."""
+        if self._offer is not None and self._row is not None:
+            self._offer = self._offer._replace(turned=epoch)
+            self._row.tell(self._offer.pack())
+
+    def _change_hosts(self, decision: Decision) -> None:
+        """Have the mirrors of lost ranks settled."""
+        assert self._settling is not None
+        self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
+        parts = parts_of(decision, self._occupants.lane)
+        present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
+        self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
+        self._engine.raise_flag(CHANGING)
+
+    def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
+        """Begin a new placement with newcomers, in a group over several hosts."""
+        settling, ways = self._settling, self._ways
+        if settling is None or ways is None:
+            return
+        before, full = settling.roles, self._boxes.full
+        parts = parts_of(decision, self._occupants.lane)
+        staying = {slot: when for slot, when in self._occupants.since.items() if parts.get(slot) == when}
+        since = self._since_of_ranks(staying)
+        rank_of = self._occupants.rank_of
+        keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
+        roles = Roles(before.topology.moved(keys), [*since], {**before.since, **since})
+        full.place(roles.topology.host_of, decision.epoch)
+        ways.exports.move(roles.topology)
+        ways.owners.update((rank_of[one.slot], one) for one in self._occupants.owners(decision, newcomers))
+        settling.bring_in(decision.epoch, roles, newcomers)
+        ways.adopted(decision.epoch)
+        self._engine.raise_flag(CHANGING)
+
+    def _take_over(self, decision: Decision) -> None:
+        """Do what a decision calls for; the occupants' `epoch` is last and says that it is done."""
+        publish_word(self._boxes.full, VIEW, decision.epoch)
+        for rank in self._occupants.remove(decision):
+            if rank == self._boxes.full.rank:
+                self._end_here(decision)
+                return
+            if self._settling is None or self._settling.roles.topology.is_here(rank):
+                self._leave_out(rank)
+        self._intake.adopt(decision)
+        new = {slot for slot, when in self._occupants.since.items() if when == decision.epoch}
+        if new:
+            self._bring_in(decision, {self._occupants.rank_of[slot] for slot in new})
+        turn = self._course.turn_of(self._occupants.ours(decision))
+        if turn is not None:
+            self._boxes.add(decision.epoch)  # whoever finds the turn needs them
+            self._engine.raise_flag(CHANGING)
+            self._course.note(turn)
+            for slot, cut in self._limits:
+                turn.limit_to(slot, cut)
+        self._limits.clear()
+        if self._settling is not None and not new:
+            self._change_hosts(decision)
+        if self._gate is not None:
+            self._gate.end()
+        self._occupants.is_over(decision)
+
+    def _end_here(self, decision: Decision) -> None:
+        """This process was put out of the group: its calls end, and nothing that follows concerns it.
+
+        Those that somebody who stays has completed are complete here, too: everybody's part is there.
+        """
+        rank = self._boxes.full.rank
+        slot = self._occupants.slot_of[rank]
+        cut = cut_of(decision, self._occupants.lane, Removal(slot, 0, PUT_OUT))
+        for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
+            try:
+                op.step(op.box)
+            except EpeeError as exc:
+                if self._engine.is_interrupt(exc):
+                    raise
+                op.fail(exc)
+        self._engine.mask[rank] = 0
+        self.hooks.put_out(
+            EvictedError(
+                f"rank {rank} was put out of this group in epoch {decision.epoch}, as somebody asked; it can come back "
+                "(`group.join`, Mooncake: `join_group`) when a member calls recover_ranks",
+                [rank],
+                epoch=decision.epoch,
+                cause=PUT_OUT,
+            )
+        )
+        self._occupants.epoch = FOREVER
+
+    def _leave_out(self, rank: int) -> None:
+        """End the messages of a rank that is not in the view."""
+        epoch, cause = self._occupants.removed[rank]
+        kind, words = kind_of_loss([cause])
+        absence = Absence(epoch, words, kind, cause not in (*MAY_LIVE, PUT_OUT))
+        self._engine.leave_out(rank, absence, self._raises and cause != LEFT)
+
+    # ---- losses that are shown at once
+
+    def show_losses(self) -> None:
+        """Have the engine's mask, which has just been made, show losses as soon as they are known here."""
+        occupants, mask = self._occupants, self._engine.mask
+        present = {occupants.rank_of[slot] for slot in occupants.since}
+        for rank in self._engine.members.members:
+            epoch, cause = occupants.removed.get(rank, (0, LEFT))
+            if rank not in present and cause not in (LEFT, PUT_OUT):
+                mask.lose([rank], epoch, is_agreed=True)
+        self.hooks.show_losses()
+
+    def show_dead(self, ranks: Iterable[int]) -> None:
+        """Show ranks of whose death there is proof, before the members have agreed on it."""
+        self._engine.mask.lose(ranks, self._occupants.epoch + 1, is_agreed=False)
+
+    def await_shown(self, ranks: Collection[int]) -> None:
+        """Wait a moment until the members have agreed that these ranks are lost, and it is shown. Without the lock."""
+        mask, until = self._engine.mask, time.monotonic() + SHOWN_S
+        while mask.shows_at_once and not mask.has_agreed(ranks) and not self._engine.flags & ENDED:
+            if time.monotonic() > until:
+                return
+            time.sleep(SHOWN_LOOK_S)
+
+    # ---- single calls
+
+    def heed(self, op: Operation) -> None:
+        """Judge the oldest unfinished call by the decisions known, if that can be done. The engine's lock is held."""
+        if self.settle():
+            self._judge.heed(op)
+
+    def settle(self) -> bool:
+        """Take over what this host has been told of lost ranks; True: calls can be judged. The engine's lock is held.
+
+        Raises:
+            ResourceError: no memory or descriptor is left for a new mirror.
+        """
+        settling, gate = self._settling, self._gate
+        if settling is None or gate is None:
+            return True
+        if gate.epoch:
+            self.take_news()
+        if not settling.is_over or not self._is_ready:
+            self._look_settled()
+        return not settling.unsettled and not gate.epoch
+
+    def _look_settled(self) -> None:
+        settling = self._settling
+        assert settling is not None
+        for rank, epoch in settling.look():
+            slot = self._occupants.slot_of[rank]
+            if epoch:
+                for turn in self._course.turns:
+                    turn.limit_to(slot, self._cuts[epoch])
+                if self._gate is not None and self._gate.epoch:
+                    self._limits.append((slot, self._cuts[epoch]))
+            self._leave_out(rank)
+        if not self._is_ready and not settling.has_moves:
+            publish_word(self._boxes.full, LIFE, LIFE_READY)
+            self._is_ready = True
+
+    def unsettled(self) -> list[int]:
+        """Return the lost ranks of which this host, or one that stays, may not have been told all yet."""
+        if self._settling is None or self._gate is None:
+            return []
+        return sorted({*self._settling.unsettled, *self._gate.late})
+
+    def tellers(self) -> list[int]:
+        """Return the ranks on whose word about those this one waits."""
+        if self._settling is None or self._gate is None:
+            return []
+        return sorted({*self._settling.awaited(), *self._gate.late})
+
+    def insist_on_tellers(self, deadline: float) -> bool:
+        """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
+        slots = self._occupants.slots_of(self.tellers())
+        told, seq = partial(context, LOSS, rank=self._boxes.full.rank), self._engine.num_retired
+        return self._awaited.insist(slots, told, seq, self._occupants.epoch, deadline)
+
+    def not_told(self, elapsed: float) -> CommTimeoutError:
+        """Return the error of a wait for `settle` that has lasted too long."""
+        told = context(LOSS, rank=self._boxes.full.rank, epoch=self._occupants.epoch, elapsed=elapsed)
+        lost, tellers = self.unsettled(), self.tellers()
+        return CommTimeoutError(
+            f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
+            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be "
+            "tried again",
+            tellers or lost,
+            has_job=True,
+        )
+
+    def raise_untold(self) -> None:
+        """Raise the loss that would fail a call which has ended here already, before a call takes its number.
+
+        To be called when `settle` has said that calls can be judged.
+        """
+        self._judge.raise_untold()
+
+    def may_publish(self, op: Operation) -> bool:
+        """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes."""
+        if self._gate is not None and (self._gate.epoch or self.unsettled() or not self._is_ready):
+            return False
+        return self._arrival.may_publish(op)
+
+    def unready(self, box: Outboxes) -> list[int]:
+        """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
+        return unready(box)
+
+    def ended_without(self, op: Operation) -> list[int]:
+        """Return the ranks that are through with `op` and have put nothing into it, nor ever will.
+
+        They have taken over no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
+        happens where somebody calls with another root, which is lost: a newcomer, or who heard of a loss later.
+        """
+        box = op.box
+        through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
+        if not through or any(box.words[peer][VIEW] > self._occupants.epoch for peer in through):
+            return []
+        self.heed(op)  # the last decision may not have been looked at for this call
+        return [box.members[peer] for peer in through] if op.box is box and not op.done else []
+
+    def has_lost_one_of(self, box: Outboxes) -> bool:
+        """Return whether a member of `box` has gone since."""
+        return not self._occupants.removed_after(box.epoch).isdisjoint(box.members)
+
+    def removed_in(self, epoch: int) -> list[int]:
+        """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""
+        return self._occupants.removed_in(epoch)
+
+    def retired(self, seq: int) -> None:
+        """Calls up to `seq` have ended here: later ones are planned for who is left."""
+        past = self._engine.unsettled.calls  # of these later decisions are still asked, in the epochs that they ran in
+        boxes = (*(call.box for call in past), *(op.box for op in self._engine.queue))
+        epoch = min((box.epoch for box in boxes), default=FOREVER)
+        self._course.forget(min(seq, past[0].seq - 1) if past else seq, epoch)
+        is_last, box = self._boxes.retired(seq), self._boxes.box
+        is_over = is_last and not self.hooks.decisions and self._arrival.is_over(box)
+        is_over = is_over and (self._settling is None or self._settling.is_over)
+        if is_over and all(op.box is box for op in self._engine.queue):
+            self._engine.lower_flag(CHANGING)
+
+    def insist(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
+        """At the time-out of a call: do what the policy is with those who are behind; True while that may help.
+
+        A decision may have been taken over since the call was looked at, and those who were behind in the epoch before
+        would be accused in the new one, in which their time has just begun. So the call is judged by it first.
+        """
+        box = op.box
+        self.heed(op)
+        if op.box is not box or op.done:
+            return True
+        ranks = self.tellers() if self.unsettled() else ranks
+        slots = self._occupants.slots_of(ranks)
+        told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
+        epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)
+        return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
+
+    def found_dead(self, ranks: Collection[int]) -> None:
+        """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
+        self.show_dead(ranks)
+        for rank in ranks:
+            self.runtime.look_at(self._occupants.slot_of[rank])
+
+    # ---- for hang reports
+
+    def show(self, call: Operation | Message, ranks: Iterable[int]) -> None:
+        """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
+        if self._engine.flags & ENDED:
+            return  # the board may be gone
+        slots = self._occupants.slots_of(ranks).values()
+        self._awaited.show(call.name, call.seq, self._engine.members.epoch, slots)
+
+    def hide(self) -> None:
+        """Take it off again: the call has ended."""
+        self._awaited.hide()
+
+    # ---- the end
+
+    def remember(self, store: Any) -> None:
+        """Let later groups of the job meet through `store`, by what this group knows, if it is the first one."""
+        if self._occupants.is_home:
+            self._job.store, self._job.name_later = store, weakref.WeakMethod(self.admission.name_later)
+
+    def call_it(self, name: str) -> None:
+        """Show the group's name in hang reports."""
+        self._awaited.call_it(name)
+
+    def close(self, failed: bool = False) -> None:
+        """End the lane, and this process's part in the job if it was the last; `failed`: as a rank that has failed."""
+        self.hide()
+        if self.hooks.is_attached:
+            for box in self._all_boxes():
+                box.forget_views()  # else mappings would live until a collection
+        with contextlib.suppress(NoQuorumError):  # the others have gone in the midst of an agreement: so does this one
+            self.runtime.unregister(self._occupants.lane)
+        self._awaited.end()
+        self._row = None  # it keeps the board
+        self._job.release(EXITED if failed else LEFT)

@@ -1,0 +1,131 @@
+"""How a group takes processes in: in the place of lost ranks, or beyond its end, where nobody has been before.
+
+A view that has a newcomer says with which call it begins, and everybody reads its outbox from then on. Those who are
+there map nothing else anew: outboxes have room for all ranks that may ever come (decision 42).
+
+What follows from a decision belongs to calls: who takes part in call s, and how many ranks the group counts in it. It
+shows with the newcomers' first call, on all ranks after the same call, whenever they heard of the decision.
+
+No call is published before a newcomer and those who meet it can read each other's outboxes. Else one that dies early
+would have a part in the eyes of those who had mapped its outbox and none in those of the others. A newcomer that has
+mapped all others' is ready (LIFE). Who has mapped a newcomer's says so where it counts the message slots that it has
+freed (`Receiver.renew`).
+
+Over several hosts a newcomer of another host has a blank outbox here until its mirror is whole (`hosts/settling.py`),
+and the gateways of its own host ask for everything anew; it is ready when it reads all others' mirrors.
+
+Who writes, who reads: decisions come from the agent thread as news and are taken over under the engine's lock; all else
+is this process's own. A newcomer that dies on the way is lost like any other.
+"""
+
+from __future__ import annotations
+
+from ...errors import RankFailedError, ResourceError
+from ...view.protocol.messages import Decision
+from ...view.protocol.outcome import first_seq
+from ..bootstrap.home import OutboxEndpoint
+from ..operation import Operation
+from ..outbox import LIFE, LIFE_BORN, Outboxes
+from ..p2p.channel import first_number
+from ..wake import publish_word
+from .boxes import Boxes
+from .engine_of_lane import EngineOfLane
+from .members import attach_outbox, make_blank, replace
+from .occupants import Occupants
+
+
+class Intake:
+    """Takes the newcomers of one group in.
+
+    Attributes:
+        join_epoch: of the newest view that took somebody in; 0 when none did.
+        first_call: rank -> call with which the process that last took it begins.
+    """
+
+    def __init__(self, engine: EngineOfLane, occupants: Occupants, boxes: Boxes, host: str) -> None:
+        self._host = host
+        self._engine = engine
+        self._occupants = occupants
+        self._boxes = boxes
+        self.join_epoch = 0
+        self.first_call: dict[int, int] = {}
+
+    def begin(self, epoch: int, first_call: int) -> None:
+        """Note that this process has itself been taken in, by the view of `epoch`."""
+        self.join_epoch = epoch
+        self.first_call[self._boxes.full.rank] = first_call
+
+    def adopt(self, decision: Decision) -> None:
+        """Read the outboxes of processes that have come into this group by `decision`.
+
+        May be repeated from any line on (an interrupt, a shortage): that a process was taken in is noted last of all.
+
+        Raises:
+            ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
+        """
+        for one in self._occupants.newcomers(decision):
+            start, rank, part = first_seq(decision, self._occupants.lane), one.rank, one.part
+            self._adopt(rank, part, decision.epoch)
+            self.join_epoch = decision.epoch
+            self.first_call[rank] = start
+            self._boxes.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
+            self._occupants.take_in(one)
+
+    def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
+        """Read the outbox of a process that has taken `rank`: what may fail first. None: it is gone again."""
+        engine, nbytes = self._engine, self._boxes.full.payload_bytes
+        is_here = part is not None and (not self._boxes.full.host_of or part.host == self._host)
+        try:
+            region = (is_here and part and attach_outbox(part, nbytes)) or make_blank(nbytes)
+            if is_here and part is not None:
+                engine.watch.watch(rank, part.pid, part.start_time)
+            else:
+                engine.watch.forget(rank)  # who had it before may have been of this host
+        except ResourceError as exc:
+            raise ResourceError(
+                f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
+                f"taken in here yet (the next call tries again): {exc}"
+            ) from exc
+        for message in engine.mail.involving(rank):  # out of the books last: then nobody comes back to it
+            message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
+            engine.retire(message)
+            engine.mail.cancel(message)
+        replace(self._boxes.full, rank, region)
+        engine.waits.count_ranks(self._boxes.full.num_ranks)
+        engine.mail.renew(rank, first_number(epoch))
+
+
+class Arrival:
+    """Whether one process has arrived in its group.
+
+    Args:
+        full: outboxes of all ranks.
+        joined_in: the epoch that took this process in; 0 for founders.
+    """
+
+    def __init__(self, full: Outboxes, joined_in: int) -> None:
+        self._full = full
+        self._joined_in = joined_in
+        self._is_adopted = not joined_in
+        for peer in full.peers if joined_in else ():  # for those who joined in the same epoch
+            # Told, not only stored: other hosts may have been told all that this outbox holds a moment before.
+            publish_word(full, full.verdict_base[peer], first_number(joined_in) - 1)
+
+    def may_publish(self, op: Operation) -> bool:
+        """Return whether all who take part in `op` can read each other's outboxes."""
+        if unready(op.box):
+            return False
+        if self._is_adopted:
+            return True
+        index, wanted = self._full.verdict_base[self._full.rank], first_number(self._joined_in) - 1
+        self._is_adopted = all(words[index] >= wanted for words in op.box.peer_words)
+        return self._is_adopted
+
+    def is_over(self, box: Outboxes) -> bool:
+        """Return whether calls with `box` need not ask any more."""
+        return self._is_adopted and not unready(box)
+
+
+def unready(box: Outboxes) -> list[int]:
+    """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
+    return [box.members[peer] for peer in box.peers if box.words[peer][LIFE] == LIFE_BORN]

@@ -1,0 +1,209 @@
+"""What the decisions known mean for the calls of a group, one by one: where each runs, or that it fails.
+
+Only the oldest unfinished call is judged, because where a change falls must be asked in the order of calls. A call
+that falls behind a change is planned again for the outboxes of those who remain, or fails (mode "raise"); the words of
+lost ranks are read as they left them and never waited for again. What ended here without a result is asked about before
+(`unsettled.py`).
+
+Who writes, who reads: the calls of this process are changed, under the engine's lock; words are only read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
+from ...view.protocol.outcome import CallState, Course
+from ..operation import Operation
+from ..outbox import Outboxes
+from .boxes import Boxes
+from .engine_of_lane import EngineOfLane
+from .occupants import Occupants
+from .unsettled import Past, past_of
+
+LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
+
+
+class Judge:
+    """Judges the calls of one lane."""
+
+    def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
+        self._engine = engine
+        self._occupants = occupants
+        self._course = course
+        self._boxes = boxes
+
+    def heed(self, op: Operation) -> None:
+        """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
+        if op.done or op.writing:
+            return
+        self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
+        place = self._place(past_of(op))
+        for epoch in place.via if place.failed else (*place.via, place.epoch):
+            box = self._boxes.box_for(epoch, op.seq)
+            if op.box is box or op.box.epoch > epoch:  # planned in a later one: see `Boxes.show`
+                continue
+            if op.told is not None:
+                self._leave(op, op.told, place)
+            else:
+                self._move(op, box, place.rootless == epoch)
+            if op.done:
+                return
+        if place.failed:
+            op.fail(self._failure(op, place))
+            op.by_view = True
+            if self._engine.untold is not None and self._engine.untold.epoch == place.epoch:
+                self._engine.untold = None  # told now
+            return
+        self._mark_lost(op)
+        if op.box.host_of and not op.done and op.lost:
+            self._end_if_unheard(op)
+
+    def _end_if_unheard(self, op: Operation) -> None:
+        """Fail a call that others have completed with a rank whose host is lost, and whose part has not come here.
+
+        On the host of those who completed it all of it had come; nobody lives who could tell this one. What this rank
+        has put into it stays: others who have the rest wait for nothing else.
+        """
+        past = past_of(op)
+        unheard = [
+            rank
+            for rank, words in zip(op.box.members, op.box.words, strict=True)
+            if rank in op.lost and rank not in op.box.here and not past.counts_as_settled(words)
+        ]
+        if not unheard:
+            return
+        told = op.describe(self._boxes.full, peer=_names(unheard))
+        op.fail(
+            RankFailedError(
+                f"{told}: lost with its host while its part was on the way; ranks of other hosts may have completed "
+                "the call; results are untouched; the next call runs without it",
+                unheard,
+                op.name,
+                op.seq,
+                self._occupants.epoch,
+                "lost with its host",
+            )
+        )
+        op.by_view = op.is_counted = True
+
+    def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
+        """Ask about calls that have ended here, before any later one, and say where they would run now."""
+        for past in calls:
+            place = self._place(past)
+            if place.rootless:  # it has ended there for everybody, so nobody asks about it any more
+                self._course.ended_on_the_way(past.seq, place.rootless)
+            elif place.failed:
+                self._engine.untold = self._lost_by(past, place)
+            else:
+                box = past.box if place.epoch <= past.box.epoch else self._boxes.box_for(place.epoch, past.seq)
+                yield past.moved(box)
+
+    def raise_untold(self) -> None:
+        """Raise the loss that would fail a call which has ended here already, with another error. Mode "raise".
+
+        To be called before a call takes its number: where that call is still open, it is what fails, and the numbers
+        after it are the same everywhere.
+        """
+        engine = self._engine
+        engine.unsettled.keep(self._ask_again(tuple(engine.unsettled.calls)))
+        error, engine.untold = engine.untold, None
+        if error is not None and all(op.done for op in engine.queue):  # else an open call may fail for the same reason
+            raise error
+        engine.untold = error
+
+    def _place(self, past: Past) -> CallState:
+        ran_in: int | None = past.box.epoch
+        if max(past.box.epoch, self._course.base) <= max(self._boxes.joined_in, self._boxes.shown_epoch):
+            ran_in = None  # it was planned in a change that no call has been asked about: ask from before that
+
+        def is_whole(slot: int, epoch: int, seq: int) -> bool:
+            return self._is_whole(past, slot, epoch)
+
+        def has_root(epoch: int) -> bool:
+            is_before = epoch < past.box.epoch  # it was planned later, with who takes part there
+            return past.root < 0 or is_before or past.root in self._boxes.box_for(epoch, past.seq).members
+
+        return self._course.place(past.seq, is_whole, ran_in, has_root)
+
+    def _mark_lost(self, op: Operation) -> None:
+        """Tell a call which of its members read nothing any more."""
+        op.lost = self._occupants.removed_after(op.box.epoch)
+
+    def _is_whole(self, past: Past, slot: int, epoch: int) -> bool:
+        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell.
+
+        The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
+        """
+        box = past.box if epoch == past.box.epoch else self._boxes.box_for(epoch, past.seq)
+        rank = self._occupants.rank_at(slot, epoch)
+        return (
+            rank is None
+            or rank not in box.members
+            or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
+        )
+
+    def _move(self, op: Operation, box: Outboxes, is_rootless: bool) -> None:
+        """Run a call again with the members of a later epoch; where its root is none of them it ends, for everybody."""
+        gone = [rank for rank in op.box.members if rank not in box.members]
+        op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
+        try:
+            plan = op.plan if op.make is None else op.make(box)
+        except BaseException as exc:
+            if self._engine.is_interrupt(exc):
+                raise
+            if is_rootless:
+                op.fail(exc)
+                op.by_view = True
+                self._course.ended_on_the_way(op.seq, box.epoch)
+            else:  # here only, so the others must find a header
+                op.renew(box, op.plan)
+                op.fail(_misfit(op, box, exc) if isinstance(exc, InvalidArgument) else exc)
+        else:
+            op.renew(box, plan)
+
+    def _leave(self, op: Operation, told: BaseException, place: CallState) -> None:
+        """End a call that would move, whose caller has got another error: nobody waits for it, its tensors may be used.
+
+        Others go on with it, miss this rank's part, and end it without a result: it is unsettled for all (`unsettled`),
+        so all go on asking about it, and what it has hit of later turns stays. But where it ends on its way for
+        everybody, as its root is lost, nobody asks about it any more, so this rank must not either: else it would find
+        another first call that a later turn hits, and in mode "raise" report that loss once more than others.
+        """
+        op.fail(told)
+        op.by_view = True
+        if place.rootless:
+            op.told = None
+            self._course.ended_on_the_way(op.seq, place.rootless)
+
+    def _failure(self, op: Operation, place: CallState) -> PeerError:
+        elapsed = time.monotonic() - op.started if op.started else 0.0
+        told = op.describe(self._boxes.full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
+        return self._loss(place, f"{told}: {{}}; results are untouched", op.name, op.seq)
+
+    def _lost_by(self, past: Past, place: CallState) -> PeerError:
+        ranks = self._lost_ranks(place)
+        told = context(LOSS, rank=self._boxes.full.rank, peer=_names(ranks), epoch=place.epoch)
+        return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
+
+    def _lost_ranks(self, place: CallState) -> list[int]:
+        ranks = (self._occupants.rank_at(slot, place.epoch - 1) for slot in place.lost)
+        return [rank for rank in ranks if rank is not None]
+
+    def _loss(self, place: CallState, told: str, name: str, seq: int) -> PeerError:
+        ranks = self._lost_ranks(place)
+        kind, cause = self._occupants.kind_of_loss(ranks)
+        text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
+        return kind(text, ranks, name, seq, place.epoch, cause)
+
+
+def _misfit(op: Operation, box: Outboxes, exc: InvalidArgument) -> MismatchError:
+    return MismatchError(
+        f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts {box.group_size} "
+        f"ranks (group.num_slots): {exc}"
+    )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,128 @@
+"""Calls that ended here without a result: what later decisions and later calls need to know of them.
+
+When a member dies, the calls of a lane are divided by the first one to which it has not contributed as a whole
+(`view/protocol/outcome.py`): every rank asks about its calls in order and must find the same one. A call that a rank
+has given up (`withdrawal.py`) or refused has ended there, while it may still be open at others, which ask about it. So
+it is remembered until a later call has a result, and
+
+    asked about     before the calls that are open, whenever a decision has come. What it says of the dead rank is said
+                    by words that no longer change, so all who ask find the same.
+    waited for      a later call is completed only when every member has settled the earlier one: its contribution is
+                    whole, or it has given the call up, or it is through with it. So a result says of everybody in it
+                    that all calls before are settled, and whoever asks about one of them after a death finds it whole.
+
+Who writes, who reads: the words are those of `operation.py`, each rank's own; none is added. No rank waits for ever:
+one that has put a part of the later call into its outbox has the earlier one before it, finds it withdrawn or refused
+when it gets there, and ends it. Whoever stands still on the way is named by the later call's time-out.
+
+A rank is through with a call before its cell is used again, so older calls than there are cells are settled by the one
+that has the cell now, and NUM_CELLS of them are enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from ...memory.signals import tag
+from ...view.protocol.outcome import is_whole
+from ..operation import Operation
+from ..outbox import (
+    FILLED,
+    GAVE_UP,
+    MERGED,
+    NUM_CELLS,
+    SIGNATURE,
+    Outboxes,
+    consumed_of,
+    count_of,
+    failed_by_view,
+)
+from ..plan import RefusedPlan
+from ..signature import REFUSED, unpack
+
+
+class Past(NamedTuple):
+    """A call that ended without a result, or one that is open: what its members' words must show to settle it.
+
+    Attributes:
+        seq: its number; its words begin at `cell`.
+        box: the outboxes with which it ran.
+        rounds: how many it has; 0: not known here (refused, or ended before all headers had come).
+        is_merged: its reduced shares are fetched as well.
+        root: the rank that is its root, as far as it is known here; -1: none. Where that is lost, it ends for all.
+    """
+
+    seq: int
+    cell: int
+    box: Outboxes
+    rounds: int
+    is_merged: bool
+    root: int = -1
+
+    def has_ended(self, words: memoryview) -> bool:
+        """Return whether the rank of these words contributes nothing more: it is through, or has given the call up."""
+        wanted = tag(self.box.epoch, self.seq)
+        if consumed_of(words) >= self.seq or words[self.cell + GAVE_UP] in (wanted, failed_by_view(wanted)):
+            return True
+        return words[self.cell] == wanted and words[self.cell + SIGNATURE] & 63 == REFUSED
+
+    def is_settled(self, words: memoryview) -> bool:
+        """Return whether the rank has contributed all that the call needs of it, for sure, or never will."""
+        return self.has_ended(words) or (self.rounds > 0 and self._is_whole(words))
+
+    def counts_as_settled(self, words: memoryview) -> bool:
+        """Return the same of a rank that is gone; where the rounds are not known, one of them is enough."""
+        return self.has_ended(words) or self._is_whole(words)
+
+    def _is_whole(self, words: memoryview) -> bool:
+        has_counts = self.rounds > 1 or self.is_merged  # else the counters are not written
+        filled = count_of(words[self.cell + FILLED]) if has_counts else 1
+        merged = count_of(words[self.cell + MERGED]) if has_counts else 1
+        wanted = tag(self.box.epoch, self.seq)
+        return is_whole(words[self.cell], wanted, filled, merged, self.rounds, self.is_merged)
+
+    def moved(self, box: Outboxes) -> Past:
+        """Return the call as it would run with other outboxes, for which nobody has planned it here."""
+        return self if box is self.box else self._replace(box=box, rounds=0, is_merged=False)
+
+
+def past_of(op: Operation) -> Past:
+    """Return what to look for in the words of the members of a call."""
+    plan, is_refused = op.plan, isinstance(op.plan, RefusedPlan)
+    is_known = op.rounds_known and not is_refused
+    root = -1 if is_refused else unpack(plan.signature).root
+    return Past(op.seq, op.cell, op.box, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
+
+
+class UnsettledCalls:
+    """The calls of one rank that ended without a result since the last one that has one, in order."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Past] = deque(maxlen=NUM_CELLS)
+
+    def note(self, op: Operation) -> None:
+        """Take note of a call that has just ended here; may run again after an interrupt."""
+        if op.error is None:
+            self.calls.clear()
+        elif (op.told is not None or not op.by_view) and (not self.calls or self.calls[-1].seq < op.seq):
+            self.calls.append(past_of(op))
+
+    def keep(self, calls: Iterable[Past]) -> None:
+        """Replace what is known of these calls."""
+        self.calls = deque(calls, NUM_CELLS)
+
+    def behind(self, box: Outboxes, lost: Collection[int] = ()) -> list[int]:
+        """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls.
+
+        Those who are `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
+        """
+        return sorted({rank for past in self.calls for rank in _behind(past, box) if rank not in lost})
+
+
+def _behind(past: Past, box: Outboxes) -> Iterator[int]:
+    for position in past.box.peers:
+        rank, words = past.box.members[position], past.box.words[position]
+        if rank in box.members and box.words[box.members.index(rank)] is words and not past.is_settled(words):
+            yield rank

@@ -1,0 +1,534 @@
+"""One collective call on its way: publish, wait for every header, exchange rounds, commit.
+
+Data path of a call with one round (everything small): `put` writes this rank's contribution into its outbox, the header
+follows, the tag last. When the headers of all peers have arrived and agree, `take` reads their contributions and
+writes the results. Nothing else is exchanged: a peer that has our header needs nothing more from us.
+
+Large calls have several rounds. Counters in the cell say how far a rank is: FILLED (contribution of round k is there),
+MERGED (this rank's share of round k is reduced and may be fetched; two-phase calls only), DRAINED (this rank has read
+round k). With room for all rounds nothing is taken before everything has arrived (`late`), so results appear at once
+or not at all. Without, rounds alternate between two halves of the staging block and results go to a private copy that
+is committed at the end.
+
+Errors leave the results untouched. What every rank finds in the same headers (`MismatchError`) fails the call where it
+is found. Any other error of a published call, a time-out or whatever takes the caller out of it, withdraws it, so that
+it ends alike on all ranks (`withdrawal.py`); while that is open the call is, too. The call's sequence number is used up
+on every rank either way, so the next call pairs up again.
+
+A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
+round.
+
+An exception from a signal handler can come between any two lines. So the words of this rank's cell are the truth and
+the fields here copies of them, brought up to date by `resync`; every step may be run again from its start, since it
+writes the same bytes to the same places; and once `writing` is set, `finish` brings the results to their end, for
+what they are made of stays in the outboxes until this rank says that it is through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import CommTimeoutError, EvictedError, InvalidState, MismatchError, ProtocolError, context, is_own
+from ..memory.layout import align_up
+from ..memory.signals import SEQ_BITS
+from .outbox import (
+    CELL_PAYLOAD_BYTES,
+    CELL_WORDS,
+    COMPLETES,
+    DETAIL,
+    DRAINED,
+    FILLED,
+    GAVE_UP,
+    MERGED,
+    NUM_CELLS,
+    OFFSET,
+    PREAMBLE,
+    SIGNATURE,
+    Outboxes,
+    count_of,
+    counted,
+    seal,
+    unsealed,
+)
+from .p2p.message import Message
+from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors
+from .ranges import holdups, is_free, let_begin
+from .signature import REFUSED, unpack
+from .wake import publish_word
+from .withdrawal import Withdrawal, is_withdrawn, withdrawn
+
+
+class Block(NamedTuple):
+    """What a call waits for: `words[rank][word] >= value` (rank of the group). Rank -1: no word, look again."""
+
+    rank: int
+    word: int
+    value: int
+
+
+LAST_SEQ = (1 << SEQ_BITS) - (1 << 32)  # far before a number reaches the bits of the epoch; then calls end in words
+RENEWED_S = 5.0  # longer than a busy machine keeps a process from its core
+NO_ROOM = Block(-1, 0, 0)
+MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
+
+
+class Operation:
+    """A call with its sequence number. `step` moves it as far as it goes and says what it waits for."""
+
+    done = False
+    published = False
+    writing = False  # results are being written: the call can only be finished now
+    mismatch = False
+    damaged = -1  # a peer whose header does not fit together
+    error: BaseException | None = None
+    on_done: Any = None
+    started = 0.0
+    deadline = 0.0  # 0: set at the first wait that leaves the fast path
+    patience = 0
+    num_waiters = 0
+    seen = 0
+    base = 0
+    filled = merged = drained = 0
+    agreed = False
+    by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
+    is_counted = False  # it failed on this host only: others have completed it, or may, and what is here of it stays
+    make: Make | None = None  # plans the call again for other outboxes; None for refusals
+    lost: Collection[int] = ()  # ranks that read nothing any more
+    lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
+    withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
+    before: Sequence[Any] = ()  # what it waits for before it is published, see `overlap.py`
+    was_held_by = ""
+    holds_back = ""  # names of the calls that wait for this one, once it is late
+    tensors: Tensors = NOTHING
+    touched: Any = None
+    completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
+    told: BaseException | None = None  # what its caller got before its end was known; the plan is detached from then on
+
+    def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
+        self.plan = plan
+        self.seq = seq
+        self.box = box
+        self.tag = box.epoch_bits | seq
+        self.cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
+        self.offsets = [0] * box.num_ranks
+        self._timeout_s = timeout_s
+        self._opts = opts
+
+    # ---- publish
+
+    def publish(self, box: Outboxes) -> bool:
+        """Write the first contribution and the header; False when the outbox has no room, or a call is in the way."""
+        if self.before:
+            if not is_free(self, box):
+                return False
+            self.plan = self.plan if self.make is None else self.make(box)  # its copies of the input were too early
+            let_begin(self)
+        plan = self.plan
+        cell = self.cell
+        if self.seq > box.cells_free_until:
+            free_until = box.least_consumed() + NUM_CELLS
+            box.cells_free_until = min(free_until, LAST_SEQ)  # so that every call behind it comes here
+            if self.seq > LAST_SEQ and not isinstance(plan, RefusedPlan):
+                raise InvalidState(
+                    f"{self.describe(box)}: this group has made {LAST_SEQ} calls, which is all that its numbers allow; "
+                    "the call fails on every rank; destroy the group and make a new one"
+                )
+            if self.seq > free_until:
+                return False
+        if plan.put_bytes and not self._place(box, plan, cell):
+            return False
+        own = box.own
+        own[cell + SIGNATURE] = plan.signature
+        own[cell + DETAIL] = plan.detail
+        own[cell + OFFSET] = seal(self.tag, plan.signature, plan.detail, self.base)
+        self.filled = 1
+        own[cell + FILLED] = counted(1)
+        own[cell + MERGED] = own[cell + DRAINED] = counted(0)
+        own[cell + GAVE_UP] = 0
+        if plan.preamble is not None:
+            own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
+        self.offsets[box.rank] = self.base
+        if box.exports is not None:
+            box.exports.call(box, plan, cell, self.base)
+        publish_word(box, cell, self.tag)
+        self.published = True
+        if plan.rounds > 1:
+            while self.filled < plan.num_halves:
+                self._fill(box)
+        return True
+
+    def _place(self, box: Outboxes, plan: Plan, cell: int) -> bool:
+        room = CELL_PAYLOAD_BYTES
+        place = 8 * cell + 64
+        if plan.preamble is not None:
+            used = align_up(8 * len(plan.preamble), 64)
+            room -= used
+            place += used
+        if plan.put_bytes <= room:
+            self.base = place
+        else:
+            self.base = box.ring.take(self.seq, plan.put_bytes, box.least_consumed())
+            if self.base < 0:
+                return False
+        plan.put(box, 0, self.base)
+        return True
+
+    def _fill(self, box: Outboxes) -> None:
+        plan = self.plan
+        if plan.put_bytes:
+            offset = self.base + self.filled % plan.num_halves * plan.round_bytes
+            plan.put(box, self.filled, offset)
+            if box.exports is not None:
+                box.exports.block(box, plan, self.filled, offset)
+        publish_word(box, self.cell + FILLED, counted(self.filled + 1))
+        self.filled += 1
+
+    # ---- step
+
+    def step(self, box: Outboxes) -> Block | None:
+        """Go as far as possible; None when the call is done (`error` says how it ended)."""
+        if self.done:
+            return None
+        if not self.published and not self.publish(box):
+            return NO_ROOM
+        if self.withdrawal is not None and not self.completing:
+            return self._end_withdrawn(box)
+        cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
+        for position in range(self.seen, len(peers)):
+            peer = peers[position]
+            words = box.words[peer]
+            if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
+                self.seen = position
+                if is_withdrawn(self, words):
+                    self.withdraw(box, self.missing())
+                    return self._end_withdrawn(box)
+                return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
+            signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
+            if signature != plan.signature or detail != plan.detail:
+                self.mismatch = True
+            self.offsets[peer] = offset = unsealed(sealed)
+            if sealed != seal(tag, signature, detail, offset):
+                self.damaged = peer
+        self.seen = len(peers)
+        try:
+            self._check(box)
+        except (MismatchError, ProtocolError) as exc:
+            if is_own(exc) and self._has_moved_on(box):
+                return MOVED_ON
+            raise
+        if plan.rounds > 1 or plan.merge_bytes:
+            block = self._rounds(box)
+            if block is not None:
+                return block
+        if not self.completing and withdrawn(self, box):
+            self.withdraw(box, [])
+            return self._end_withdrawn(box)
+        self.finish(box)
+        return None
+
+    def withdraw(self, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
+        """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends.
+
+        If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends here, and stays: nobody can
+        complete a call with it, and its reason is for those who come late.
+        """
+        if isinstance(self.plan, RefusedPlan):
+            told = f"{self.describe(box)}: refused here, and given up by another rank"
+            self.fail(cause or CommTimeoutError(told, silent, has_job=True))
+        else:
+            self.withdrawal = Withdrawal(self, box, silent, cause)
+
+    def give_up(self, cause: BaseException) -> None:
+        """End the call here because of `cause`, alike on all ranks; it may stay open, see `withdrawal.py`."""
+        if self.done or self.completing or self.writing:
+            return
+        if not self.published or (isinstance(cause, MismatchError | ProtocolError) and is_own(cause)):
+            self.fail(cause)  # the peers will find a refusal, or have found the same
+            return
+        if self.withdrawal is None:
+            self.withdraw(self.box, [], cause)
+        if self.withdrawal is not None and not self.done:
+            self.withdrawal.is_over(self, self.box)
+
+    def disown(self, cause: BaseException) -> None:
+        """Give the call up for a caller who gets `cause` and cannot reach it any more.
+
+        What has completed, or still may, goes to private copies, for the call's repetition.
+
+        Raises:
+            MemoryError: there is none for the copies.
+        """
+        self.give_up(cause)
+        if not self.done or self.error is None:
+            self.plan.detach()
+            self.tensors, self.touched = NOTHING, ((), ())  # nobody waits for it because of what it was to write
+            self.told = cause
+
+    def _end_withdrawn(self, box: Outboxes) -> Block | None:
+        if self.withdrawal is not None and not self.withdrawal.is_over(self, box):
+            return NO_ROOM
+        return None if self.done else self.step(box)
+
+    def _check(self, box: Outboxes) -> None:
+        """Compare what the peers put; all headers are there."""
+        plan = self.plan
+        if self.damaged >= 0:
+            raise ProtocolError(
+                f"{self.describe(box)}: the header of rank {box.members[self.damaged]} does not fit together (it names "
+                f"offset {self.offsets[self.damaged]}); is its memory damaged? No result was written; the next call "
+                "pairs by its number"
+            )
+        if self.mismatch:
+            raise self._mismatch(box)
+        if plan.read_bytes and not self.drained:
+            self._check_offsets(box, plan.read_bytes)
+        if plan.preamble is not None:
+            plan.agree(box, self.offsets, self)
+            self.agreed = True
+
+    def _has_moved_on(self, box: Outboxes) -> bool:
+        """True when a peer has taken the call to a later epoch while its header was read: what was read is void."""
+        if self.completing or all(words[self.cell] == self.tag for words in box.peer_words):
+            return False
+        self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
+        return True
+
+    def renew(self, box: Outboxes, plan: Plan) -> None:
+        """Begin again in the epoch of `box`: nothing was written to the results, and nobody completes the old attempt.
+
+        The tag goes first, so that a peer that reads the old header finds out.
+        """
+        box.own[self.cell] = 0
+        box.ring.give_up(self.seq)
+        self.box, self.plan = box, plan
+        self.tag = box.epoch_bits | self.seq
+        self.offsets = [0] * box.num_ranks
+        self.published = self.mismatch = self.agreed = self.completing = False
+        self.withdrawal = None
+        self.damaged = -1
+        self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
+        if self.deadline:  # the others need a moment for the news, too: who is late for it is not silent
+            self.deadline = max(self.deadline, time.monotonic() + min(self.deadline - self.started, RENEWED_S))
+
+    @property
+    def rounds_known(self) -> bool:
+        """True when the number of rounds is final."""
+        return self.plan.preamble is None or self.agreed
+
+    def finish(self, box: Outboxes) -> None:
+        """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
+        plan = self.plan
+        if not self.completing:
+            box.own[self.cell + GAVE_UP] = COMPLETES  # from here on who has withdrawn waits for it
+        self.writing = True
+        if plan.num_halves >= plan.rounds:
+            for k in range(plan.rounds):
+                plan.take(box, k, self.round_offsets(k))
+        self.look_again(box)
+        plan.commit()
+        self.done = True
+
+    def look_again(self, box: Outboxes) -> None:
+        """See that what was read belonged to the call, also where a peer has withdrawn it in the meantime.
+
+        A peer writes a cell anew only when this rank is through with it, or when this rank was voted out: after a stop
+        between the look at the headers and the copy, what was copied may be anything.
+
+        Raises:
+            EvictedError: a header has changed.
+        """
+        cell, tag = self.cell, self.tag
+        for words in box.peer_words:
+            if words[cell] != tag != words[cell + GAVE_UP]:
+                raise EvictedError(
+                    f"{self.describe(box)}: the others went on while this rank stood still; the result of this call "
+                    "must not be used; start this rank again with is_extension=True",
+                    [box.members[box.rank]],
+                    self.name,
+                    self.seq,
+                    box.epoch,
+                    "stood still",
+                )
+
+    def resync(self, box: Outboxes) -> None:
+        """After an interrupt: read from the words of this rank's cell how far the call is."""
+        cell, own = self.cell, box.own
+        has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag and not self.done
+        self.published = self.tag in (own[cell], own[cell + GAVE_UP])
+        if own[cell] == self.tag and own[cell + GAVE_UP] == COMPLETES and not self.done:
+            self.writing = True  # a peer may have seen that
+        if has_begun_to_withdraw and self.withdrawal is None:
+            self.withdraw(box, [])  # a peer may have seen it
+        has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)
+        if box.exports is not None and own[cell] == self.tag and not self.done:
+            box.exports.call_again(box, self.plan, cell, self.base, has_counts)
+        if self.published and has_counts:
+            self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
+
+    def _check_offsets(self, box: Outboxes, nbytes: int) -> None:
+        limit = box.payload_bytes - nbytes
+        for peer in box.peers:
+            if self.offsets[peer] > limit or self.offsets[peer] & 63:
+                raise ProtocolError(
+                    f"{self.describe(box)}: rank {box.members[peer]} put {nbytes} bytes at offset {self.offsets[peer]} "
+                    f"of its outbox of {box.payload_bytes} bytes; is its memory damaged?"
+                )
+
+    # ---- rounds
+
+    def _rounds(self, box: Outboxes) -> Block | None:
+        """Move rounds as far as they go; None when everything that the results need has arrived."""
+        plan = self.plan
+        while True:
+            block = self._fill_more(box)
+            moved = block is None and self.filled < plan.rounds
+            if moved:
+                self._fill(box)
+            if plan.merge_bytes and self.merged < min(plan.rounds, self.filled):
+                waits = self._behind(box, FILLED, self.merged + 1)
+                if waits is None:
+                    self.merge(box)
+                    moved = True
+                block = waits or block
+            ready = self.merged if plan.merge_bytes else self.filled
+            if plan.num_halves >= plan.rounds:  # room for all: nothing is taken before everything is there
+                if ready == plan.rounds:
+                    return self._behind(box, MERGED if plan.merge_bytes else FILLED, plan.rounds)
+            elif self.drained < ready:
+                waits = self._behind(box, MERGED if plan.merge_bytes else FILLED, self.drained + 1)
+                if waits is None:
+                    self._drain(box)
+                    moved = True
+                block = waits or block
+            if self.drained == plan.rounds:
+                return None
+            if not moved:
+                assert block is not None, "a call that cannot move waits for somebody"
+                return block
+
+    def _fill_more(self, box: Outboxes) -> Block | None:
+        """Return whom the next round to fill waits for, if for anybody: its half must be read by all, us included."""
+        free_after = self.filled - self.plan.num_halves + 1  # rounds that must be drained
+        if self.filled >= self.plan.rounds or free_after <= 0:
+            return None
+        block = self._behind(box, DRAINED, free_after)
+        if block is None and self.drained < free_after:
+            block = Block(box.members[box.rank], self.cell + DRAINED, counted(free_after))
+        return block
+
+    def _drain(self, box: Outboxes) -> None:
+        self.plan.take(box, self.drained, self.round_offsets(self.drained))
+        publish_word(box, self.cell + DRAINED, counted(self.drained + 1))
+        self.drained += 1
+
+    def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
+        index, wanted = self.cell + word, counted(value)
+        for peer in box.peers:
+            found = box.words[peer][index]
+            if found > wanted and count_of(found) < 0:
+                raise self._damaged_count(box, peer, found)
+            if found < wanted and not (word == DRAINED and box.members[peer] in self.lost):
+                return Block(box.members[peer], index, wanted)
+        return None
+
+    def _damaged_count(self, box: Outboxes, peer: int, word: int) -> ProtocolError:
+        return ProtocolError(
+            f"{self.describe(box)}: rank {box.members[peer]} counts its rounds with {word:#x}, which cannot be; is its "
+            "memory damaged? No result was written; the next call pairs by its number"
+        )
+
+    def merge(self, box: Outboxes) -> None:
+        """Reduce this rank's share of the next round."""
+        plan, k = self.plan, self.merged
+        half = k % plan.num_halves
+        offsets = [offset + half * plan.round_bytes for offset in self.offsets]
+        own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
+        plan.merge(box, k, offsets, own)
+        if box.exports is not None:
+            box.exports.share(box, plan, k, own)
+        publish_word(box, self.cell + MERGED, counted(k + 1))
+        self.merged += 1
+
+    def round_offsets(self, k: int) -> list[int]:
+        """Return where `take` finds round `k` in each outbox."""
+        plan = self.plan
+        half = k % plan.num_halves
+        shift = half * plan.round_bytes
+        if plan.merge_bytes:
+            shift = plan.num_halves * plan.round_bytes + half * plan.merge_bytes
+        return [offset + shift for offset in self.offsets]
+
+    # ---- ends
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with `error`; results stay untouched. Peers in later rounds see GAVE_UP."""
+        if not self.done:
+            self.error = error
+            self.done = True
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
+        return self.plan.name
+
+    def start_clock(self) -> float:
+        """Note when the call began to wait; returns the present time."""
+        now = time.monotonic()
+        if not self.deadline:
+            own = self._opts.timeout.total_seconds() if self._opts is not None else 0.0  # below 0: not set
+            self.started = now
+            self.deadline = now + (own if own > 0 else self._timeout_s)
+        return now
+
+    def describe(self, box: Outboxes, **facts: object) -> str:
+        """Name the call and its place for a message."""
+        box = self.box
+        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
+        return context(self.plan.name, rank=box.members[box.rank], seq=self.seq, epoch=box.epoch, **facts)
+
+    def label(self) -> str:
+        """Name the call for the error of another one."""
+        return f"{self.plan.name} seq {self.seq}"
+
+    def missing(self) -> list[int]:
+        """Return the ranks whose header has not arrived."""
+        box = self.box
+        return [box.members[peer] for peer in box.peers if self.is_missing(box.words[peer])]
+
+    def is_missing(self, words: memoryview) -> bool:
+        """Return whether the rank of these words has put no header for this call, nor taken one back."""
+        return words[self.cell] < self.tag != words[self.cell + GAVE_UP]
+
+    def _mismatch(self, box: Outboxes) -> MismatchError:
+        plan, cell = self.plan, self.cell
+        groups: dict[str, list[int]] = {}
+        for rank in range(box.num_ranks):
+            words = box.words[rank]
+            text = self._words_of(box, rank, words[cell + SIGNATURE], words[cell + DETAIL])
+            groups.setdefault(text, []).append(box.members[rank])
+        told = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in groups.items())
+        if len(groups) == 1:
+            told += " with different lists of shapes"
+        if plan.signature & 63 == REFUSED:
+            return MismatchError(f"{self.describe(box)}: refused here, so it failed everywhere: {told}")
+        return MismatchError(
+            f"{self.describe(box)}: the ranks disagree: {told}; no result was written, the group works on; "
+            "make the calls agree"
+        )
+
+    def _words_of(self, box: Outboxes, rank: int, signature: int, detail: int) -> str:
+        if signature & 63 != REFUSED:
+            return f"called {unpack(signature)}"
+        offset = unsealed(box.words[rank][self.cell + OFFSET])
+        length = min(detail, CELL_PAYLOAD_BYTES)
+        text = box.bytes_at(rank, offset, length).decode(errors="replace")
+        return f"refused the call: {text}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+Driven = Operation | Message  # what an engine drives

@@ -1,0 +1,224 @@
+"""Calls that depend on each other through memory: each behaves as if the calls before it had been made first.
+
+NCCL gives that by its stream. Here a call reads its input when it is published (a message: when it is posted), on the
+thread that issues it, and earlier calls may still have to write there. So a call notes at issue which earlier calls of
+its group are in its way (`before`), and begins when they are not any more:
+
+    it reads what an earlier call writes         until that one has ended; if it has failed, so does this call, for
+                                                 nobody meant what it would read
+    it writes what an earlier call writes        until that one has ended
+    it writes what an earlier message reads      until that one is in its lane
+    a receive writes what a collective reads     until that one has ended: large calls read round by round, and a call
+                                                 reads its input again when it is made again after a change of the view
+    a message of the same lane and tag as one that is held back    until that one is posted
+
+A collective that writes what an earlier collective reads need not be held back: results are written in the order of the
+queue. Only calls that are open are looked at, so a program whose calls block never compares anything. What waits is
+planned again when it begins, because a plan may hold copies of its input (strided tensors, coalesced calls). So is a
+call that was planned, before it had the lock, while another one ended.
+
+A collective that is held back stands in the queue without a header; those behind it follow in order, as ever. A message
+that is held back is in `Mailroom.held`, in neither end's books. Whoever drives a call drives first what is in its way
+(`foremost`), and looks there for trouble: so calls that wait for each other, across ranks, end by the time-out of the
+first of them.
+
+Memory is compared by elements where views are strided (`ranges.py`). Messages of one `batch_isend_irecv` are not
+ordered against each other. Everything runs under the engine's lock. Only this process's own state is read and written
+here. The error of a call says what holds it back, or held it back, and a time-out also says which calls it holds back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..backend.work import Work
+from .engine_face import EngineFace
+from .operation import Driven, Operation
+from .p2p.message import ANY, Message
+from .ranges import Edge, Spans, is_free, meet, names_of, spans_of
+from .tensors import carrier_of, source
+
+_TORCH = "torch.distributed.distributed_c10d"
+Touched = tuple[Spans, Spans]  # what a call writes and what it reads
+
+
+def _has_ended(call: Driven) -> bool:
+    return call.done
+
+
+def _is_in_lane(message: Message) -> bool:
+    return message.done or message.written
+
+
+def _is_posted(message: Message) -> bool:
+    return message.done or not message.before
+
+
+# ---- memory
+
+
+def touched(call: Driven) -> Touched:
+    """Return what a call writes and what it reads; measured once, so that a tensor may get other memory afterwards."""
+    found: Touched | None = call.touched
+    if found is None:
+        writes, reads = call.tensors
+        written = spans_of(writes)
+        call.touched = found = (written, written if reads is writes else spans_of(reads))
+    return found
+
+
+# ---- what is in the way
+
+
+def glance(engine: EngineFace) -> tuple[int, list[Message]]:
+    """Note how far the calls are, before the lock is taken, for `has_moved`."""
+    return engine.num_retired, list(engine.messages)
+
+
+def has_moved(engine: EngineFace, seen: tuple[int, list[Message]]) -> bool:
+    """Return whether a call has ended since `seen`: what was planned in between may hold copies from before that."""
+    retired, messages = seen
+    return engine.num_retired != retired or any(message.done for message in messages)
+
+
+def order(engine: EngineFace, op: Operation) -> None:
+    """Note which open calls are in the way of a new collective."""
+    writes, reads = touched(op)
+    edges = []
+    retired = engine.num_retired
+    for earlier in engine.queue if _is_near(engine, writes, reads, retired) else ():
+        written, _ = touched(earlier)
+        is_read = meet(written, reads)
+        if is_read or meet(written, writes):
+            edges.append(Edge(earlier, _has_ended, is_read))
+    for message in _open_messages(engine):
+        written, read = touched(message)
+        is_read = meet(written, reads)
+        if is_read or meet(written, writes):
+            edges.append(Edge(message, _has_ended, is_read))
+        elif meet(read, writes) and not message.written:
+            edges.append(Edge(message, _is_in_lane, False))
+    engine.written.add(writes, op.seq, retired)
+    op.before = edges
+
+
+def _is_near(engine: EngineFace, writes: Spans, reads: Spans, retired: int) -> bool:
+    """Return False when no collective of the queue writes there."""
+    if not engine.queue:
+        return False
+    if engine.queue[0].touched is None:  # a call of another thread that blocks: it was not worth a note
+        return True
+    index = engine.written
+    return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
+
+
+def order_message(engine: EngineFace, message: Message) -> None:
+    """Note which open calls are in the way of a new message."""
+    if not engine.queue and not _open_messages(engine):
+        if message.is_early:
+            _read_again(message)
+        return
+    writes, reads = touched(message)
+    edges = []
+    for op in engine.queue:
+        written, read = touched(op)
+        is_read = meet(written, reads)
+        if is_read or meet(written, writes) or meet(read, writes):
+            edges.append(Edge(op, _has_ended, is_read))
+    mates: Sequence[Driven] | None = None  # looked for when somebody is in the way
+    for earlier in _open_messages(engine):
+        if earlier.before and _share_turns(earlier, message):
+            edges.append(Edge(earlier, _is_posted, False))
+        if earlier.is_send and message.is_send:
+            continue  # both read
+        written, read = touched(earlier)
+        is_read = meet(written, reads)
+        is_written = is_read or meet(written, writes)
+        if is_written or (meet(read, writes) and not earlier.written):
+            mates = batch_mates() if mates is None else mates
+            if not any(mate is earlier for mate in mates):
+                edges.append(Edge(earlier, _has_ended if is_written else _is_in_lane, is_read))
+    message.before = edges
+    if message.is_early and not edges:
+        _read_again(message)
+
+
+def _read_again(message: Message) -> None:
+    if message.is_send:
+        tensor = message.tensors[1]
+        message.array = source(tensor, carrier_of(tensor, "send: tensor"))
+
+
+def _open_messages(engine: EngineFace) -> list[Message]:
+    if not engine.messages:
+        return []
+    found = list(engine.messages)
+    for message in found:
+        if message.done:  # one that has failed
+            engine.messages.pop(message, None)
+    return [message for message in found if not message.done]
+
+
+def _share_turns(earlier: Message, later: Message) -> bool:
+    """Return whether the two could be taken for each other, so that their order counts."""
+    return (
+        earlier.is_send == later.is_send
+        and earlier.user_tag == later.user_tag
+        and (earlier.wanted == later.wanted or ANY in (earlier.wanted, later.wanted))
+    )
+
+
+def batch_mates() -> Sequence[Driven]:
+    """Return the calls that the `batch_isend_irecv` which is on the stack, if one is, has made so far."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "batch_isend_irecv" or frame.f_globals.get("__name__") != _TORCH:
+        if frame.f_back is None:
+            return ()
+        frame = frame.f_back
+    lists = [value for value in frame.f_locals.values() if isinstance(value, list)]
+    return [op for works in lists for work in works if isinstance(work, Work) for op in work.ops]
+
+
+# ---- going on
+
+
+def foremost(engine: EngineFace, op: Driven) -> Driven:
+    """Return the call to step for the sake of `op`: itself, the head of its queue, or what is in the way of that."""
+    if engine.mail.held:
+        release(engine)
+    while True:
+        if not isinstance(op, Message) and not engine.queue[0].done:
+            op = engine.queue[0]
+        if not op.before:
+            return op
+        edge = next((edge for edge in op.before if not edge.is_over(edge.call)), None)
+        if edge is None:
+            return op
+        op = edge.call
+
+
+def held_by(engine: EngineFace, call: Driven) -> str:
+    """Return the names of the open calls that wait for `call`; "" where none does."""
+    calls: list[Driven] = [*engine.queue, *engine.mail.held]
+    return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
+
+
+def release(engine: EngineFace) -> None:
+    """Post the messages that nothing is in the way of any more."""
+    mail = engine.mail
+    for message in list(mail.held):
+        try:
+            if not message.done and not is_free(message, engine.box):
+                continue
+            _read_again(message)
+            mail.let_go(message)
+        except BaseException as exc:
+            if engine.is_interrupt(exc):
+                raise
+            message.fail(exc)
+            mail.cancel(message)
+            engine.retire(message)
+            engine.messages.pop(message, None)
+    while mail.finished:
+        engine.retire(mail.finished.pop())

@@ -1,0 +1,240 @@
+"""Point-to-point messages, the state of their lanes and the books of both ends; `channel.py` explains the protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import EpeeError, MismatchError, PeerError, context, is_own
+from ..outbox import Outboxes
+from ..plan import NOTHING, Tensors
+from ..ranges import holdups
+from ..signature import unpack
+from ..tensors import Array, Target
+
+ANY = -1
+DATA, CANCELLED = 0, 1  # kinds of fragments
+CLAIMED, DECLINED, MATCHED, REFUSED = range(4)  # what becomes of a message; a verdict is one of the last three
+BYTE = np.dtype(np.uint8)
+STAYS_OPEN = (
+    "the receiver stands still in the midst of taking the message, which stays open: it may still be delivered; "
+    "the next send to this rank with this tag continues it"
+)
+
+
+class Message:
+    """A send or a receive that somebody may wait for.
+
+    Attributes:
+        peer: the other rank; ANY for a receive from any source, until it is matched.
+        number: running number of the message in its lane, from 1; 0 before it is known.
+        array: the elements, flat; `nbytes` is their size.
+        written: a send of which every fragment is in the lane.
+        verdict: of a send whose call has raised: what became of the message, as soon as it is known.
+        digest: of a send that is open (`SendLane.open`): what tells its repetition from another message.
+        is_known: of a send that is open: who called it was told that it has been delivered.
+        heir_of: of a send that has not begun: the open one that it may be the repetition of.
+    """
+
+    number = 0
+    bytes_done = 0
+    written = False
+    verdict: int | None = None
+    digest = b""
+    is_known = False
+    heir_of: Message | None = None
+    done = False
+    error: BaseException | None = None
+    on_done: Any = None
+    patience = 0
+    num_waiters = 0
+    started = deadline = 0.0
+    before: Sequence[Any] = ()  # what it waits for before it is posted, see `overlap.py`
+    was_held_by = ""
+    holds_back = ""  # names of the calls that wait for this one, once it is late
+    tensors: Tensors = NOTHING
+    is_early = False  # made while other calls were open, which may have ended before it was posted
+    touched: Any = None
+
+    def __init__(
+        self, is_send: bool, peer: int, user_tag: int, signature: int, data: Array, target: Target | None = None
+    ) -> None:
+        self.is_send = is_send
+        self.peer = peer
+        self.wanted = peer
+        self.user_tag = user_tag
+        self.signature = signature
+        self.array = data
+        self.nbytes = data.nbytes
+        self.target = target or _NOWHERE
+
+    @property
+    def data(self) -> Array:
+        """The elements as bytes."""
+        return self.array.view(BYTE)
+
+    @property
+    def name(self) -> str:
+        """The operation's name for messages."""
+        return "send" if self.is_send else "recv"
+
+    @property
+    def seq(self) -> int:
+        """The running number in the lane, 0 while unknown."""
+        return self.number
+
+    def fail(self, error: BaseException) -> None:
+        """End it with `error`; the tensor stays untouched."""
+        if not self.done:
+            self.error = error
+            self.done = True
+
+    def start_clock(self) -> float:
+        """Return the present time (the deadline was set when the message was posted)."""
+        return time.monotonic()
+
+    def fingerprint(self) -> bytes:
+        """Return what only a message of the same dtype, size and bytes has."""
+        content: Any = self.data
+        return hashlib.blake2b(content, digest_size=16, salt=self.signature.to_bytes(16, "little")).digest()
+
+    def describe(self, box: Outboxes, **facts: object) -> str:
+        """Name the call and its place for a message."""
+        other: object = "any" if self.wanted == ANY else self.wanted
+        ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
+        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
+        return context(self.name, rank=box.rank, **ends, tag=self.user_tag, epoch=box.epoch, **facts)
+
+    def label(self) -> str:
+        """Name the message for the error of another call."""
+        if self.wanted == ANY:
+            return "recv from any rank"
+        return f"{'send to' if self.is_send else 'recv from'} rank {self.wanted}"
+
+
+_NOWHERE = Target(np.empty(0, BYTE))  # a send has nothing to finish
+
+
+def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) -> MismatchError:
+    """Return the error for a message whose two ends differ in dtype or size."""
+    sizes = [f"{call.num_elements} elements of {call.dtype}" for call in (unpack(here), unpack(there))]
+    return MismatchError(
+        f"{message.describe(box)}: rank {box.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
+        "the tensor is untouched and later messages work; make sender and receiver agree"
+    )
+
+
+class Absence(NamedTuple):
+    """Why nothing goes to a rank and nothing of it is delivered: a view has begun without it."""
+
+    epoch: int
+    cause: str
+    error: type[PeerError]
+    is_final: bool  # it cannot write any more
+
+
+class Books:
+    """What both ends of a lane share: entries that survive an interrupt, the messages that are open or have ended.
+
+    Attributes:
+        entry: a change of the books that was begun: a function that may be run again, and its arguments.
+    """
+
+    def __init__(self, box: Outboxes, finished: list[Message], unfinished: dict[Message, None]) -> None:
+        self._box = box
+        self._ended = finished
+        self._open = unfinished
+        self.entry: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+
+    def book(self, step: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Make an entry, noted before it is begun."""
+        self.entry = (step, args)
+        step(*args)
+        self.entry = None
+
+    def settle(self) -> None:
+        """Finish the entry that an interrupt broke off."""
+        if self.entry is not None:
+            step, args = self.entry
+            try:
+                step(*args)
+            except EpeeError as exc:
+                if is_own(exc):  # else it interrupts this step as well, which is still to be finished
+                    self.entry = None
+                raise
+            self.entry = None
+
+
+class IncomingMessage:
+    """A message on its way in: bound to a receive, or waiting for one in private memory."""
+
+    __slots__ = (
+        "buffer",
+        "bytes_seen",
+        "cancelled",
+        "discard",
+        "fragments",
+        "is_answered",
+        "is_decided",
+        "is_taken_back",
+        "message",
+        "number",
+        "signature",
+        "total",
+        "user_tag",
+    )
+
+    def __init__(self, number: int, user_tag: int, signature: int, total: int) -> None:
+        self.number = number
+        self.user_tag = user_tag
+        self.signature = signature
+        self.total = total
+        self.bytes_seen = 0
+        self.fragments: list[tuple[int, int]] = []  # (offset in the source's outbox, bytes): still in the lane
+        self.buffer: Array | None = None
+        self.message: Message | None = None
+        self.cancelled = False
+        self.discard = False  # refused, or taken back: the rest of it is swallowed
+        self.is_taken_back = False  # found out before it was given to a receive
+        self.is_decided = False  # claimed, and not taken back before that: it is delivered or refused
+        self.is_answered = False  # it had been delivered to a receive whose call raised then
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of it is to come any more."""
+        return self.cancelled or self.bytes_seen == self.total
+
+
+class SendLane:
+    """State of the lane to one peer."""
+
+    __slots__ = ("first", "freed_seen", "next_message", "next_slot", "open", "queue", "waiting")
+
+    def __init__(self, first: int = 1) -> None:
+        self.queue: deque[Message] = deque()  # not yet completely written, oldest first
+        self.waiting: dict[int, Message] = {}  # written, without verdict; done are those that were given up
+        self.open: list[Message] = []  # their calls have raised, and they were delivered, or may be
+        self.first = first  # number of the first message and of the first slot (see `channel.py`)
+        self.next_message = first
+        self.next_slot = first
+        self.freed_seen = first - 1
+
+
+class RecvLane:
+    """State of the lane from one peer."""
+
+    __slots__ = ("current", "declined", "first", "next_message", "next_slot", "unexpected", "woken")
+
+    def __init__(self, first: int = 1) -> None:
+        self.first = first
+        self.next_message = first
+        self.next_slot = first
+        self.woken = first - 1  # slots freed when the sender was last woken
+        self.declined = 0  # the message that was last found to be taken back after its claim
+        self.current: IncomingMessage | None = None
+        self.unexpected: list[IncomingMessage] = []

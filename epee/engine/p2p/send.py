@@ -1,0 +1,356 @@
+"""The sending end of the lanes: fragments into this rank's outbox, verdicts out of the peers' (protocol: `channel.py`).
+
+Writer of a lane: this rank only. A slot is written again when the receiver's count of freed slots has passed it; the
+tag word is stored last, and only then do the books here move on, in one entry that may be run twice (`_written`).
+
+A message whose call raises is taken back (`take_back`; the handshake is in `channel.py`). Where that comes too late, or
+cannot be decided yet, the message is kept as open, and the next send of its tag is the heir of it (`_inherited`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...errors import InvalidState, MismatchError, ProtocolError
+from ..operation import Block
+from ..outbox import (
+    BELL,
+    CLAIM,
+    LANE_SLOT_BYTES,
+    LANE_SLOT_WORDS,
+    NUM_LANE_SLOTS,
+    NUM_VERDICTS,
+    SLOT_MESSAGE,
+    TAKEN_BACK,
+    VERDICT_WORDS,
+    Outboxes,
+)
+from ..wake import publish_word, ring
+from .message import (
+    BYTE,
+    CANCELLED,
+    CLAIMED,
+    DATA,
+    DECLINED,
+    MATCHED,
+    REFUSED,
+    Books,
+    Message,
+    SendLane,
+    mismatch,
+)
+
+MAX_FRAGMENT_SLOTS = 16
+_HEADER = struct.Struct("=6Q")  # SLOT_MESSAGE and what follows, in the order of `outbox.py`
+
+
+class _Fragment(NamedTuple):
+    """A part of a message that stands in the outbox and is not published yet.
+
+    Attributes:
+        number: of the message in its lane.
+        bytes_done: of the message, with this fragment.
+        nbytes: of the fragment.
+        kind: DATA or CANCELLED.
+        first_word: of the outbox.
+        slot_number: of its first slot, counted from the lane's beginning.
+        used: slots.
+    """
+
+    number: int
+    bytes_done: int
+    nbytes: int
+    kind: int
+    first_word: int
+    slot_number: int
+    used: int
+
+
+class Sender(Books):
+    """All lanes that this rank writes."""
+
+    def __init__(self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int) -> None:
+        super().__init__(box, *books)
+        self._first = first
+        self._lanes: dict[int, SendLane] = {}
+        self._verdicts = box.verdict_base[box.rank]  # the same in every outbox
+
+    def post(self, message: Message) -> None:
+        """Take a new send and write as much of it as there is room for."""
+        lane = self._lanes.get(message.peer)
+        if lane is None:
+            lane = self._lanes[message.peer] = SendLane(self._first)
+        if lane.queue or lane.waiting or lane.open or not self._send_whole(message, lane):
+            self._forget(message.peer, lane)
+            inherited = [other.heir_of for other in lane.queue]
+            of_tag = (old for old in lane.open if old.user_tag == message.user_tag and old not in inherited)
+            message.heir_of = next(of_tag, None)
+            lane.queue.append(message)
+            self._push(message.peer, lane)
+
+    def pending(self) -> list[Message]:
+        """Return the sends that are not done."""
+        return [m for lane in self._lanes.values() for m in (*lane.queue, *lane.waiting.values()) if not m.done]
+
+    def involving(self, peer: int) -> list[Message]:
+        """Return the sends to `peer` that are in the books, failed ones included."""
+        lane = self._lanes.get(peer)
+        return [] if lane is None else [*lane.queue, *lane.waiting.values()]
+
+    def take_back(self, message: Message) -> bool:
+        """See to it that a send which raises is not delivered. True: the receiver has begun to take the message.
+
+        Then it is not known yet what becomes of it; ask again. A send that turns out to be delivered, or refused, is
+        done after this. May be repeated.
+        """
+        lane = self._lanes.get(message.peer)
+        if lane is None or lane.waiting.get(message.number) is not message:
+            return message.heir_of is not None  # else it is not written, and the receiver never delivers it
+        box, number = self._box, message.number
+        mark = box.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
+        publish_word(box, mark, number)  # with a fence
+        return self._outcome(message.peer, lane, message) == CLAIMED
+
+    def cancel(self, message: Message) -> None:
+        """Take a failed send out of the books, and back from the receiver.
+
+        One that is partly written stays at the head: `_push` ends it with a CANCELLED fragment as soon as there is a
+        slot. One that is delivered all the same, or may be, is kept for its repetition.
+        """
+        lane = self._lanes.get(message.peer)
+        if lane is None:
+            return
+        if message in lane.queue:
+            if message.number:
+                self._push(message.peer, lane)
+            else:
+                lane.queue.remove(message)
+                return
+        if self.take_back(message) or message.verdict == MATCHED:
+            self.keep(message)
+
+    def keep(self, message: Message) -> None:
+        """Note a send whose call raises although it is delivered, or may be: the next one of its tag continues it."""
+        lane = self._lanes.get(message.peer)
+        if lane is None or message.number < lane.first or message in lane.open:
+            return
+        if message.error is None:
+            message.verdict = MATCHED
+        message.digest = message.fingerprint()
+        lane.open.append(message)
+
+    def is_open(self, message: Message) -> bool:
+        """Return whether the next send of the tag continues this one."""
+        lane = self._lanes.get(message.peer)
+        return lane is not None and message in lane.open
+
+    def renew(self, peer: int, first: int) -> None:
+        """Another process has taken the place of `peer`: its lane begins at number `first`."""
+        self._lanes[peer] = SendLane(first)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._lanes.clear()
+
+    def step(self, message: Message) -> Block | None:
+        """Move a send; None when it is done, else what it waits for."""
+        peer = message.peer
+        lane = self._lanes[peer]
+        if lane.queue:
+            self._push(peer, lane)
+        if lane.waiting.get(message.number) is message:
+            return self._verdict(peer, lane, message)
+        if message.done:
+            return None
+        old = lane.queue[0].heir_of
+        if old is not None:
+            return Block(peer, self._verdict_index(old.number), old.number << 2 | DECLINED)
+        if lane.waiting and lane.next_message - min(lane.waiting) >= NUM_VERDICTS:
+            self._collect(peer, lane)
+            oldest = min(lane.waiting, default=0)
+            if oldest:
+                return Block(peer, self._verdict_index(oldest), oldest << 2 | DECLINED)
+        return Block(peer, self._verdicts, lane.freed_seen + 1)
+
+    # ---- verdicts
+
+    def _verdict_index(self, number: int) -> int:
+        return self._verdicts + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+
+    def _verdict(self, peer: int, lane: SendLane, message: Message) -> Block | None:
+        number = message.number
+        index = self._verdicts + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+        words = self._box.words[peer]
+        wanted = number << 2 | MATCHED
+        verdict = words[index]
+        was_done = message.done
+        if verdict != wanted:
+            if verdict >> 2 > number:
+                raise ProtocolError(f"rank {peer} answered message {verdict >> 2} where {number} waits; is it damaged?")
+            if verdict < wanted and (verdict != number << 2 | DECLINED or not was_done):
+                return Block(peer, index, wanted)
+            if verdict > wanted:
+                message.fail(self._refused(message, peer, words[index + 1]))
+        if was_done:
+            message.verdict = verdict & 3
+        else:
+            message.done = True
+            if message.on_done:
+                self._ended.append(message)
+            self._open.pop(message, None)
+        lane.waiting.pop(number, None)
+        return None
+
+    def _outcome(self, peer: int, lane: SendLane, message: Message) -> int:
+        """Return what becomes of a message that was taken back; CLAIMED: not known yet."""
+        if message.verdict is not None:
+            return message.verdict
+        number = message.number
+        claim, answer = self._verdicts + CLAIM, self._verdict_index(number)
+        words = self._words_behind(peer, (claim, answer), number)
+        if words is None:
+            return CLAIMED
+        claimed = words[claim]  # first: who claims another message has answered this one
+        verdict = words[answer]
+        if verdict >> 2 != number:
+            return CLAIMED if claimed == number else DECLINED  # as soon as the receiver comes to it
+        if verdict & 3 in (MATCHED, REFUSED) and self._verdict(peer, lane, message) is not None:
+            return CLAIMED  # it is on its way from another host
+        return verdict & 3
+
+    def _words_behind(self, peer: int, indices: tuple[int, int], number: int) -> Mapping[int, int] | memoryview | None:
+        """Return words of a rank as they are behind this rank's mark on a message; None: its host has not answered."""
+        exports = self._box.exports
+        if exports is None or exports.topology.is_here(peer):
+            return self._box.words[peer]
+        found: Mapping[int, int] | None = exports.looks.at(peer, indices, ("message", peer, number))
+        return found
+
+    def _forget(self, peer: int, lane: SendLane) -> None:
+        """Drop the oldest messages that were given up and that the receiver has passed."""
+        for message in list(lane.waiting.values()):
+            if not message.done or self._verdict(peer, lane, message) is not None:
+                return
+
+    def _is_inherited(self, peer: int, lane: SendLane, message: Message, old: Message) -> bool:
+        """Return whether it is known what becomes of `old`, and let its heir end or begin accordingly."""
+        outcome = self._outcome(peer, lane, old)
+        if outcome == CLAIMED:
+            return False
+        self.book(self._inherited, (lane, message, old, outcome == MATCHED))
+        return True
+
+    def _inherited(self, lane: SendLane, message: Message, old: Message, is_delivered: bool) -> None:
+        """End the repetition of a message that has been delivered; any other is sent as a message of its own."""
+        is_same = message.fingerprint() == old.digest
+        if is_delivered and not is_same and not old.is_known:
+            message.fail(
+                InvalidState(
+                    f"{message.describe(self._box)}: the message of this tag before it, whose send raised, has been "
+                    "delivered after all; this one is another and was not sent; send it again if it shall follow"
+                )
+            )
+        if is_delivered and (is_same or not old.is_known):
+            message.number = old.number
+            message.written = message.done = True
+            if message.on_done and message not in self._ended:
+                self._ended.append(message)
+            self._open.pop(message, None)
+        message.heir_of = None
+        if old in lane.open:
+            lane.open.remove(old)
+
+    def _refused(self, message: Message, peer: int, expected: int) -> MismatchError:
+        return mismatch(message, self._box, peer, message.signature, expected)
+
+    def _collect(self, peer: int, lane: SendLane) -> None:
+        """Take all verdicts that have arrived: numbers may be used again only then."""
+        for message in list(lane.waiting.values()):
+            self._verdict(peer, lane, message)
+        self._push(peer, lane)
+
+    # ---- fragments
+
+    def _send_whole(self, message: Message, lane: SendLane) -> bool:
+        """The usual case in one go: one slot is enough and nothing is under way on the lane. False: not that case."""
+        lane.freed_seen = freed = max(self._box.words[message.peer][self._verdicts], lane.first - 1)
+        nbytes = message.nbytes
+        if nbytes > LANE_SLOT_BYTES or not 0 <= lane.next_slot - 1 - freed < NUM_LANE_SLOTS:
+            return False
+        self._write(message.peer, lane, message, nbytes, 1, DATA)
+        return True
+
+    def _push(self, peer: int, lane: SendLane) -> None:
+        """Write as many fragments of the queued messages as there are free slots."""
+        while lane.queue:
+            message = lane.queue[0]
+            if message.heir_of is not None and not self._is_inherited(peer, lane, message, message.heir_of):
+                return
+            if not message.number and lane.waiting and lane.next_message - min(lane.waiting) >= NUM_VERDICTS:
+                return
+            while not message.written:
+                if not self._push_fragment(peer, lane, message):
+                    return
+            lane.queue.popleft()
+
+    def _push_fragment(self, peer: int, lane: SendLane, message: Message) -> bool:
+        """Write the next fragment; False when there is no free slot."""
+        lane.freed_seen = freed = max(self._box.words[peer][self._verdicts], lane.first - 1)
+        if freed >= lane.next_slot:
+            raise ProtocolError(f"rank {peer} freed slot {freed}, only {lane.next_slot - 1} were sent")
+        slots = min(
+            NUM_LANE_SLOTS - (lane.next_slot - 1 - freed),
+            MAX_FRAGMENT_SLOTS,
+            NUM_LANE_SLOTS - (lane.next_slot - 1) % NUM_LANE_SLOTS,
+        )
+        if slots <= 0:
+            return False
+        if message.error is not None:
+            self._write(peer, lane, message, 0, 1, CANCELLED)
+        else:
+            nbytes = min(message.nbytes - message.bytes_done, slots * LANE_SLOT_BYTES)
+            self._write(peer, lane, message, nbytes, max(1, -(-nbytes // LANE_SLOT_BYTES)), DATA)
+        return True
+
+    def _write(self, peer: int, lane: SendLane, message: Message, nbytes: int, used: int, kind: int) -> None:
+        box = self._box
+        slot = (lane.next_slot - 1) % NUM_LANE_SLOTS
+        number = message.number or lane.next_message
+        done, total = message.bytes_done, message.nbytes
+        if nbytes == total:
+            array = message.array
+            place = (box.lane_data[peer] + slot * LANE_SLOT_BYTES) // array.itemsize  # slots suit every dtype
+            box.views[array.dtype][box.rank][place : place + len(array)] = array
+        elif nbytes:
+            offset = box.lane_data[peer] + slot * LANE_SLOT_BYTES
+            box.views[BYTE][box.rank][offset : offset + nbytes] = message.data[done : done + nbytes]
+        index = box.lane_base[peer] + slot * LANE_SLOT_WORDS
+        _HEADER.pack_into(
+            box.own, 8 * (index + SLOT_MESSAGE), number, message.user_tag, message.signature, total, nbytes, kind
+        )
+        fragment = _Fragment(number, done + nbytes, nbytes, kind, index, lane.next_slot, used)
+        self.entry = (self._written, (peer, lane, message, fragment))
+        self._written(peer, lane, message, fragment)
+        self.entry = None
+
+    def _written(self, peer: int, lane: SendLane, message: Message, fragment: _Fragment) -> None:
+        """Publish a fragment and book it."""
+        box = self._box
+        number, bytes_done, _, kind, first_word, slot_number, used = fragment
+        message.number = number
+        message.bytes_done = bytes_done
+        if bytes_done == message.nbytes and kind == DATA:
+            lane.waiting[number] = message
+            message.written = True
+        elif kind == CANCELLED:
+            message.written = True
+        lane.next_message = number + 1
+        if box.exports is not None:
+            start = box.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
+            box.exports.fragment(peer, start, fragment.nbytes, first_word + SLOT_MESSAGE, first_word + TAKEN_BACK)
+        publish_word(box, first_word, box.epoch_bits | slot_number)
+        lane.next_slot = slot_number + used
+        if box.words[peer][BELL]:
+            ring(box, peer)

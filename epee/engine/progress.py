@@ -1,0 +1,297 @@
+"""The background thread of a process: it drives calls that nobody waits for, of all groups, and only those.
+
+The thread begins with the first group of the process (in a forked child with the first group there) and ends with the
+last one. So no call ever starts a thread, and none needs memory or the system's leave for one: a call that is refused
+because memory is short is refused without it. From its first asynchronous call, send or receive on a group is looked
+after: every millisecond the thread looks for calls that have been pending for about that long without a waiter, and
+steps them. A caller that comes back earlier (its thread is ten times faster) is left alone: the look takes a group's
+lock only when it is free, and a call never wakes the thread except from its parking. It parks in the kernel when there
+has been nothing to do for some looks; it never spins. Its sleep there ends by itself now and then, should an interrupt
+have swallowed a call's wake. It is a daemon and is stopped and joined before the interpreter goes down (`birth.py`),
+because a thread inside native code at that moment can end the process.
+
+What writes what: `Helper` is a group's part and belongs to whoever holds that group's lock; the list of groups and the
+number of users are guarded by a lock of this module, which nobody holds while waiting for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+
+from ..errors import AbortedError, EpeeError, ResourceError
+from ..threads import BackgroundThread
+from . import overlap
+from . import stall as trouble
+from .engine_face import EngineFace
+from .entry import SLICE_S
+from .operation import Block, Driven
+from .outbox import BELL
+from .p2p.message import Message
+
+GRACE_S = 0.001
+DUE_S = 0.9 * GRACE_S
+PARK_S = 1.0
+SHORT_S = 0.1  # between attempts where the system gives no memory or descriptor
+SHARED_SLICE_S = 0.005  # how long one group's lock is waited for where others wait for the thread
+LINGER_ROUNDS = 10  # looks without work before it parks, so that a burst of calls pays for one wake-up
+MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for it
+JOIN_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class HelperThread:
+    """The thread; `acquire` returns the one of this process. Each user calls `release` once.
+
+    Attributes:
+        is_urgent: a future of some call is to be completed: the next look comes at once.
+    """
+
+    def __init__(self) -> None:
+        """Start it; `ResourceError` where the system gives no thread."""
+        self.num_users = 0
+        self.is_urgent = False
+        self._helpers: tuple[Helper, ...] = ()
+        self._serving: Helper | None = None
+        self._is_stopping = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._thread = BackgroundThread(self._main, "epee-backend")
+        self._thread.begin("calls that nobody waits for")
+
+    def is_current(self) -> bool:
+        """Return whether this is the thread itself."""
+        return threading.current_thread() is self._thread
+
+    def enlist(self, helper: Helper) -> None:
+        """Look after a group from now on."""
+        with _guard:
+            if helper not in self._helpers:
+                self._helpers = (*self._helpers, helper)
+
+    def wake(self) -> None:
+        """End the parking of the thread, if it is parked."""
+        with contextlib.suppress(RuntimeError):  # another thread has just opened it
+            if self._gate.locked():
+                self._gate.release()
+
+    def release(self, helper: Helper | None = None) -> None:
+        """Give up a use, of a group or of who makes one; when this returns the thread is not inside the group.
+
+        The last user ends the thread. A call on the thread itself, from a callback, waits for nothing.
+        """
+        with _guard:
+            self._helpers = tuple(other for other in self._helpers if other is not helper)
+            self.num_users -= 1
+            is_last = self.num_users == 0
+            if is_last:
+                self._is_stopping = True
+                _threads.pop(os.getpid(), None)
+        if is_last:
+            self.wake()
+        if self.is_current():
+            return
+        if is_last:
+            self._thread.join(JOIN_S)
+        deadline = time.monotonic() + JOIN_S
+        while helper is not None and self._serving is helper and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def _main(self) -> None:
+        while not self._is_stopping:
+            if not self.is_urgent:
+                time.sleep(GRACE_S)
+            self.is_urgent = False
+            if not self._serve() and not self._gate.acquire(timeout=PARK_S):
+                self._look_at_all()
+
+    def _serve(self) -> bool:
+        """Give each group that is not parked its turn; return whether one is left. No frame refers to a group after."""
+        active = [helper for helper in self._helpers if not helper.is_parked]
+        for helper in active:
+            self._serving = helper
+            try:
+                if not self._is_stopping and helper in self._helpers:
+                    helper.turn(len(active) == 1)
+            except Exception:  # of a callback, say: the other groups must not suffer
+                logger.exception("a look at calls that nobody waits for has failed")
+                helper.put_off(PARK_S)
+            finally:
+                self._serving = None
+        return not all(helper.is_parked for helper in self._helpers)
+
+    def _look_at_all(self) -> None:
+        for helper in self._helpers:
+            helper.look_once()
+
+
+_guard = threading.RLock()  # a signal handler may close a group in the midst of a call of another one
+_threads: dict[int, HelperThread] = {}  # of this process, by its pid: a fork leaves the parent's here, which is dead
+
+
+def acquire() -> HelperThread:
+    """Return this process's thread, which runs, for one more user.
+
+    Raises:
+        ResourceError: there is none yet, and the system gives none.
+    """
+    while True:
+        with _guard:
+            thread = _threads.get(os.getpid())
+            if thread is not None:
+                thread.num_users += 1
+                return thread
+        made = HelperThread()
+        with _guard:
+            made.num_users += 1
+            is_first = _threads.setdefault(os.getpid(), made) is made
+        if is_first:
+            return made
+        made.release()  # another thread was faster
+
+
+def _renew() -> None:
+    global _guard
+    _guard = threading.RLock()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+class Helper:
+    """A group's part in the thread. `kick` and `turn` run under the engine's lock.
+
+    Attributes:
+        is_parked: there was nothing to do for some looks, or ever: the thread passes the group over.
+        is_over: the group has ended.
+    """
+
+    def __init__(self, engine: EngineFace) -> None:
+        self._engine = engine
+        self._thread = acquire()
+        self._is_enlisted = self._is_stopped = False
+        self._idle = self._misses = 0
+        self._not_before = 0.0
+        self.is_parked, self.is_over = True, False
+
+    def kick(self, soon: bool = False) -> None:
+        """Make sure that the thread looks at the queue; `soon` leaves out the grace period."""
+        if soon:
+            self._thread.is_urgent = True
+        if self.is_parked and not self.is_over:
+            if not self._is_enlisted:
+                self._thread.enlist(self)
+                self._is_enlisted = True
+            self._idle = 0
+            self.is_parked = False
+            self._thread.wake()
+
+    def is_current(self) -> bool:
+        """True on the background thread itself: inside a callback of a future."""
+        return self._thread.is_current()
+
+    def go_on(self, soon: bool) -> None:
+        """Like `kick`, for a group that is looked after: calls that were left to a waiter have none now."""
+        if self._is_enlisted:
+            self.kick(soon)
+
+    def stop(self) -> None:
+        """Have the thread leave the group alone, and wait until it does; idempotent."""
+        if not self._is_stopped:
+            self._is_stopped = self.is_over = True
+            self._thread.release(self)
+
+    def look_once(self) -> None:
+        """Have the thread look at the group once, although nobody has asked for it."""
+        if not self.is_over:
+            self._idle, self.is_parked = LINGER_ROUNDS, False
+
+    def put_off(self, pause_s: float) -> None:
+        """Leave the group alone for a while."""
+        self._not_before = time.monotonic() + pause_s
+
+    def turn(self, is_alone: bool) -> None:
+        """Look for calls that nobody waits for, and step them.
+
+        Args:
+            is_alone: no other group has such calls, so the thread may sleep on a word of this one.
+        """
+        if time.monotonic() < self._not_before:
+            return
+        patience_s = (SLICE_S if is_alone else SHARED_SLICE_S) if self._misses >= MAX_MISSES else 0.0
+        try:
+            if not self._engine.entry.enter_if_free(patience_s):
+                self._misses += 1
+                return
+        except ResourceError:  # news cannot be taken over now; calls of the program's say so, this thread goes on
+            self.put_off(SHORT_S)
+            return
+        except EpeeError:  # closed, aborted: whoever did that ends the pending calls
+            self.is_over = self.is_parked = True
+            return
+        self._misses = 0
+        try:
+            pending_s = self._unattended_s()
+            self._idle = 0 if pending_s >= 0 else self._idle + 1
+            if self._idle > LINGER_ROUNDS:
+                self.is_parked = True
+            elif pending_s >= DUE_S:
+                self._step(is_alone)
+        except AbortedError:
+            self.is_over = self.is_parked = True
+        finally:
+            self._engine.entry.leave()
+
+    def _unattended_s(self) -> float:
+        """Return for how long the oldest call that nobody waits for has been pending; below 0: there is none.
+
+        Infinite when a future of it is to be completed: its owner may be blocked where nothing drives the call.
+        Whoever waits for one call of the queue drives those before it, and wakes this thread for the rest.
+        """
+        queue = self._engine.queue
+        open_ops: list[Driven] = []
+        if queue and not any(op.num_waiters for op in queue):
+            open_ops.append(queue[0])
+        open_ops += [message for message in self._engine.mail.pending() if not message.num_waiters]
+        if not open_ops:
+            return -1.0
+        if any(op.on_done for op in open_ops):
+            return math.inf
+        return time.monotonic() - min(op.started for op in open_ops)
+
+    def _step(self, is_alone: bool) -> None:
+        """Drive everything that is pending, then sleep on what the first of it waits for, with the lock given back."""
+        engine = self._engine
+        block: Block | None = None
+        if engine.mail.held:
+            overlap.release(engine)
+        while engine.queue:
+            head = overlap.foremost(engine, engine.queue[0])
+            block = engine.advance(head)
+            if block is not None:
+                open_ops = (op for op in engine.queue if not op.done)  # the head itself may only wait for room
+                self._look(block, head if isinstance(head, Message) else next(open_ops, head))
+                break
+        for message in engine.mail.pending():
+            if message.before:
+                continue  # what it waits for is in the queue, or one of these itself
+            waits = engine.advance(message)
+            if waits is not None:
+                self._look(waits, message)
+                block = block or waits
+        if is_alone and block is not None and block.rank >= 0:
+            engine.waits.sleep_on(block)
+
+    def _look(self, block: Block, head: Driven) -> None:
+        """Look for trouble from the second time on that a call does not move."""
+        now = head.start_clock()
+        if head.patience or now > head.deadline:
+            on_peer = block.rank >= 0 and block.word != BELL
+            trouble.examine(self._engine, block if on_peer else None, head, head, None)
+        head.patience = 1

@@ -1,0 +1,250 @@
+"""Why nothing comes: what a wait looks at when it has lasted for long, and how a call ends because of it.
+
+Evidence, strongest first: the peer's process has ended (`view/process/detector.py`), it has left the group (its LIFE
+word), it has given the same call up (GAVE_UP), the deadline has passed. Before a call is failed for a peer's sake, the
+word that it waits for is read once more: what a peer stored before it died counts. Everything runs under the engine's
+lock.
+"""
+
+from __future__ import annotations
+
+from ..errors import CommTimeoutError, PeerError, RankFailedError
+from ..view.protocol.withdrawal import GRACE_S
+from . import overlap
+from .ending import end_with_others, leavers
+from .engine_face import EngineFace
+from .membership.epochs import Survival
+from .operation import Block, Driven, Operation
+from .outbox import GAVE_UP, Outboxes, has_exited
+from .p2p.message import ANY, STAYS_OPEN, Message
+from .withdrawal import withdrawn
+
+ENDED = "its process has ended"
+HAS_LEFT = "has left the group (destroyed or aborted it)"
+GAVE_THE_CALL_UP = "gave the call up"
+MAY_HAVE_COMPLETED = "its process has ended, or is not heard of any more, and may have completed the call"
+LEAVE_GRACE_S = 0.5  # a process that leaves the group at its end leaves the view a moment later
+_MEANING: dict[str, tuple[type[PeerError], str]] = {
+    ENDED: (RankFailedError, "make a new group without the rank"),
+    MAY_HAVE_COMPLETED: (RankFailedError, "make a new group without the rank"),
+    HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
+    GAVE_THE_CALL_UP: (
+        PeerError,
+        "the group works on: the next call pairs by its number, all may repeat this one",
+    ),
+}
+
+
+def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
+    """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
+    now = head.start_clock()
+    end_with_others(engine)
+    if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
+        _examine_unsettled(engine, engine.survival, head, now)
+        raise_if_overdue(engine, op, until, now)
+        return
+    silent = [block.rank] if block is not None and block.rank >= 0 else []
+    if isinstance(head, Operation):
+        unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
+        silent = (
+            unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box, head.lost) or silent
+        )
+    awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
+    found = engine.watch.look(sorted(awaited))
+    if found and engine.survival is not None:
+        engine.survival.found_dead(found)
+    if engine.survival is not None and not head.done:
+        engine.survival.show(head, awaited)
+    if isinstance(head, Operation) and _is_withdrawn(head, silent):
+        undecided = head.withdrawal.undecided if head.withdrawal is not None else []
+        if undecided and now > head.deadline and engine.survival is not None:
+            engine.survival.insist(head, undecided, now)  # without its view the verdict may never come
+        if not undecided or engine.survival is not None or not set(undecided) <= set(engine.watch.dead()):
+            raise_if_overdue(engine, op, until, now)
+            return  # the next step finds out what becomes of it
+        head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
+    is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
+    if is_late and isinstance(head, Operation) and engine.survival is not None:
+        is_late = not engine.survival.insist(head, silent, now)
+    if is_late:
+        head.holds_back = overlap.held_by(engine, head)
+    if is_late and isinstance(head, Operation) and _can_withdraw(head):
+        head.withdraw(head.box, silent)
+    elif is_late and isinstance(head, Message):
+        _end_late(engine, head, silent, now)
+    elif is_late:
+        told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
+        head.fail(
+            CommTimeoutError(
+                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up; the group "
+                "can be used: the next call pairs by its number",
+                silent,
+                has_job=True,
+            )
+        )
+    if head.done:
+        if isinstance(head, Message):
+            if head.error is not None:
+                engine.mail.cancel(head)
+            engine.retire(head)
+        else:
+            engine.retire_heads()
+    raise_if_overdue(engine, op, until, now)
+
+
+def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, now: float) -> None:
+    """Look at a call that cannot be judged: this host has not been told all that lost ranks of other hosts had said."""
+    lost, tellers = survival.unsettled(), survival.tellers()
+    found = engine.watch.look(tellers)
+    if found:
+        survival.found_dead(found)
+    survival.show(head, tellers or lost)
+    if now <= head.deadline or survival.insist(head, tellers, now) or not survival.unsettled() or head.done:
+        return
+    if _can_withdraw(head) and head.withdrawal is None:
+        head.withdraw(head.box, tellers or lost)
+    if head.withdrawal is not None:
+        head.withdrawal.undecided = lost  # its end is not known before all is here: who waits gets an error meanwhile
+    elif not head.done:
+        told = f"what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here"
+        head.fail(
+            CommTimeoutError(
+                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}, rank(s) "
+                f"{', '.join(map(str, tellers)) or 'none'} could tell; the call is given up; the next one pairs by its "
+                "number",
+                tellers or lost,
+                has_job=True,
+            )
+        )
+    engine.retire_heads()
+
+
+def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) -> None:
+    """End a message whose time-out has passed, unless it turns out to be delivered."""
+    is_undecided = engine.mail.take_back(head)
+    if head.done or (is_undecided and now < head.deadline + GRACE_S):
+        return
+    told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else ""
+    if is_undecided:
+        told += f"; {STAYS_OPEN}"
+    elif head.is_send:
+        told += "; the message is taken back and will not be delivered; it may be sent again"
+    else:
+        told = told or "nothing with this tag was sent to this rank by any other"
+        told += "; nothing was taken; the receive may be posted again"
+    where = head.describe(engine.box, elapsed=now - head.started)
+    head.fail(CommTimeoutError(f"{where}: {told.lstrip('; ')}", silent, has_job=True))
+
+
+def _can_withdraw(head: Operation) -> bool:
+    return head.published and not head.done and not head.completing
+
+
+def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
+    """Return whether the call is withdrawn, here or, as is seen now, by another rank: then here as well."""
+    if not _can_withdraw(head):
+        return False
+    if head.withdrawal is None:
+        others = [head.box.members[peer] for peer in withdrawn(head, head.box)]
+        if others:
+            head.withdraw(head.box, [rank for rank in silent if rank not in others])
+    return head.withdrawal is not None or head.done
+
+
+def raise_if_overdue(engine: EngineFace, op: Driven, until: float | None, now: float) -> None:
+    """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
+    if until is not None and now > until and not op.done:
+        is_told = isinstance(op, Operation) and op.told is not None
+        told = "its end is still open; repeat the call" if is_told else "the call goes on and may be waited for again"
+        raise CommTimeoutError(
+            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); {told}",
+            has_job=True,
+        )
+
+
+def raise_if_open(head: Driven, op: Driven) -> None:
+    """Raise `CommTimeoutError` for a waiter that a withdrawn call keeps, when others have not decided in time.
+
+    Who claims an unclaimed call has a time-out of its own (`until`).
+    """
+    if not isinstance(head, Operation) or head.withdrawal is None:
+        return
+    if (head is op and head.told is None) or op.start_clock() > op.deadline:
+        head.withdrawal.raise_if_open(head, head.box)
+
+
+def behind(engine: EngineFace, block: Block | None) -> list[int]:
+    """Return all ranks that are behind on the word that a call waits for."""
+    if block is None or block.rank < 0:
+        return []
+    return [rank for rank in engine.members.members if engine.box.words[rank][block.word] < block.value]
+
+
+def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
+    """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
+    gone = leavers(engine.box)
+    dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.box.words[peer]))}
+    for peer in gone:
+        engine.mask[peer] = 0
+    gone = [peer for peer in gone if not has_exited(engine.box.words[peer])]
+    if isinstance(head, Operation):
+        concerned = set(head.missing())
+        if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
+            concerned.add(block.rank)
+            if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP] == head.tag:
+                head.fail(_peer_error(engine.box, [block.rank], head, now, GAVE_THE_CALL_UP))
+                return True
+    else:
+        concerned = engine.mail.awaited(head)
+        if block is None or block.rank < 0:
+            concerned = set() if engine.mail.step(head) is None else concerned
+        elif engine.box.words[block.rank][block.word] >= block.value:
+            concerned = set()
+    lost = sorted(concerned.intersection(dead))
+    if isinstance(head, Message):  # who left in order has left, whether or not his process has ended since
+        lost = [rank for rank in lost if rank not in gone]
+        if head.wanted == ANY and engine.survival is not None:
+            lost = []  # the view says so in a moment, and goes on without them
+    is_judged = isinstance(head, Operation) and engine.survival is not None
+    if not head.done and isinstance(head, Operation) and engine.survival is not None:
+        quitters = engine.survival.ended_without(head)
+        if quitters:
+            head.fail(_unmet(engine, quitters, head, now))
+            return True
+    if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
+        return head.done  # who is lost leaves the view as well, and the view says what becomes of the call
+    if lost:
+        if engine.survival is not None:
+            engine.survival.found_dead(lost)
+        head.fail(_peer_error(engine.box, lost, head, now, ENDED))
+        return True
+    left = sorted(concerned.intersection(gone))
+    if left and (isinstance(head, Operation) or len(left) == len(concerned)):
+        head.fail(_peer_error(engine.box, left, head, now, HAS_LEFT))
+        return True
+    return head.done
+
+
+def _unmet(engine: EngineFace, quitters: list[int], head: Operation, now: float) -> PeerError:
+    """Return the error of a call that others have ended without putting anything into it."""
+    assert engine.survival is not None
+    lost = engine.survival.removed_in(head.box.epoch)
+    names = ", ".join(map(str, quitters))
+    told = head.describe(engine.box, peer=names, elapsed=now - head.started)
+    text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"
+    kind = RankFailedError if lost else PeerError
+    return kind(text, lost or quitters, head.name, head.seq, head.box.epoch, GAVE_THE_CALL_UP)
+
+
+def _peer_error(box: Outboxes, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:
+    kind, remedy = _MEANING[cause]
+    seq = head.seq
+    told = head.describe(box, peer=", ".join(map(str, ranks)), elapsed=now - head.started)
+    return kind(
+        f"{told}: {cause}; results are untouched; {remedy}",
+        ranks,
+        head.name,
+        seq,
+        box.epoch,
+        cause,
+    )

@@ -1,0 +1,168 @@
+"""The ways to wait under a group's lock: polling, yielding, sleeping on a word.
+
+The lock (`entry.py`) is held while a call is stepped and while a waiter polls (for about a millisecond), and given back
+before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are served in the
+order in which they get the lock.
+
+A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. The words belong
+to peers, who store them and wake the futex when our SLEEPERS word says that somebody sleeps (`wake.py`). A peer that
+dies wakes nobody, so every sleep is timed and the caller looks for trouble after it (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+from ..memory.signals import YIELD_S, futex_sleep, usable_cores
+from .entry import CHANGING, Entry, Guarded
+from .operation import Block
+from .outbox import CORE, SLEEPERS
+
+STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
+NAP_ROUNDS = 64  # yields before a wait without a word of its own starts to sleep
+LOADS_OWN_CORE, LOADS_SHARED_CORE = 300, 50  # polls before the first yield; 300 take about 10 us
+
+MOVE_PAUSE_S = 0.002  # least time between two moves: the scheduler may know better
+
+_getcpu = ctypes.PyDLL(None).sched_getcpu
+
+
+class Waiting:
+    """The sleep of one group in one process.
+
+    Args:
+        guarded: the group's state; `guarded.flags` end a wait.
+        entry: its lock.
+
+    Attributes:
+        num_loads: how often a wait polls before it yields.
+    """
+
+    def __init__(self, guarded: Guarded, entry: Entry) -> None:
+        self._guarded = guarded
+        self._entry = entry
+        self.count_ranks(guarded.box.num_ranks)
+        self._shares_core = False
+        self._moved = 0.0
+        self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
+
+    def count_ranks(self, num_ranks: int) -> None:
+        """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
+        self._own_core = num_ranks <= len(usable_cores())
+        self.num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
+
+    # ---- waiting, with the lock held
+
+    def poll(self, words: memoryview, index: int, value: int) -> bool:
+        """Poll for some microseconds; True when the word is there, and is this."""
+        for _ in range(self.num_loads):  # noqa: SIM110 - a loop costs half
+            if words[index] == value:
+                return True
+        return False
+
+    def spin(self, block: Block) -> bool:
+        """Poll for some microseconds; True when the block's word is there."""
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        for _ in range(self.num_loads):
+            if words[index] >= value:
+                break
+        else:
+            return False
+        return True
+
+    def yield_until(self, block: Block, now: float) -> bool:
+        """Yield for up to `YIELD_S`; True when the word is there.
+
+        A yield that takes long has let somebody else run: this core is shared, maybe with the very peer, while another
+        idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a task that
+        is woken is put on an idle core and one that yields stays where it is.
+        """
+        self._guarded.box.own[CORE] = 1 + _getcpu()
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        until = now + YIELD_S
+        if self._shares_core:
+            self._shares_core = False
+            return False
+        while now < until and not self._guarded.flags & ~CHANGING:
+            if words[index] >= value:
+                return True
+            before = now
+            os.sched_yield()
+            now = time.monotonic()
+            if now - before > STOLEN_S and self._own_core:
+                self._shares_core = not self._part(block.rank, now)
+                break
+        return bool(words[index] >= value)
+
+    def _part(self, peer: int, now: float) -> bool:
+        """Leave the core when `peer` runs on the same; True when done.
+
+        The scheduler can keep two ranks that wait for each other on one core for seconds, next to an idle one, at five
+        times the latency. Only the higher rank moves, else both would. The thread's affinity is the same afterwards.
+        """
+        own = 1 + _getcpu()
+        if (
+            peer > self._guarded.box.rank
+            or self._guarded.box.words[peer][CORE] != own
+            or now - self._moved < MOVE_PAUSE_S
+        ):
+            return False
+        self._moved = now
+        allowed = usable_cores()
+        others = allowed - {own - 1}
+        if not others:
+            return False
+        self._narrowed = allowed, others  # first: a signal handler may raise at any point from here on
+        try:
+            os.sched_setaffinity(0, others)
+        except OSError:  # the cores that the process may use have just changed: stay
+            self._narrowed = None
+            return False
+        self.widen()
+        return True
+
+    def widen(self) -> None:
+        """Give this thread back the core that `_part` takes from it for a moment. May be run at any time, and again.
+
+        An exception in the midst of `_part` passes `interrupts.broken_off`, which calls this in the same thread and
+        under the lock. What a user has set in between, in a signal handler say, stays as it is.
+        """
+        if self._narrowed is None:
+            return
+        allowed, others = self._narrowed
+        try:
+            if os.sched_getaffinity(0) == others:
+                os.sched_setaffinity(0, allowed)
+        except OSError:  # the cores that the process may use have just changed: they are the system's now
+            pass
+        self._narrowed = None
+
+    def sleep_on(self, block: Block) -> None:
+        """Sleep on a word with the lock given back, for some milliseconds at most."""
+        rank, index, value = block
+        box = self._guarded.box
+        words, address = box.words[rank], box.address[rank] + 8 * index
+        box.own[SLEEPERS] = len(self._entry.asleep) + 1
+        seen = words[index]
+        self._entry.let_go()
+        try:
+            if seen < value and not self._guarded.flags & ~CHANGING:
+                futex_sleep(address, seen)
+        finally:
+            self._entry.take_back()
+
+    def nap(self, rounds: int) -> None:
+        """Wait for room, or for any of several words: there is no single word to sleep on.
+
+        The first `NAP_ROUNDS` rounds of a wait yield, later ones sleep for half a millisecond.
+        """
+        self._entry.let_go()
+        try:
+            if rounds < NAP_ROUNDS:
+                os.sched_yield()
+            else:
+                time.sleep(0.0005)
+        finally:
+            self._entry.take_back()

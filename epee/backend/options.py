@@ -9,14 +9,10 @@ import torch
 from torch._C._distributed_c10d import Backend as _CBackend
 
 from .. import env
+from ..engine.limits import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES
 from ..errors import InvalidArgument
 from ..values import is_whole, seconds, shown
-from ..view.group import FAULT_MODES, STALL_POLICIES, check_policy
-
-MAX_RANKS = 64
-MIN_STAGING_BYTES = 64 << 10
-MAX_STAGING_BYTES = 4 << 30
-MODES = tuple(f"{fault_mode}/{on_stall}" for fault_mode in FAULT_MODES for on_stall in STALL_POLICIES)
+from ..view.group import check_policy
 
 
 class BackendOptions(_CBackend.Options):

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from ..engine.ending import leavers
 from ..engine.engine import Engine
 from ..engine.entry import ENDED
+from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
-from .options import MAX_RANKS, BackendOptions
+from .options import BackendOptions
 
 if TYPE_CHECKING:
     from .cuda.half import DeviceHalf

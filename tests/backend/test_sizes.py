@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.backend.options import MAX_RANKS
+from epee.engine.limits import MAX_RANKS
 from epee.engine.membership.sizes import Mask, Sizes
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.options import MAX_RANKS
 from epee.compat.mooncake import pg
+from epee.engine.limits import MAX_RANKS
 from epee.errors import InvalidArgument
 from tests.forked import Program
 from tests.harness import run_ranks

@@ -26,7 +26,6 @@ import weakref
 from dataclasses import asdict, replace
 
 from ... import env
-from ...backend.options import MODES
 from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
@@ -38,6 +37,7 @@ from ...view.protocol.messages import EXITED, LEFT, Member
 from ...view.runtime import note_exit
 from ...view.transport.directory import JobDirectory
 from ..engine import Engine
+from ..limits import MODES
 from ..membership.epochs import Survival
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire

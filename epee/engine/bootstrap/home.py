@@ -21,11 +21,11 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...backend.options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ...errors import EpeeError, InvalidState, ProtocolError
 from ...memory.host import BLOB_BYTES
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Decision, Member
+from ..limits import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ..outbox import OutboxOwner
 
 VERSION = 4

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ... import env
-from ...backend.options import MAX_RANKS
 from ...errors import (
     AuthError,
     EpeeError,
@@ -39,6 +38,7 @@ from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision
 from ...view.transport.directory import JobDirectory, find_jobs
 from ..engine import Engine
+from ..limits import MAX_RANKS
 from ..membership.epochs import Survival
 from ..membership.members import attach_outbox, make_blank, narrow
 from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout

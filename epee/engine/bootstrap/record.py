@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from ... import env
-from ...backend.options import MODES
 from ...errors import MismatchError, ProtocolError, shortage
 from ...link.engine import chosen_engine
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ...view.job import Seat, pack_member
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
+from ..limits import MODES
 from ..membership.epochs import Survival
 from .attempt import BootstrapAttempt, read_fields
 from .proof import prove, proved

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ...backend.options import MAX_RANKS
 from ...view.job import Hello, Job, Seat, common_job, jobs, retained
 from ...view.transport.directory import JobDirectory
+from ..limits import MAX_RANKS
 from .home import pack_extra
 
 

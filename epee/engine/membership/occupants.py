@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from ...backend.options import MAX_RANKS
 from ...errors import PeerError
 from ...view.awaited import kind_of_loss
 from ...view.job import Seat
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
 from ..bootstrap.home import OutboxEndpoint, OutboxLocator, locators_of, outbox_of
+from ..limits import MAX_RANKS
 from ..outbox import OutboxOwner
 
 Locators = Mapping[int, OutboxLocator]  # by slot

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ...arrays import array_of, writing
-from ...backend.options import MAX_RANKS
+from ..limits import MAX_RANKS
 
 logger = logging.getLogger("epee")
 

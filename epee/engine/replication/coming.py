@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ... import env
-from ...backend.options import MAX_RANKS
 from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError
 from ...link.address import listen, own_address
 from ...link.engine import LinkMaker
@@ -43,6 +42,7 @@ from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import read_fields
 from ..bootstrap.home import FOLDER_KEY, HOSTS, Home, OutboxEndpoint, pack_home, pack_place, parse_home, parse_place
 from ..bootstrap.proof import prove, proved
+from ..limits import MAX_RANKS
 from ..membership.epochs import Survival
 from ..outbox import Outboxes
 from .ways import Ways

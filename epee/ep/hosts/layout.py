@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ...arrays import array_of
-from ...backend.options import MIN_STAGING_BYTES
+from ...engine.limits import MIN_STAGING_BYTES
 from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.layout import align_up

@@ -36,8 +36,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...backend.options import MIN_STAGING_BYTES, MODES
 from ...engine.bootstrap.home import Home, pack_home, parse_home
+from ...engine.limits import MIN_STAGING_BYTES, MODES
 from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.engine_face import Background
-from ..engine.operation import Driven, Operation
+from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.outbox import Outboxes
 from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, is_own, named
@@ -124,7 +124,7 @@ def is_loss(error: object) -> bool:
 
 
 @untraced_methods
-class Work(_WorkBase):  # type: ignore[misc]
+class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
     """A call on its way (several for a coalesced call with several dtypes).
 
     After an error the tensors are as they were; the group can be used again unless the error says otherwise.

@@ -4,8 +4,8 @@ Data path: `view/report.py` reads the boards of all ranks of the job, from outsi
 stopped or hold the GIL. A wait of a group or a buffer that has slept writes its call to the board (`view/awaited.py`);
 a rank without a line computes, or is between two calls.
 
-Boards are those of one host. Of a group over several `engine/replication/report.py` tells how far each rank is, those of
-other hosts as far as this host has heard, and that tells who is behind.
+Boards are those of one host. Of a group over several `engine/replication/report.py` tells how far each rank is, those
+of other hosts as far as this host has heard, and that tells who is behind.
 
 Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
 """

@@ -532,3 +532,13 @@ def _ranks(ranks: list[int]) -> str:
 
 
 Driven = Operation | Message  # what an engine drives
+
+
+class CallsOfWork:
+    """Base of the works that callers hold.
+
+    Attributes:
+        ops: the calls that the work stands for.
+    """
+
+    ops: list[Driven]

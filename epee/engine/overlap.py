@@ -32,9 +32,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..backend.work import Work
 from .engine_face import EngineFace
-from .operation import Driven, Operation
+from .operation import CallsOfWork, Driven, Operation
 from .p2p.message import ANY, Message
 from .ranges import Edge, Spans, is_free, meet, names_of, spans_of
 from .tensors import carrier_of, source
@@ -177,7 +176,7 @@ def batch_mates() -> Sequence[Driven]:
             return ()
         frame = frame.f_back
     lists = [value for value in frame.f_locals.values() if isinstance(value, list)]
-    return [op for works in lists for work in works if isinstance(work, Work) for op in work.ops]
+    return [op for works in lists for work in works if isinstance(work, CallsOfWork) for op in work.ops]
 
 
 # ---- going on

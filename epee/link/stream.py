@@ -11,8 +11,8 @@ by one assignment. So `send` and `receive` begin where they were broken off; to 
 bytes in the same places.
 
 Who owns what: an `Outstream` refers to a payload until the socket has taken it; whoever put it there must not change it
-before (`engine/replication/exports.py` says why nobody does). A crash leaves a part of a frame at the receiver: its word is
-not stored, so nobody reads what came of it.
+before (`engine/replication/exports.py` says why nobody does). A crash leaves a part of a frame at the receiver: its
+word is not stored, so nobody reads what came of it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each rank writes its own words only. That it gives a call up goes to all hosts, the word that it had gathered an earlier
 one ahead of it. Who gives up then looks at the others: on its own host at their words, on another one by a question on
-the same stream (`engine/replication/looks.py`), which is answered behind what was told before: the word is in the mirror
-there, and a fence behind it. Who goes on looks into mirrors first. So of two ranks one of which gives up and the other
-goes on, at least one sees the other, as on one host.
+the same stream (`engine/replication/looks.py`), which is answered behind what was told before: the word is in the
+mirror there, and a fence behind it. Who goes on looks into mirrors first. So of two ranks one of which gives up and the
+other goes on, at least one sees the other, as on one host.
 
 Of a rank that has not answered nothing is known: the call stays open. Where the way to it is lost no answer comes. The
 caller gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing more,

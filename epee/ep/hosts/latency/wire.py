@@ -8,8 +8,8 @@ ahead of it. Sums for ranks of this host never leave it; those for another host'
 the only rank with a link to it, which has one row per token and host to send.
 
 Who writes: each rank its own outbox, a gateway the mirrors that it keeps, of what comes in frames, which it checks
-before a byte is stored (`engine/replication/mirror.py`). What goes to other hosts is sent from memory of the call alone,
-which nobody writes again: so a half that the network has not taken yet cannot be changed by the next call.
+before a byte is stored (`engine/replication/mirror.py`). What goes to other hosts is sent from memory of the call
+alone, which nobody writes again: so a half that the network has not taken yet cannot be changed by the next call.
 
 What orders it: on one link frames are applied in the order of their writing, the tag behind its rows. A source writes
 the next half of a slot when its readers have freed the slot (`freed`, told to all hosts), and the network has taken

@@ -161,7 +161,7 @@ SEAL_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
 def seal(tag: int, signature: int, detail: int, offset: int) -> int:
     """Return the OFFSET word of a header: where the payload is, and above that a check over the header.
 
-    `express.py` does the same in its own lines.
+    `engine.py` does the same in its own lines.
 
     A reader that computes the same word from what it reads knows that the words belong together: one flipped bit in
     any of them, or the header of another call under this call's tag, gives another word. `offset` is in bytes, a

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from epee.engine import express, operation
+from epee.engine import engine as express
+from epee.engine import operation
 from epee.engine.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
 
 from .histories import COLLECTIVES, before, expected

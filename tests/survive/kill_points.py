@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epee.engine import express, operation
+from epee.engine import engine as express
+from epee.engine import operation
 from epee.engine.operation import Operation
 from epee.engine.p2p import recv as receiving
 from epee.engine.p2p import send as sending

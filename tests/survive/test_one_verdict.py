@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.engine import express
+from epee.engine import engine as express
 from epee.errors import EvictedError, NoQuorumError
 from tests.harness import run_mortal, run_ranks
 

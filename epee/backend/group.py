@@ -7,10 +7,17 @@ a C++ caller would crash on it.
 
 What a group says of its view, and how ranks come back, are calls of epee's own (`view_calls.py`).
 
-Device dispatch is in one place (`refusal.py`): a collective on a GPU's tensors is made there (`backend/cuda`). What
+Device dispatch is in one place (`group.py`): a collective on a GPU's tensors is made there (`backend/cuda`). What
 is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
 tensors in host memory (`staging.py`). Calls on CPU tensors pay next to nothing for that. A call whose arguments are
-refused raises `InvalidArgument` here, and the peers of a collective are told (`refusal.py`).
+refused raises `InvalidArgument` here, and the peers of a collective are told (`group.py`).
+
+What becomes of a collective whose arguments are refused, or whose tensors lie on a GPU.
+
+A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
+`MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is made
+there (`backend/cuda`), or run again on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A
+profiler sees each call as a range.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +51,7 @@ from ..engine.bootstrap.joining import (
 from ..engine.bootstrap.seat import meeting_place, own_job
 from ..engine.engine import Engine
 from ..engine.membership.admission import UNSEEN_DEATH_S
+from ..engine.membership.judge import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
 from ..engine.operation import Operation
@@ -53,7 +61,16 @@ from ..engine.plan import Make, Tensors
 from ..engine.signature import DTYPE_CODE, OP_CODE
 from ..engine.signature import pack as pack_signature
 from ..engine.tensors import NeedsStaging, carrier_of, source, target
-from ..errors import EpeeError, InvalidArgument, PeerError, UnsupportedError, is_own, named
+from ..errors import (
+    EpeeError,
+    InvalidArgument,
+    PeerError,
+    RankFailedError,
+    UnsupportedError,
+    is_of_handler,
+    is_own,
+    named,
+)
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..values import MAX_S, longest, seconds
@@ -61,9 +78,8 @@ from ..view.label import group_label
 from ..view.runtime import begin_group, end_group
 from .collectives import arguments as calls
 from .cuda import make_calls, make_messages
-from .cuda.interface import NOT_SERVED
+from .cuda.interface import NOT_SERVED, is_on_gpu
 from .options import BackendOptions
-from .refusal import collective
 from .staging import Staging
 from .view_calls import CallsOfView
 from .view_calls import check_peer as check_peer_in_view
@@ -72,6 +88,71 @@ from .work import DONE, Ended, Work, is_loss
 if TYPE_CHECKING:
     from .cuda.half import DeviceHalf
     from .cuda.messages.half import MessageHalf
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class HasCollectives(Protocol):
+    """What has collectives: the process group."""
+
+    _engine: Engine
+    _staging: Staging
+    _on_device: DeviceHalf | None
+
+
+def collective(name: str) -> Callable[[_Method], _Method]:
+    """Tell the peers when the arguments of a collective are refused."""
+
+    def decorate(method: _Method) -> _Method:
+        """Return `method` with that, and with the way of tensors on a GPU."""
+
+        @functools.wraps(method)
+        def entered(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
+            """Call it, as a range of a profiler if one runs."""
+            if not is_profiling():
+                return call(self, args, kwargs)
+            with range_of(name, (self, *args)):
+                return call(self, args, kwargs)
+
+        def call(self: HasCollectives, args: Any, kwargs: Any) -> Any:
+            """Call it; not as `*args`, which costs 0.1 us for each function that passes them on."""
+            seq = self._engine.seq
+            if self._on_device is not None and is_on_gpu(args):
+                with real_tensors():
+                    done = self._on_device.run(method.__name__, args, kwargs)
+                if done is not NOT_SERVED:
+                    return done
+            try:
+                return method(self, *args, **kwargs)
+            except NeedsStaging:
+                pass  # below, where a further error is not one during this one
+            except (InvalidArgument, UnsupportedError) as exc:
+                if is_own(exc):
+                    self._engine.refuse(name, exc)
+                raise
+            except EpeeError as exc:
+                if not is_own(exc):
+                    raise
+                is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
+                if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
+                    self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
+                named(exc, self._engine.box.label.text)
+                if self._engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
+                    return Ended(self._engine, exc)
+                raise
+            except Exception as exc:
+                # numpy's or torch's own word about an argument, or no memory
+                if self._engine.seq == seq and not is_of_handler(exc):
+                    self._engine.refuse(name, exc)
+                raise
+            with real_tensors():
+                return self._staging.run(name, lambda *there, **named: call(self, there, named), args, kwargs)
+
+        return entered  # type: ignore[return-value]
+
+    return decorate
+
 
 _MAX_TAG = (1 << 63) - 1
 _UNSEEN_HERE_S = 1.0  # how long a process of this host may take to be seen to die

@@ -1,6 +1,6 @@
 """From the arguments of a collective to its plan: every check of user input is here.
 
-A check that fails raises `InvalidArgument` before anything was sent; the group then tells the peers (`refusal.py`).
+A check that fails raises `InvalidArgument` before anything was sent; the group then tells the peers (`group.py`).
 """
 
 from __future__ import annotations

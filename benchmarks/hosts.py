@@ -15,8 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import epee
-from epee.backend.collectives.reducing import AllReduce
-from epee.backend.collectives.reducing_hosts import is_less
+from epee.backend.collectives.reducing_hosts import AllReduce, is_less
 
 from . import common, two_hosts
 

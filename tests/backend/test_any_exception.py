@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend.collectives.reducing import AllReduce
+from epee.backend.collectives.reducing_hosts import AllReduce
 from epee.engine.engine import Engine
 from epee.errors import CommTimeoutError, EpeeError, MismatchError
 from tests.harness import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epee.backend.collectives.reducing import AllReduce
+from epee.backend.collectives.reducing_hosts import AllReduce
 from epee.engine.tensors import Target
 from tests.harness import run_ranks
 

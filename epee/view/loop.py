@@ -5,10 +5,10 @@ this process's own wishes. Each thing that is ready becomes an event; the effect
 the other before the next event is taken, so a board is written before the message that rests on it leaves. Nothing in
 here waits for a peer, and no lock is held.
 
-In a job over several hosts each agent has a connection of its own to each of another host (`transport/reach.py` says
-when to make it again), on which it first tells what that one may have missed: the epoch it knows, as a question for a
-newer one, and what its lanes tell (inside a host that stands on the board). Ends of processes come as obituaries, which
-the agent judges; a host that cannot be reached is an event like another, repeated as long as it is so.
+In a job over several hosts each agent has a connection of its own to each of another host (`transport/switchboard.py`
+says when to make it again), on which it first tells what that one may have missed: the epoch it knows, as a question
+for a newer one, and what its lanes tell (inside a host that stands on the board). Ends of processes come as obituaries,
+which the agent judges; a host that cannot be reached is an event like another, repeated as long as it is so.
 
 Who writes: this thread alone touches the agent, the sockets, the board's state and `Shared`; other threads append to
 the inbox and read `Shared`, whose fields are replaced as a whole. The hooks of the lanes are called on this thread.

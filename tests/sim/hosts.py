@@ -2,7 +2,7 @@
 
 Between hosts nobody sees boards or deaths: agents tell them (`Obituary`). A host that is cut off, in one direction or
 both, is silent, and one whose processes have all ended resets every connection; the control connections of the others
-find out (`Watch`, the simulator's `transport/reach.py`).
+find out (`Watch`, the simulator's `transport/switchboard.py`).
 
 An outbox of another host is seen through a copy that a connection fills (`RemoteMirror`): late, and not at all while
 the hosts are cut. Once its owner was removed nothing more comes, except from who tells: a member of the lane on the

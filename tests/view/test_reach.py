@@ -8,7 +8,7 @@ import pytest
 
 from epee.errors import ProtocolError
 from epee.view.protocol.messages import Member
-from epee.view.transport.reach import (
+from epee.view.transport.switchboard import (
     AGAIN_S,
     ENDED,
     ESTABLISHED,
@@ -21,11 +21,11 @@ from epee.view.transport.reach import (
     UNANSWERED_S,
     UNKNOWN,
     Reach,
+    _seen,
     given_up_s,
     ping_s,
     recall_s,
 )
-from epee.view.transport.switchboard import _seen
 
 TIMEOUT_S = 10.0
 RECALL_S = recall_s(TIMEOUT_S)

@@ -45,7 +45,8 @@ from epee.view.protocol.messages import (
     Prepare,
 )
 from epee.view.runtime import Runtime, first_view
-from epee.view.transport import auth, connection, switchboard
+from epee.view.transport import auth, switchboard
+from epee.view.transport import switchboard as connection
 from epee.view.transport.directory import JobDirectory
 from epee.view.transport.wire import encode
 from tests.forked import Program

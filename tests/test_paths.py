@@ -16,30 +16,30 @@ from tests.paths import code_lines, measure, package_code_lines
 # call: (files, functions), from the slowest of several runs on a 2-core CPU machine
 CEILINGS = {
     "cpu": {
-        "dispatch cpu": (28, 146),
-        "combine cpu": (28, 119),
-        "all_reduce 16 B cpu": (14, 28),
-        "all_reduce 16 MiB cpu": (24, 79),
+        "dispatch cpu": (30, 152),
+        "combine cpu": (29, 128),
+        "all_reduce 16 B cpu": (12, 28),
+        "all_reduce 16 MiB cpu": (24, 85),
     },
     "hosts": {
-        "dispatch hosts": (48, 212),
-        "combine hosts": (43, 167),
-        "all_reduce 16 B hosts": (22, 53),
-        "all_reduce 16 MiB hosts": (36, 141),
+        "dispatch hosts": (49, 220),
+        "combine hosts": (45, 174),
+        "all_reduce 16 B hosts": (17, 42),
+        "all_reduce 16 MiB hosts": (33, 141),
     },
     "cuda": {
-        "dispatch cuda, first": (31, 143),
+        "dispatch cuda, first": (30, 143),
         "combine cuda, first": (42, 200),
-        "dispatch cuda, repeated": (22, 86),
-        "combine cuda, repeated": (25, 81),
-        "latency dispatch cuda, first": (29, 99),
-        "latency combine cuda, first": (23, 79),
-        "latency dispatch cuda, repeated": (22, 54),
-        "latency combine cuda, repeated": (20, 52),
+        "dispatch cuda, repeated": (23, 90),
+        "combine cuda, repeated": (26, 82),
+        "latency dispatch cuda, first": (29, 100),
+        "latency combine cuda, first": (24, 80),
+        "latency dispatch cuda, repeated": (24, 60),
+        "latency combine cuda, repeated": (21, 55),
     },
-    "kill": {"all_reduce, peer killed": (57, 465)},
+    "kill": {"all_reduce, peer killed": (57, 490)},
 }
-MAX_CODE_LINES = 44_833
+MAX_CODE_LINES = 47_303
 ATTEMPTS = 3
 
 

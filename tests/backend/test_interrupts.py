@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import epee.backend
+import epee.engine
 from epee.errors import AbortedError, CommTimeoutError, InvalidState, MismatchError, PeerError
 from tests.harness import run_ranks
 from tests.survive import stages
@@ -30,8 +31,8 @@ from tests.survive import stages
 from . import cases
 
 MOST_S = 20.0  # for the lines of one test, however busy the machine is
-_FOLDER = str(Path(epee.backend.__file__).parent)
-_FRONT = ("group.py", "refusal.py", "view_calls.py", "work.py")  # above the engine: nothing is begun there
+_FOLDERS = tuple(str(Path(str(module.__file__)).parent) for module in (epee.backend, epee.engine))
+_FRONT = ("group.py", "view_calls.py", "work.py")  # above the engine: nothing is begun there
 _SEND_COUNTS = [
     (4, 1),
     pytest.param(70_000, 1, marks=pytest.mark.slow),
@@ -64,7 +65,7 @@ class Interrupt:
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(_FOLDER) or name.endswith(_FRONT):
+        if not name.startswith(_FOLDERS) or name.endswith(_FRONT):
             return None
         if event == "line":
             self.left -= 1

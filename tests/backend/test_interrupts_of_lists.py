@@ -38,7 +38,7 @@ def _collective(kind: str, x: torch.Tensor) -> Callable[[], Any]:
 
 def repeat(rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float) -> int:
     test_interrupts._collective = _collective
-    return test_interrupts.repeat_at_every_line(rank, num_ranks, folder, kind, count, stride, pause_s)
+    return test_interrupts.repeat_at_every_line(rank, num_ranks, folder, kind, count, pause_s, stride)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class BusyAgent:
 
 def test_a_decision_while_a_newcomer_asks_what_it_missed_does_not_block_the_agent() -> None:
     agent = BusyAgent()
-    job: Any = SimpleNamespace(runtime=agent, release=lambda: None)
+    job: Any = SimpleNamespace(runtime=agent, release=lambda cause: None)
     survival = Survival(Seat(job, [0, 1, 2, 3], LANE, True, True), "mask/error", ADMITTED)
     survival.join(ADMITTED)
     assert agent.was_free, "the hooks waited for a lock that the newcomer held while it asked the agent"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import epee.backend
+import epee.engine
 from epee.engine.outbox import Outboxes, outbox_layout
 from epee.engine.p2p import recv as receiving
 from epee.engine.p2p import send as sending
@@ -26,7 +27,7 @@ from epee.engine.tensors import Target
 from epee.errors import CommTimeoutError, InvalidState, MismatchError
 from epee.memory.host import HostRegion
 
-_FOLDER = str(Path(epee.backend.__file__).parent)
+_FOLDERS = tuple(str(Path(str(module.__file__)).parent) for module in (epee.backend, epee.engine))
 FLOAT32 = 9
 LENGTHS = {"whole": 4, "fragments": 300_000, "private": 4, "long and private": 300_000, "collected": 300_000}
 
@@ -109,7 +110,7 @@ class Switch:
         self._action = action
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_FOLDER):
+        if not frame.f_code.co_filename.startswith(_FOLDERS):
             return None
         if event == "line":
             self.left -= 1

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import epee.backend
+import epee.engine
 from epee.backend.collectives.arguments import barrier
 from epee.engine.bootstrap.home import OutboxLocator, pack_extra
 from epee.engine.engine import Engine
@@ -42,7 +42,7 @@ STRIDE = 3  # lines; so many tests share them
 NBYTES = outbox_layout(CAPACITY, STAGING).nbytes
 _PARTS = ("epochs.py", "lane_hooks.py", "occupants.py", "boxes.py", "judge.py", "intake.py", "members.py", "sizes.py")
 _FILES = (*_PARTS, "outcome.py", "detector.py")
-_FOLDERS = tuple(str(Path(module.__file__ or "").parent) for module in (epee.backend, detector, outcome))
+_FOLDERS = tuple(str(Path(module.__file__ or "").parent) for module in (epee.engine, detector, outcome))
 
 
 class Process:
@@ -79,7 +79,7 @@ class Case:
             error=None,
             look_at=lambda slot: None,
         )
-        job: Any = SimpleNamespace(runtime=runtime, release=lambda: None)
+        job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
         self.survival = Survival(Seat(job, [0, 1], LANE, True, True), mode)
         regions = [processes[0].region, HostRegion.attach(processes[1].region.blob)]
         self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)

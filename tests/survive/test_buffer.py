@@ -141,4 +141,4 @@ def late(rank: int, num_ranks: int, folder: str, backend: str) -> str:
 @pytest.mark.parametrize("backend", ["epee", "gloo"])
 def test_a_hang_report_shows_for_whom_a_buffer_waits(backend: str, tmp_path: Path) -> None:
     told = run_ranks(late, 2, str(tmp_path), backend, backend=None)[1]
-    assert re.search(r"rank 0 .*\n  lane \d+: dispatch seq 1 epoch 1, waits for 1 since", told), told
+    assert re.search(r"rank 0 .*\n  Buffer 1 of group \w+: dispatch seq 1 epoch 1, waits for 1 since", told), told

@@ -1,1 +1,1 @@
-"""The calls of one group: their order, who drives them, how a wait and a call end."""
+"""The calls of one group: their order, the threads that drive them, the end of a wait and of a call."""

@@ -1,14 +1,14 @@
-"""How calls end and how a group does: listeners of futures, closing, aborting, forking.
+"""The end of calls and of a group: listeners of futures, closing, aborting, forking.
 
-Closing tells the peers first (the LIFE word, and a wake for who sleeps on the word of the next call), then ends what is
-pending here, then stops the thread, leaves the control plane and drops the memory, each step after the one before it.
-Called inside a call of the same group (by a signal handler or a callback) it sets the flags, and the call that was
-interrupted does the rest when it gives the lock back.
+Closing notifies the peers first (the LIFE word, and a wake-up for ranks that sleep on the word of the next call), then
+ends the calls that are pending here, then stops the thread, leaves the control plane and drops the memory, in this
+order. When it is called inside a call of the same group (by a signal handler or a callback) it sets the flags, and the
+interrupted call does the rest when it releases the lock.
 
-A crash between two steps is a death like any other for the peers.
+For the peers, a crash between two steps is the same as any other death of this rank.
 
-Where a rank cannot finish a call that others have completed, no later result would be right, so it ends the group on
-all ranks (`break_down`): it stores LIFE_BROKEN, and each rank that reads this when it waits, or when the view goes on
+If a rank cannot finish a call that others have completed, no later result would be right, so it ends the group on all
+ranks (`break_down`): it stores LIFE_BROKEN, and each rank that reads this during a wait, or when the view continues
 without that rank, ends its own part. The memory stays until the program destroys the group.
 """
 
@@ -29,7 +29,7 @@ from .wake import publish_word
 
 
 def tell(op: Driven) -> None:
-    """Call the listeners of a call that has ended; after an interrupt in the midst of it this is run once more."""
+    """Call the listeners of a call that has ended; after an interrupt inside it this function is run once more."""
     listeners, op.on_done = op.on_done, None
     try:
         for listener in listeners or ():
@@ -40,7 +40,7 @@ def tell(op: Driven) -> None:
 
 
 def close(engine: EngineFace, aborted: bool, failed: bool) -> None:
-    """As `Engine.close`."""
+    """Implement `Engine.close`."""
     if engine.flags & (CLOSED | FORKED):
         return
     engine.raise_flag(CLOSED | (ABORTED if aborted else 0))
@@ -127,7 +127,7 @@ def end_with_others(engine: EngineFace) -> None:
 
 
 def _wake_peers_of_head(engine: EngineFace) -> None:
-    """Peers sleep on the word of the call they wait for; wake them so they see that this rank has left."""
+    """Wake the peers that sleep on the word of the call they wait for, so that they see that this rank has left."""
     box = engine.box
     for seq in range(engine.seq, engine.seq + 2):
         futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))

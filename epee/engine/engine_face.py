@@ -1,4 +1,4 @@
-"""The engine of a group as those modules see it that it calls itself, and that therefore cannot import it.
+"""The engine of a group as a protocol, for the modules that the engine calls and that therefore cannot import it.
 
 Each of them (`express`, `overlap`, `stall`, `progress`, `interrupts`, `ending` in `engine/`) does one part
 of the engine's work on its state.
@@ -33,7 +33,7 @@ class Background(Protocol):
 
 
 class EngineFace(Protocol):
-    """What those modules use; `engine.Engine` says what each of it is."""
+    """The part of the engine that those modules use; `engine.Engine` documents the members."""
 
     box: Outboxes
     has_failed: bool
@@ -59,7 +59,7 @@ class EngineFace(Protocol):
 
     @property
     def helper(self) -> Background:
-        """The thread for calls that nobody waits for."""
+        """The thread for calls that no thread waits for."""
 
     @property
     def num_retired(self) -> int:
@@ -72,13 +72,13 @@ class EngineFace(Protocol):
         """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves."""
 
     def advance(self, op: Driven) -> Block | None:
-        """Move `op` one step; None when something ended."""
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it advances."""
 
     def drive(self, op: Driven, until: float | None = None) -> None:
-        """Step `op` and what is before it until it is done."""
+        """Step `op` and the calls before it until it is done."""
 
     def retire(self, op: Driven) -> None:
-        """Have the listeners of an ended call told."""
+        """Schedule the listeners of an ended call."""
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue."""

@@ -1,28 +1,27 @@
-"""What an exception that comes out of a call leaves of it, and how the books get in order again.
+"""Recovery after an exception leaves a call: the state of the call and of the group are made consistent.
 
-Python runs signal handlers in the main thread between any two instructions of ours, and a wait may end by a lack of
-quorum or a shortage. The class of an exception says nothing: a handler may raise any, and Python itself raises
+Python runs signal handlers in the main thread between any two instructions, and a wait may end by a lack of quorum or
+by a shortage. The class of an exception does not identify its origin: a handler may raise any, and Python itself raises
 `MemoryError` and `RecursionError`. Only an `EpeeError` that the protocol or the plan of a call raises is the outcome of
-that call (`errors.is_own`, `Engine.is_interrupt`); the others interrupt the thread that moves it.
+that call (`errors.is_own`, `Engine.is_interrupt`); all others interrupt the thread that advances it.
 
-Whatever comes out of a call passes `broken_off` before the lock is given back. It reads the truth
-from this rank's own outbox (which words were published) and from the mailroom's open entry, so it does not matter
-between which two lines the exception came:
+Every exception that leaves a call passes `broken_off` before the lock is released. It reads the actual state from this
+rank's own outbox (which words were published) and from the open entry of the message state, so it does not matter
+between which two lines the exception occurred:
 
-- a collective whose results were being written is finished: its sources stay in the outboxes until this rank says that
-  it is through. The caller gets the exception all the same, with the results complete;
-- a message that has been delivered is kept: what was received for the next receive that wants it, and a send so that
-  the same one again completes at once (`p2p/channel.py`);
-- any other call that the caller can no longer reach is given up: if it was published it is withdrawn, so that it fails
-  on all ranks or, where one has completed it, on none; if not, the peers find a refusal in its place. Its tensor is as
-  before;
-- a call that has completed although its caller got the exception, or may still, is *unclaimed*: its results go to
-  private copies. The next call is taken for its repetition if it is of the same kind: it continues the number and gets
-  the results (`claim`). So the ranks stay in step;
+- a collective whose results were being written is finished: its sources stay in the outboxes until this rank reports
+  that it has ended the call. The caller gets the exception all the same, with the results complete;
+- a delivered message is kept: a received one for the next receive that matches it, a sent one so that its repetition
+  completes at once (`p2p/channel.py`);
+- any other call that the caller can no longer reach is aborted. If it was published, it fails on all ranks or, if one
+  rank has completed it, on none; if it was not, the peers find a refusal in its cell. Its tensor is unchanged;
+- a call that has completed although its caller got the exception, or may still complete, is *unclaimed*: its results go
+  to private copies. The next call is taken for its repetition if it is of the same kind: it continues the number and
+  gets the results (`claim`). So the ranks stay in step;
 - a request that the caller still holds (an interrupted `wait`) stays open.
 
-What is interrupted here as well is done in a thread of its own (`Apart`), where no handler runs and the stack is empty;
-so are results that were being written. Where these cannot be written there either, or cannot be kept for a repetition,
+A recovery step that is interrupted as well runs in a thread of its own (`Apart`), where no handler runs and the stack
+is empty; so does the writing of results. If they cannot be written there either, or cannot be kept for a repetition,
 the ranks are not in step any more, and the group ends on all of them (`ending.break_down`).
 """
 
@@ -42,17 +41,17 @@ from .operation import Driven, Operation
 from .p2p.message import Message
 from .plan import Make, Plan, refused
 
-MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
+MAX_INTERRUPTS = 100  # in a row, deferred while the state is being repaired
 APART_S = 60.0  # longer than the largest results take to be written
 
 Broken = tuple[BaseException, Driven | None]
 
 
 class Apart:
-    """A step of a repair in a thread of its own. The lock stays with the thread that waits for it.
+    """A repair step in a thread of its own. The lock stays with the thread that waits for it.
 
     Attributes:
-        error: what the step has raised.
+        error: the exception that the step has raised.
     """
 
     def __init__(self, step: Callable[[], object]) -> None:
@@ -64,7 +63,7 @@ class Apart:
         self._gate.acquire()
 
     def start(self) -> None:
-        """Start the thread; not by `threading.Thread`, whose `start` needs stack, and waits without a time-out."""
+        """Start the thread; not by `threading.Thread`, whose `start` needs stack, and waits without a timeout."""
         _thread.start_new_thread(self._run, ())
 
     def is_current(self) -> bool:
@@ -82,7 +81,7 @@ class Apart:
         self._gate.release()
 
     def wait(self) -> bool:
-        """Wait until the step is over; False: not in time. Interrupts meanwhile are put off."""
+        """Wait until the step is over; False: not in time. Interrupts during the wait are deferred."""
         until = time.monotonic() + APART_S
         while not self._is_over and time.monotonic() < until:
             try:
@@ -98,9 +97,9 @@ class Apart:
 
 
 def run_apart(engine: EngineFace, step: Callable[[], object]) -> BaseException | None:
-    """Run a step of a repair in a thread of its own, and return what it raises; here, if there is no thread left.
+    """Run a repair step in a thread of its own, and return what it raises; in this thread if no other is left.
 
-    Only what interrupts this thread is raised.
+    Only an exception that interrupts this thread is raised.
     """
     if engine.repair is not None and engine.repair.is_current():
         return _error_of(step)
@@ -129,10 +128,10 @@ def _error_of(step: Callable[[], object]) -> BaseException | None:
 
 
 def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None) -> None:
-    """Bring the books in order when `exc` comes out of a call; give `op` up unless its results are written.
+    """Make the group's state consistent when `exc` leaves a call; abort `op` unless its results are written.
 
-    The call holds the lock or has just given it back; here it is taken if need be, and given back in the end. Further
-    interrupts are put off until that is done; `exc` is the one that the caller sees.
+    The call holds the lock or has just released it; this function takes it if needed, and releases it in the end.
+    Further interrupts are deferred until then; the caller sees `exc`.
 
     Raises:
         AbortedError: that was not possible; the group has ended, on all ranks.
@@ -144,17 +143,18 @@ def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None)
 
 
 def recover(engine: EngineFace) -> None:
-    """Bring the books in order when a call finds the lock held that an earlier one of its thread has left."""
+    """Make the group's state consistent when a call finds the lock still held by an earlier call of its thread."""
     exc, op = engine.broken or (InvalidState("the call was interrupted"), None)
     if not _mend(engine, partial(_give_up, engine, exc, op)):
         raise InvalidState("an interrupted call of this group could not be brought to an end yet; try again")
 
 
 def _mend(engine: EngineFace, step: Callable[[], None]) -> bool:
-    """Run a repair here and, where it does not get to its end, in a thread of its own.
+    """Run a repair in this thread and, if it does not complete, in a thread of its own.
 
-    Where there is not even the stack for that, or exceptions never cease, the lock stays held and `engine.broken` says
-    what is left to do: the next call of this thread repairs (`recover`), and nothing moves before. Then return False.
+    If there is not even the stack for that, or exceptions never cease, the lock stays held and `engine.broken` records
+    the remaining work: the next call of this thread repairs (`recover`), and nothing advances before. Then return
+    False.
     """
     for attempt in range(MAX_INTERRUPTS):
         try:
@@ -188,7 +188,7 @@ def _insist(engine: EngineFace, step: Callable[[], None]) -> None:
 
 
 def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
-    if engine.flags & ENDED:  # whoever closes the group ends what is open
+    if engine.flags & ENDED:  # the call that closes the group ends what is open
         if op is not None:
             op.fail(exc)
         return
@@ -203,14 +203,14 @@ def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
 
 
 def tell(engine: EngineFace, exc: BaseException, message: Message) -> None:
-    """Note at `exc`, which comes out of the call of `message`, what the caller cannot see from it."""
+    """Add a note to `exc`, which leaves the call of `message`, about the state that the caller cannot see from it."""
     state = engine.mail.state_of(message)
     if state and hasattr(exc, "add_note"):  # Python 3.11 and later
         exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
 
 
 def settle(engine: EngineFace, op: Driven | None = None) -> None:
-    """Finish what was half done: an entry of the mailroom, a number without a call, results half written.
+    """Finish incomplete steps: an entry of the message state, a number without a call, partly written results.
 
     Args:
         engine: its lock is held.
@@ -219,7 +219,7 @@ def settle(engine: EngineFace, op: Driven | None = None) -> None:
     engine.mail.settle()
     queue, box = engine.queue, engine.box
     last = queue[-1].seq if queue else engine.num_retired
-    if engine.seq > last:  # counted, but neither in the queue nor through
+    if engine.seq > last:  # counted, but neither in the queue nor ended
         if not isinstance(op, Operation) or op.seq != engine.seq:
             error = InvalidState("the call was interrupted")
             op = Operation(refused("call", error), engine.seq, box, 0.0)
@@ -233,7 +233,7 @@ def settle(engine: EngineFace, op: Driven | None = None) -> None:
 
 
 def end_by(engine: EngineFace, head: Operation, exc: BaseException) -> None:
-    """End the head of the queue with its own error `exc`. If others may have completed it, so must it be here."""
+    """End the head of the queue with its own error `exc`. If others may have completed it, it is completed here too."""
     head.resync(head.box)
     if not (head.writing or head.completing):
         head.give_up(exc)
@@ -244,7 +244,7 @@ def end_by(engine: EngineFace, head: Operation, exc: BaseException) -> None:
 
 
 def _complete(engine: EngineFace, head: Operation, step: Callable[[], object]) -> None:
-    """Go on with a call that has to be completed and was broken off once; if that fails once more, the group ends."""
+    """Continue a call that must be completed and was interrupted once; if that fails once more, the group ends."""
     error = run_apart(engine, step)
     if error is None:
         return
@@ -263,13 +263,14 @@ def disown(engine: EngineFace, op: Operation, exc: BaseException) -> None:
 
 
 def claim(engine: EngineFace, make: Make) -> Operation | None:
-    """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
+    """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition; None: a new
+    call.
 
-    The end of that call must be known first. A call of another kind repeats none of them: its caller goes on without
-    their results, as the other ranks do that have them.
+    The outcome of that call must be known first. A call of another kind repeats none of them: its caller continues
+    without their results, as do the other ranks that have them.
 
     Raises:
-        CommTimeoutError: the end is still open; nothing was issued, the call may be repeated.
+        CommTimeoutError: the outcome is still open; nothing was issued, the call may be repeated.
     """
     for op in engine.unclaimed[:]:
         plan = _repetition(op, make)
@@ -288,7 +289,7 @@ def claim(engine: EngineFace, make: Make) -> Operation | None:
 
 
 def _repetition(op: Operation, make: Make) -> Plan | None:
-    """Return the plan of an unclaimed call for the places of the call that `make` plans, if it repeats it."""
+    """Return the plan of an unclaimed call for the tensors of the call that `make` plans, if it repeats it."""
     try:
         plan = make(op.box)
     except InvalidArgument:  # it does not fit that call's members

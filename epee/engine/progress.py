@@ -1,17 +1,17 @@
-"""The background thread of a process: it drives calls that nobody waits for, of all groups, and only those.
+"""The background thread of a process: it drives the calls of all groups that no thread waits for, and only those.
 
 The thread begins with the first group of the process (in a forked child with the first group there) and ends with the
-last one. So no call ever starts a thread, and none needs memory or the system's leave for one: a call that is refused
-because memory is short is refused without it. From its first asynchronous call, send or receive on a group is looked
-after: every millisecond the thread looks for calls that have been pending for about that long without a waiter, and
-steps them. A caller that comes back earlier (its thread is ten times faster) is left alone: the look takes a group's
-lock only when it is free, and a call never wakes the thread except from its parking. It parks in the kernel when there
-has been nothing to do for some looks; it never spins. Its sleep there ends by itself now and then, should an interrupt
-have swallowed a call's wake. It is a daemon and is stopped and joined before the interpreter goes down (`birth.py`),
-because a thread inside native code at that moment can end the process.
+last one. So no call ever starts a thread, and none needs memory or a system resource for one: a call that is refused
+because memory is short is refused without it. A group is served from its first asynchronous call, send or receive on:
+every millisecond the thread checks for calls that have been pending for about that long without a waiter, and steps
+them. It does not disturb a caller that returns earlier (the caller's thread is ten times faster): the check takes a
+group's lock only when it is free, and a call wakes the thread only when it is parked. It parks in the kernel after
+some checks without work; it never spins. Parking is timed, in case an interrupt has swallowed a call's wake-up. The
+thread is a daemon and is stopped and joined before the interpreter exits (`birth.py`), because a thread inside native
+code at that moment can end the process.
 
-What writes what: `Helper` is a group's part and belongs to whoever holds that group's lock; the list of groups and the
-number of users are guarded by a lock of this module, which nobody holds while waiting for anything.
+Writers: `Helper` is a group's part and is accessed under that group's lock; the list of groups and the number of users
+are guarded by a lock of this module, which no thread holds while it waits for anything.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S
 PARK_S = 1.0
 SHORT_S = 0.1  # between attempts where the system gives no memory or descriptor
-SHARED_SLICE_S = 0.005  # how long one group's lock is waited for where others wait for the thread
-LINGER_ROUNDS = 10  # looks without work before it parks, so that a burst of calls pays for one wake-up
-MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for it
+SHARED_SLICE_S = 0.005  # how long one group's lock is waited for where other groups wait for the thread
+LINGER_ROUNDS = 10  # checks without work before it parks, so that a burst of calls pays for one wake-up
+MAX_MISSES = 5  # checks in a row that found the lock taken, before one waits for it
 JOIN_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class HelperThread:
     """The thread; `acquire` returns the one of this process. Each user calls `release` once.
 
     Attributes:
-        is_urgent: a future of some call is to be completed: the next look comes at once.
+        is_urgent: a future of some call is to be completed: the next check comes at once.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class HelperThread:
         return threading.current_thread() is self._thread
 
     def enlist(self, helper: Helper) -> None:
-        """Look after a group from now on."""
+        """Serve a group from now on."""
         with _guard:
             if helper not in self._helpers:
                 self._helpers = (*self._helpers, helper)
@@ -81,7 +81,7 @@ class HelperThread:
                 self._gate.release()
 
     def release(self, helper: Helper | None = None) -> None:
-        """Give up a use, of a group or of who makes one; when this returns the thread is not inside the group.
+        """Release a use, of a group or of its creator; when this returns the thread is not inside the group.
 
         The last user ends the thread. A call on the thread itself, from a callback, waits for nothing.
         """
@@ -111,14 +111,14 @@ class HelperThread:
                 self._look_at_all()
 
     def _serve(self) -> bool:
-        """Give each group that is not parked its turn; return whether one is left. No frame refers to a group after."""
+        """Serve each group that is not parked; return whether one is left. No frame refers to a group afterwards."""
         active = [helper for helper in self._helpers if not helper.is_parked]
         for helper in active:
             self._serving = helper
             try:
                 if not self._is_stopping and helper in self._helpers:
                     helper.turn(len(active) == 1)
-            except Exception:  # of a callback, say: the other groups must not suffer
+            except Exception:  # of a callback, for example: the other groups must not suffer
                 logger.exception("a look at calls that nobody waits for has failed")
                 helper.put_off(PARK_S)
             finally:
@@ -130,7 +130,7 @@ class HelperThread:
             helper.look_once()
 
 
-_guard = threading.RLock()  # a signal handler may close a group in the midst of a call of another one
+_guard = threading.RLock()  # a signal handler may close a group during a call of another one
 _threads: dict[int, HelperThread] = {}  # of this process, by its pid: a fork leaves the parent's here, which is dead
 
 
@@ -168,7 +168,7 @@ class Helper:
     """A group's part in the thread. `kick` and `turn` run under the engine's lock.
 
     Attributes:
-        is_parked: there was nothing to do for some looks, or ever: the thread passes the group over.
+        is_parked: some checks found no work, or there never was any: the thread skips the group.
         is_over: the group has ended.
     """
 
@@ -181,7 +181,7 @@ class Helper:
         self.is_parked, self.is_over = True, False
 
     def kick(self, soon: bool = False) -> None:
-        """Make sure that the thread looks at the queue; `soon` leaves out the grace period."""
+        """Make sure that the thread checks the queue; `soon` skips the grace period."""
         if soon:
             self._thread.is_urgent = True
         if self.is_parked and not self.is_over:
@@ -197,7 +197,7 @@ class Helper:
         return self._thread.is_current()
 
     def go_on(self, soon: bool) -> None:
-        """Like `kick`, for a group that is looked after: calls that were left to a waiter have none now."""
+        """Resume like `kick`, for a group that is served: calls that were left to a waiter have none now."""
         if self._is_enlisted:
             self.kick(soon)
 
@@ -208,7 +208,7 @@ class Helper:
             self._thread.release(self)
 
     def look_once(self) -> None:
-        """Have the thread look at the group once, although nobody has asked for it."""
+        """Have the thread check the group once without a request."""
         if not self.is_over:
             self._idle, self.is_parked = LINGER_ROUNDS, False
 
@@ -217,7 +217,7 @@ class Helper:
         self._not_before = time.monotonic() + pause_s
 
     def turn(self, is_alone: bool) -> None:
-        """Look for calls that nobody waits for, and step them.
+        """Step the calls that no thread waits for.
 
         Args:
             is_alone: no other group has such calls, so the thread may sleep on a word of this one.
@@ -229,10 +229,10 @@ class Helper:
             if not self._engine.entry.enter_if_free(patience_s):
                 self._misses += 1
                 return
-        except ResourceError:  # news cannot be taken over now; calls of the program's say so, this thread goes on
+        except ResourceError:  # decisions cannot be applied now; the program's calls raise this, the thread continues
             self.put_off(SHORT_S)
             return
-        except EpeeError:  # closed, aborted: whoever did that ends the pending calls
+        except EpeeError:  # closed, aborted: the caller of that ends the pending calls
             self.is_over = self.is_parked = True
             return
         self._misses = 0
@@ -249,10 +249,10 @@ class Helper:
             self._engine.entry.leave()
 
     def _unattended_s(self) -> float:
-        """Return for how long the oldest call that nobody waits for has been pending; below 0: there is none.
+        """Return for how long the oldest call without a waiter has been pending; below 0: there is none.
 
         Infinite when a future of it is to be completed: its owner may be blocked where nothing drives the call.
-        Whoever waits for one call of the queue drives those before it, and wakes this thread for the rest.
+        A thread that waits for one call of the queue drives those before it, and wakes this thread for the rest.
         """
         queue = self._engine.queue
         open_ops: list[Driven] = []
@@ -266,7 +266,9 @@ class Helper:
         return time.monotonic() - min(op.started for op in open_ops)
 
     def _step(self, is_alone: bool) -> None:
-        """Drive everything that is pending, then sleep on what the first of it waits for, with the lock given back."""
+        """Drive everything that is pending, then sleep on the word that its first call waits for, with the lock
+        released.
+        """
         engine = self._engine
         block: Block | None = None
         if engine.mail.held:
@@ -280,7 +282,7 @@ class Helper:
                 break
         for message in engine.mail.pending():
             if message.before:
-                continue  # what it waits for is in the queue, or one of these itself
+                continue  # the call that it waits for is in the queue, or one of these itself
             waits = engine.advance(message)
             if waits is not None:
                 self._look(waits, message)
@@ -289,7 +291,7 @@ class Helper:
             engine.waits.sleep_on(block)
 
     def _look(self, block: Block, head: Driven) -> None:
-        """Look for trouble from the second time on that a call does not move."""
+        """Examine failures from the second check on at which a call has not advanced."""
         now = head.start_clock()
         if head.patience or now > head.deadline:
             on_peer = block.rank >= 0 and block.word != BELL

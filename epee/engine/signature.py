@@ -1,7 +1,7 @@
-"""What the ranks of one collective call must agree on, packed into one 64-bit word.
+"""The signature of a collective call: the parameters that all ranks must agree on, packed into one 64-bit word.
 
 The word is not a hash: operation, dtype, reduce op, root and element count are fields of it, so a rank that sees a
-different word can say in words what the other rank called. Every header in an outbox carries it (`outbox.py`), every
+different word can name the call that the other rank made. Every header in an outbox carries it (`outbox.py`), every
 rank compares all of them, hence every rank raises the same `MismatchError`.
 
 Layout, low to high: op 6 bits, dtype 6, reduce op 4, root 7 (0 = none, else root + 1), count 41.

@@ -1,12 +1,12 @@
-"""Tensors as the data path sees them: flat numpy arrays of a carrier dtype.
+"""Tensors on the data path: flat numpy arrays of a carrier dtype.
 
 numpy is used for what moves bytes because one call costs a fifth of torch's, because a background thread that is
 inside numpy when the interpreter exits does no harm (inside torch it ends the process with SIGABRT), and because it
-knows no modes of a thread (`arrays.py`). Dtypes that numpy lacks travel as integers of the same size; the reductions
-know what they stand for (`reduce.py`).
+ignores torch's thread-local modes (`arrays.py`). Dtypes that numpy lacks travel as integers of the same size; the
+reductions know the original dtype (`reduce.py`).
 
 Inputs may have any strides. Outputs may have any strides that do not overlap: they are filled through a contiguous
-copy when the call commits. Everything that cannot be right is refused by name, before anything is sent.
+copy when the call commits. An invalid argument raises an error that names it, before anything is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .signature import DTYPE_CODE
 
 
 class NeedsStaging(EpeeError):
-    """A tensor lies on a GPU: the call is to be run on copies of it (`staging.py`). Every caller catches it."""
+    """A tensor lies on a GPU: the call is to be run on copies of it (`staging.py`). Every caller catches this error."""
 
 
 class Carrier(NamedTuple):
@@ -108,14 +108,14 @@ def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
 
 
 class _Lazy(NamedTuple):
-    """What torch has put off for a tensor: its elements are to be seen conjugated, negated or both."""
+    """A lazy transformation that torch has not applied to a tensor's memory yet: conjugation, negation or both."""
 
     dtype: torch.dtype
     is_conj: bool
     is_neg: bool
 
     def apply(self, values: Array) -> None:
-        """Turn a flat array of elements as they lie in memory into what is seen, or the other way round."""
+        """Convert a flat array of elements between memory order and visible values, in either direction."""
         size = self.dtype.itemsize // 2 if self.dtype.is_complex else self.dtype.itemsize
         if not self.dtype.is_complex and not self.dtype.is_floating_point:
             np.negative(values, out=values)
@@ -134,16 +134,16 @@ def _lazy(tensor: torch.Tensor) -> _Lazy | None:
 
 
 class Target:
-    """Where results go: `array` is what a call writes at commit; `finish` brings it to a tensor with strides.
+    """The destination of a result: a call writes `array` at commit, and `finish` copies it to a strided tensor.
 
-    A result is written by whichever thread ends the call, and nothing may fail then: numpy does it, which neither
-    inference mode nor a dispatch mode of that thread concerns.
+    A result is written by whichever thread ends the call, and nothing may fail at that point: numpy writes it, which
+    is affected neither by inference mode nor by a dispatch mode of that thread.
     """
 
     __slots__ = ("_lazy", "_seen", "_strided", "array")
 
     def __init__(self, array: Array, tensor: torch.Tensor | None = None, carrier: Carrier | None = None) -> None:
-        """`tensor`: what `finish` writes, when that is not the array itself; it is of the kind of `carrier`."""
+        """`tensor`: the tensor that `finish` writes if it is not `array` itself; its dtype is that of `carrier`."""
         self.array = array
         self._strided: Array | None = None
         self._lazy: _Lazy | None = None
@@ -163,7 +163,7 @@ class Target:
 
 
 def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
-    """Return a place for results that belong into `tensor`.
+    """Return the destination for results that belong into `tensor`.
 
     Raises:
         InvalidArgument: elements of `tensor` share memory (an expanded or overlapping view).
@@ -175,14 +175,14 @@ def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
 
 
 def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
-    """Return a place as `target` does, for a tensor that is input and output: a copy has the present values."""
+    """Return a destination as `target` does, for a tensor that is input and output: a copy has the present values."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return Target(flat_array(tensor, carrier.dtype))
     return private(tensor, carrier, name)
 
 
 def private(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
-    """Return a copy of the present values of `tensor` as a place for results, which `finish` brings to it."""
+    """Return a copy of the present values of `tensor` as a destination for results; `finish` copies it to `tensor`."""
     refuse_overlap(tensor, name)
     values = source(tensor, carrier)
     if tensor.is_contiguous():
@@ -191,7 +191,7 @@ def private(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
 
 
 def refuse_overlap(tensor: torch.Tensor, name: str) -> None:
-    """Raise `InvalidArgument` when two elements of `tensor` share memory, or may and are too many to look."""
+    """Raise `InvalidArgument` when two elements of `tensor` share memory, or may and are too many to check."""
     reach = 0
     steps = sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e > 1)
     for stride, extent in steps:
@@ -211,7 +211,7 @@ def refuse_overlap(tensor: torch.Tensor, name: str) -> None:
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
-    """Look at the place of every element; False when two are equal, or when there are too many to look."""
+    """Check the offset of every element; False when two are equal, or when there are too many to check."""
     if tensor.numel() > MAX_OVERLAP_SEARCH:
         return False
     places = np.zeros((), np.int64)
@@ -249,7 +249,7 @@ def refuse_shared(outputs: Sequence[torch.Tensor], name: str) -> None:
             continue
         if all(outputs[i].is_contiguous() for i in (position, other)) or _share_element(outputs, spans):
             raise InvalidArgument(f"{name}: entries {position} and {other} share memory; give each its own tensor")
-        return  # interleaved views: the exact check looked at all of them
+        return  # interleaved views: the exact check covered all of them
 
 
 def _share_element(outputs: Sequence[torch.Tensor], spans: list[tuple[int, int, int]]) -> bool:

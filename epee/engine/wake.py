@@ -1,15 +1,15 @@
-"""Store a word that peers may be waiting for, and wake them if any sleeps.
+"""Store a word that peers may be waiting for, and wake the ranks that sleep on it.
 
-Who sleeps says so in its own outbox (the SLEEPERS word) before it goes into the kernel; the writer looks there after
-its store. Between the store and the look must be a full fence, else both sides could miss each other (Dekker's
-pattern, the one reordering that x86-64 does; `memory.signals.fence`, here without its call). On the sleeper's side the
-futex call itself orders its announcement before the kernel's look at the word. Should a wake-up be lost all the same,
-the sleep is timed.
+A rank announces its sleep in its own outbox (the SLEEPERS word) before it enters the kernel; the writer reads that
+word after its store. A full fence is needed between the store and the read, else both sides could miss each other
+(Dekker's pattern, the one reordering that x86-64 does; `memory.signals.fence`, here without its call). On the
+sleeper's side the futex call itself orders the announcement before the kernel's read of the word. A lost wake-up is
+bounded: the sleep is timed.
 
 A receive from any source waits for a word of each of several ranks. It sleeps on the BELL word of its own outbox, which
-never changes while it sleeps; a sender that finds BELL set wakes whoever sleeps there. Nobody writes a foreign outbox.
+never changes while it sleeps; a sender that finds BELL set wakes the sleepers there. No rank writes another's outbox.
 
-In a group over several hosts the ranks of the others are told as well (`hosts/exports.py`).
+In a group over several hosts the word is also sent to the ranks of the other hosts (`hosts/exports.py`).
 """
 
 from __future__ import annotations

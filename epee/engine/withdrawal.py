@@ -1,21 +1,22 @@
-"""How a published collective call that a rank gives up ends alike on all: the words of `view/protocol/withdrawal.py`.
+"""The abort of a published collective call with the same outcome on all ranks: the words of
+`view/protocol/withdrawal.py`.
 
-A rank gives a call up when its time-out has passed, and when any other error takes its caller out of it: too few ranks
-for a view, an exception from a signal handler, a shortage of memory or descriptors.
+A rank aborts a call when its timeout has passed, and when any other error leaves the call: too few ranks for a view, an
+exception from a signal handler, a shortage of memory or descriptors.
 
-Who writes, who reads: each rank writes its own cell only. To withdraw a call a rank stores the call's tag in GAVE_UP,
-then 0 where the tag was (with a fence: both are seen before what it loads next): its part is taken back. To complete
-one it reads, after everything has arrived, the tags of all ranks once more (`withdrawn`), stores COMPLETES in GAVE_UP,
-and only then writes results. Cells and staging are used again only when this rank is through with the call, so its data
-is there for as long as it may have to complete it.
+Each rank writes its own cell only. To abort a call a rank stores the call's tag in GAVE_UP, then 0 in the tag word
+(with a fence: both are visible before its next loads): its part is revoked. To complete a call it reads, after
+everything has arrived, the tags of all ranks once more (`withdrawn`), stores COMPLETES in GAVE_UP, and only then writes
+results. Cells and staging are reused only when this rank has ended the call, so its data is there for as long as it may
+have to complete it.
 
-A rank that was stopped learns of a withdrawal when it goes on. A refusal is not withdrawn: nobody can complete with it,
-and its reason is for those who come late. After GRACE_S, or the time-out where that is shorter, the caller of a call
-that is still open gets its error; the repetition of the call continues its number (`Engine.claim`), so nobody pairs it
-with another. Who is through with the call and whose words were damaged says nothing any more: then the call is lost.
+A rank that was stopped learns of an abort when it continues. A refusal is not revoked: no rank can complete with it,
+and its reason is for ranks that arrive late. After GRACE_S, or the timeout if that is shorter, the caller of a call
+that is still open gets its error; the repetition of the call continues its number (`Engine.claim`), so no rank pairs it
+with another call. If a rank has ended the call and its words were damaged, they give no answer: then the call is lost.
 
-A rank in the midst of rounds that others do not need (a gather's senders) is through with the call before another's
-time-out. A crash between two stores leaves a rank that the next epoch has no more.
+A rank inside rounds that others do not need (a gather's senders) has ended the call before another's timeout. A crash
+between two stores leaves a rank that is not in the next epoch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _MEANING = {
 
 
 class Withdrawable(Protocol):
-    """What is asked here of a collective call."""
+    """The interface of a collective call that this module uses."""
 
     seq: int
     tag: int
@@ -71,31 +72,31 @@ class Withdrawable(Protocol):
         """End it with `error`."""
 
     def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its place for a message."""
+        """Name the call and its position for a message."""
 
 
 def withdrawn(op: Withdrawable, box: Outboxes) -> list[int]:
-    """Return the positions of the peers that have withdrawn the call."""
+    """Return the positions of the peers that have aborted the call."""
     return [peer for peer in box.peers if is_withdrawn(op, box.words[peer])]
 
 
 def is_withdrawn(op: Withdrawable, words: memoryview) -> bool:
-    """Return whether the rank of these words has withdrawn the call.
+    """Return whether the rank of these words has aborted the call.
 
     The header is loaded twice: between the first load and that of GAVE_UP the rank may have begun the call and found an
-    error that all find, which leaves the header in its place for them and sets GAVE_UP as well.
+    error that all find, which leaves the header in its cell for them and sets GAVE_UP as well.
     """
     cell, tag = op.cell, op.tag
     return words[cell] != tag and words[cell + GAVE_UP] == tag and words[cell] != tag
 
 
 class Withdrawal:
-    """A call that this rank has withdrawn, until it is known how it ends.
+    """A call that this rank has aborted, until its outcome is known.
 
     Attributes:
-        silent: the ranks that it waited for; none where another rank had given the call up.
-        cause: what this rank's caller is told instead of a time-out, if the call fails.
-        undecided: the ranks that may still complete the call, as far as the last look tells.
+        silent: the ranks that it waited for; none if another rank had aborted the call.
+        cause: the error that this rank's caller gets instead of a timeout, if the call fails.
+        undecided: the ranks that may still complete the call, as of the last check.
     """
 
     def __init__(self, op: Withdrawable, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
@@ -111,10 +112,12 @@ class Withdrawal:
         publish_word(box, op.cell, 0)
 
     def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
-        """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
+        """Check the call's outcome. True when it ends here: it has failed, or `op.completing` is set and it must
+        complete.
+        """
         look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
         if look.end is End.FAILED and box.exports is not None:
-            # a part that is missing here may yet complete the call where this withdrawal has not arrived
+            # a part that is missing here may yet complete the call where this abort has not arrived
             unheard = [peer for peer in box.peers if _words_behind(box, peer, op) is None]
             look = Look(End.OPEN, tuple(unheard)) if unheard else look
         if look.end is End.COMPLETES:
@@ -143,21 +146,22 @@ class Withdrawal:
 
 
 def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:
-    """Return what becomes of the call at a peer, behind this rank's withdrawal; OPEN where that is not known yet."""
+    """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
     words = _words_behind(box, peer, op)
     return Stance.OPEN if words is None else _stance_of(words, op)
 
 
 def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, int] | memoryview | None:
-    """Return words of a peer as they are where this rank's withdrawal has arrived; None: nobody has said so yet.
+    """Return words of a peer as they are where this rank's abort has arrived; None: no answer yet.
 
-    A mirror of one on another host is enough where it says what stays true: that it has given the call up, or has left
-    (it has told before how its calls had ended, `Exports.tell_ends`). Else the host is asked (`hosts/looks.py`).
+    The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or has
+    left (it has reported before how its calls had ended, `Exports.tell_ends`). Else the host is asked
+    (`hosts/looks.py`).
     """
     exports, words, rank = box.exports, box.words[peer], box.members[peer]
     if exports is None or exports.topology.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
         return words
-    if rank in op.lost:  # all that there is of it has been told
+    if rank in op.lost:  # everything that exists of it has been received
         return words
     indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
     found: Mapping[int, int] | None = exports.looks.at(rank, indices, (op.name, op.tag))
@@ -165,11 +169,12 @@ def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, in
 
 
 def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stance:
-    """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it.
+    """Return the outcome of the call at a peer. Each word is loaded before those that were stored before it.
 
-    A part that was taken back is told from one that never came by GAVE_UP. Who ended the call with another error, or
-    has left the group, completes it no more. What fits nothing else is damaged or of a later call (this rank was voted
-    out), so once the peer is through it is unreadable; before that news of a view that it has moved to may be to come.
+    GAVE_UP distinguishes a revoked part from one that never came. A rank that ended the call with another error, or has
+    left the group, does not complete it any more. Words that fit nothing else are damaged or of a later call (this rank
+    was voted out), so once the peer has ended the call it is unreadable; before that, the decision about a view that it
+    has moved to may still be on its way.
     """
     cell, tag = op.cell, op.tag
     is_through = consumed_of(words) >= op.seq
@@ -178,7 +183,7 @@ def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stanc
     if mark == tag:
         return Stance.GAVE_UP
     if mark == failed_by_view(tag):
-        return Stance.OPEN  # here the news of that view are still to come: they decide
+        return Stance.OPEN  # the decision about that view is still to come here
     if header < tag:
         return Stance.MISSING  # also where the call has ended without a header
     if header == tag and mark == COMPLETES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..ep.throughput.placement import overflow
 from ..errors import (
     AbortedError,
     CommTimeoutError,
@@ -21,6 +20,7 @@ from ..errors import (
 )
 from ..memory.signals import untag
 from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
+from .payload import overflow
 from .signature import describe_difference, is_of_losses
 
 TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)

@@ -20,6 +20,7 @@ import torch
 
 from ...arrays import array_of
 from ...errors import InvalidArgument, ProtocolError
+from ...gpu.payload import overflow
 from ..config import BufferConfig, round_up
 
 # Routing is small integer work: numpy does it with a third of torch's cost per operation.
@@ -201,15 +202,6 @@ def checked_counts(
     if needed[worst] > capacity:
         raise InvalidArgument(f"{where}: {overflow(worst, needed[worst], layout, capacity)}")
     return counts
-
-
-def overflow(rank: int, num_rows: int, layout: str, capacity: int) -> str:
-    """Return in words that a rank has no room for its rows, and what to do about it."""
-    other = ', use layout="rank"' if layout == "expert" else ""
-    return (
-        f"rank {rank} would receive {num_rows} rows, its {layout} layout holds {capacity}; make the buffer with "
-        f"max_recv_rows={num_rows} or more{other}, or dispatch fewer tokens"
-    )
 
 
 def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:

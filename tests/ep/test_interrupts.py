@@ -7,6 +7,7 @@ one. No rank ever gets a value of another step, nor waits for its time-out.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import time
 from collections.abc import Callable
@@ -60,7 +61,11 @@ class Interrupt:
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_FOLDER):
             return None
-        if event == "line":
+        # Python handles signals behind calls and at jumps back, so never between the body of a `with` and its end, for
+        # which there is a second line event at the `with`.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
             self.left -= 1
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"

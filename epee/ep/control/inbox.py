@@ -108,7 +108,8 @@ class Exchange:
     ) -> None:
         self.config = config
         self.rank = rank
-        self.num_calls = 0
+        self._earlier_calls = 0  # of earlier epochs, less the number before the first one of this epoch
+        self._row = (0, b"")
         self.membership: Membership = FixedMembership(inboxes[rank].mapped_bytes if inboxes else 0)
         self.end = CallEnd(self)
         self._watch = watch
@@ -123,6 +124,7 @@ class Exchange:
         self.settled = self.gathered = first_seq - 1
         self.began = 0.0
         self._is_left = False  # its caller has been taken out of the last call
+        self._earlier_calls = self.num_calls - (first_seq - 1)
         self._row = (first_seq - 1, b"")  # number and bytes of the last call's row
         self._stored = first_seq - 1  # the last call whose row has been stored into every inbox
         self.members = self.parties = tuple(sorted(inboxes))
@@ -181,7 +183,6 @@ class Exchange:
             self.parties, self.absent = self.members, ()  # who has gone may have announced it
             if not header.refused:
                 self.end.open(seq)
-            self.num_calls += 1
             self.began = time.monotonic()
             # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
             self._row = (seq, row)
@@ -192,6 +193,11 @@ class Exchange:
         self._store_row()
         if header.refused:
             self.end.refuse()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls published so far, in all epochs: it changes with the row, by the same store."""
+        return self._earlier_calls + self._row[0]
 
     @property
     def seq(self) -> int:

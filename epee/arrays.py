@@ -94,7 +94,7 @@ def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
         raise _no_memory(tensor)
     memory = _memory_at(address)
     memory.tensor = tensor
-    return _new(shape, dtype, memory, 0, tuple(step * dtype.itemsize for step in tensor.stride()))
+    return _new(shape, dtype, memory, 0, tuple(map(dtype.itemsize.__mul__, tensor.stride())))
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -1,1 +1,1 @@
-"""Links between the hosts of a group: who is where, frames, streams, sockets (`docs/hosts.md`; below `backend`)."""
+"""Links between the hosts of a group: topology, frames, streams, sockets (`docs/hosts.md`; below `backend`)."""

@@ -1,7 +1,7 @@
-"""Under which address ranks of other hosts reach this process, and the socket that listens there.
+"""The address under which ranks of other hosts reach this process, and the socket that listens there.
 
-In this order: what the program says (`set_host_ip`, else EPEE_HOST_IP); the first address of the interfaces that it
-allows (`set_device_filter`: names of interfaces, or of RDMA devices, whose interfaces are meant); the address from
+In this order: the value set by the program (`set_host_ip`, else EPEE_HOST_IP); the first address of the interfaces that
+it allows (`set_device_filter`: names of interfaces, or of RDMA devices, whose interfaces are meant); the address from
 which this process reaches the rendezvous. A socket is bound to that address alone, never to all.
 """
 
@@ -26,7 +26,7 @@ _NOWHERE = "192.0.2.1"  # of RFC 5737: a route there is the default route; nothi
 
 
 class AddressChoice(NamedTuple):
-    """An address for links, and what it was chosen by, for people."""
+    """An address for links, and the source of the choice, for people."""
 
     address: str
     reason: str
@@ -75,7 +75,7 @@ def preferred_device(location: str = "") -> str:
 
 
 def allowed_devices() -> list[str]:
-    """Return what the filter allows, as UCX names it: interfaces, or device:port of RDMA; an empty list allows all."""
+    """Return the devices that the filter allows, in UCX's notation: interfaces, or device:port of RDMA; empty: all."""
     ports = {device.name: device.ports for device in rdma_devices()}
     names = _settings.device_filter
     return [found for name in names for found in [f"{name}:{port}" for port in ports.get(name, ())] or [name]]
@@ -87,10 +87,10 @@ def own_address(store: Any = None) -> str:
 
 
 def choose_address(store: Any = None) -> AddressChoice:
-    """Return the address for links of this process, and by what it was chosen.
+    """Return the address for links of this process, and the source of the choice.
 
     Args:
-        store: of the group; a `TCPStore` (or one behind prefixes) says where the rendezvous is.
+        store: of the group; a `TCPStore` (or one behind prefixes) gives the address of the rendezvous.
 
     Raises:
         InvalidArgument: EPEE_HOST_IP is no address, or no allowed interface has one.
@@ -113,7 +113,7 @@ def choose_address(store: Any = None) -> AddressChoice:
         address = _address_towards(place) if place else ""
         if address and (not _is_loopback(address) or place == "localhost" or _is_loopback(place)):
             return AddressChoice(address, reason)
-        if address and loopback is None:  # a machine may know its own name as 127.0.1.1, where no other reaches it
+        if address and loopback is None:  # a machine may resolve its own name to 127.0.1.1, where no other reaches it
             loopback = AddressChoice(address, reason)
     if loopback is not None:
         return loopback
@@ -123,7 +123,7 @@ def choose_address(store: Any = None) -> AddressChoice:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address of this machine, "" if none is known to."""
+    """Return the name of the interface that has an address of this machine, "" if none is known."""
     for _, name in socket.if_nameindex():
         if address in _addresses_of(name):
             return name
@@ -131,7 +131,7 @@ def interface_of(address: str) -> str:
 
 
 def mtu_of(interface: str) -> int:
-    """Return the largest packet of an interface, in bytes; 0 if it does not say."""
+    """Return the largest packet of an interface, in bytes; 0 if it is unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
@@ -200,7 +200,7 @@ def _rendezvous_of(store: Any) -> str:
 
 
 def _address_towards(place: str) -> str:
-    """Return the own address of the route to a place, "" if there is none."""
+    """Return the own address of the route to a host, "" if there is none."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

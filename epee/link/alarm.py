@@ -1,7 +1,7 @@
-"""How the thread of the links hears that it has something to do.
+"""The wake-up of the thread of the links.
 
-`threading.Event` will not do: it is written in Python around a lock, and an exception of a signal handler that comes
-within `set` leaves that lock taken, for ever. Here each step is one call in C.
+`threading.Event` is not suitable: it is written in Python around a lock, and an exception of a signal handler within
+`set` leaves that lock taken, for ever. Here each step is one call in C.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 
 
 class Alarm:
-    """An event for one thread that waits, which others set."""
+    """An event for one waiting thread, which other threads set."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -22,11 +22,11 @@ class Alarm:
             self._queue.put(None)
 
     def clear(self) -> None:
-        """Forget that it was set; by the thread alone."""
+        """Reset the event; by the waiting thread only."""
         with contextlib.suppress(queue.Empty):
             self._queue.get_nowait()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is set; by the thread alone."""
+        """Wait until it is set; by the waiting thread only."""
         with contextlib.suppress(queue.Empty):
             self._queue.get(timeout=timeout_s)

@@ -1,7 +1,7 @@
-"""Which engine moves the bytes of links, and what makes a link of a connection.
+"""The choice of the engine that moves the bytes of links, and the creation of links from connections.
 
-`EPEE_LINK` says which, alike on all ranks of a group (`bootstrap/record.py` of the backend compares): `tcp`, or `nixl`
-where the extra is installed. The meeting of the ranks is the same for both, and so is what is above the seam.
+`EPEE_LINK` names the engine, alike on all ranks of a group (`bootstrap/record.py` of the backend compares): `tcp`, or
+`nixl` where the extra is installed. The meeting of the ranks is the same for both, and so is the code above the seam.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .nixl.link import NixlLink
 from .stream import FrameSink
 from .tcp import TcpLink, set_up
 
-MAX_LEFT = 8  # links that have left an agent that still gets new ones: as many rings that nobody reads any more
+MAX_LEFT = 8  # links that have left an agent which still gets new ones: as many rings without a reader
 
 
 def chosen_engine() -> str:
@@ -24,7 +24,7 @@ def chosen_engine() -> str:
 
 
 class LinkMaker:
-    """Makes the links of one group.
+    """Factory of the links of one group.
 
     Args:
         covers_payloads: payloads have trailers.
@@ -66,6 +66,6 @@ class LinkMaker:
         return self._agent or agent
 
     def close(self) -> None:
-        """Make no more links; idempotent. Those that were made work on, and the last one that ends drops the agent."""
+        """Make no more links; idempotent. Existing links continue, and the last one that ends drops the agent."""
         if self._agent is not None:
             self._agent.leave(self)

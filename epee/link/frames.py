@@ -1,4 +1,4 @@
-"""Frames of a link: what one rank tells a rank of another host, and how each proves that it is next and unchanged.
+"""Frames of a link: the messages from one rank to a rank of another host, each authenticated and numbered.
 
     header    64 bytes: kind, flags, bytes of the payload, where it belongs, a word to store behind it and its value,
               a note that is always up to date, number of the frame, MAC of all that
@@ -6,19 +6,19 @@
     trailer   16 bytes, MAC of the payload: of PIECES, ASK and TELL always, of a WRITE only where both ranks run with
               EPEE_LINK_MAC=1
 
-    WRITE     store the payload at byte `offset` of what the receiver keeps of the sender, then `value` in word `word`
-    PIECES    the same with `offset` small payloads: first a table of where they belong and how long they are
-    ASK       tell me these words of ranks of your host, as they are now that all before this has been applied
+    WRITE     store the payload at byte `offset` of the receiver's copy of the sender, then `value` in word `word`
+    PIECES    the same with `offset` small payloads: first a table of their offsets and lengths
+    ASK       request for these words of ranks of the receiver's host, read after all frames before this were applied
     TELL      the answer to the ASK of the same number (`value`)
-    FETCH     tell me all that there is of rank `offset`, now that epoch `value` is known to you
-    BEGIN     what follows is of rank `offset`; the answer to a FETCH of epoch `value` begins
-    END       it is complete; from here on frames are the sender's own again. Without a FETCH: nothing more comes
+    FETCH     request for all data of rank `offset`, after epoch `value` has become known to the receiver
+    BEGIN     the following frames are of rank `offset`; the answer to a FETCH of epoch `value` begins
+    END       it is complete; the frames after it are the sender's own. Without a FETCH: the last frame of the rank
 
 A MAC is keyed BLAKE2b under a key of this connection and direction (`view/transport/auth.py`), over the number of the
-frame among others: a header that is changed, repeated, left out or moved is found out, and nothing of it is used. So is
-a payload that says where bytes belong or how a call ends (PIECES, ASK, TELL), which is small. The payload of a WRITE,
-what tensors hold, is guarded by TCP's sum alone unless EPEE_LINK_MAC=1; its MAC costs 0.6 GB/s of a core's speed
-(measured: `notes/between_hosts.md`, 1.3), any other 1.3 us.
+frame among others: a header that is changed, repeated, left out or moved is detected, and nothing of it is used. The
+same holds for a payload that says where bytes belong or how a call ends (PIECES, ASK, TELL), which is small. The
+payload of a WRITE, the content of tensors, is protected by TCP's checksum alone unless EPEE_LINK_MAC=1; its MAC costs
+0.6 GB/s of a core's speed (measured: `notes/between_hosts.md`, 1.3), any other 1.3 us.
 
 Pure: bytes in, values or `ProtocolError`/`AuthError` out.
 """
@@ -51,15 +51,15 @@ PIECE = struct.Struct("<QQ")  # an offset, and how many bytes
 
 
 class Frame(NamedTuple):
-    """A header that was read.
+    """A parsed header.
 
     Attributes:
         kind: WRITE, ASK, TELL, PIECES, FETCH, BEGIN or END.
         nbytes: of the payload.
-        offset: where a WRITE stores it, in bytes; number of PIECES; the rank that a FETCH, BEGIN or END is about.
+        offset: byte offset of a WRITE; number of PIECES; the rank that a FETCH, BEGIN or END is about.
         word: index of the word that a WRITE, or PIECES, store behind it, NO_WORD: none.
         value: of that word; number of an ASK or TELL; epoch of a FETCH, BEGIN or END.
-        note: of both: a number of the sender's that only grows; what it means is the business of who links.
+        note: of both: a number of the sender's that only grows; its meaning is defined by the user of the link.
     """
 
     kind: int
@@ -113,11 +113,11 @@ class FrameOpener:
         self.covers_payloads = covers_payloads
 
     def open(self, header: bytes, number: int) -> Frame:
-        """Return what the header of the frame with this number says.
+        """Return the header of the frame with this number.
 
         Raises:
-            AuthError: the MAC does not fit: it was changed, repeated, moved, or comes from somebody else.
-            ProtocolError: it says what no frame says; the peer runs another version, or is damaged.
+            AuthError: the MAC does not fit: it was changed, repeated, moved, or comes from another sender.
+            ProtocolError: it is no valid header; the peer runs another version, or is damaged.
         """
         body, mac = header[:-_MAC_BYTES], self._mac.copy()
         mac.update(body)
@@ -157,7 +157,7 @@ def pack_asked(words: Sequence[tuple[int, int]]) -> bytes:
 
 
 def parse_asked(payload: bytes) -> list[tuple[int, int]]:
-    """Return what an ASK asks for, (rank, index) each; `ProtocolError` if that cannot be."""
+    """Return the words that an ASK requests, (rank, index) each; `ProtocolError` if it is invalid."""
     if len(payload) % ASKED.size or not 0 < len(payload) <= MAX_ASKED * ASKED.size:
         raise ProtocolError(f"an ASK has 1 ... {MAX_ASKED} words of {ASKED.size} bytes, got {len(payload)} bytes")
     return list(ASKED.iter_unpack(payload))
@@ -169,7 +169,7 @@ def pack_told(values: Sequence[int]) -> bytes:
 
 
 def parse_told(payload: bytes) -> tuple[int, ...]:
-    """Return the values of a TELL; `ProtocolError` if that cannot be."""
+    """Return the values of a TELL; `ProtocolError` if it is invalid."""
     if len(payload) % 8 or not 0 < len(payload) <= MAX_ASKED * 8:
         raise ProtocolError(f"a TELL has 1 ... {MAX_ASKED} words, got {len(payload)} bytes")
     return struct.unpack(f"<{len(payload) // 8}Q", payload)
@@ -181,7 +181,7 @@ def pack_pieces(pieces: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 def parse_pieces(payload: memoryview, num_pieces: int) -> list[tuple[int, memoryview]]:
-    """Return what a PIECES frame says, (offset, bytes) each; `ProtocolError` if that cannot be."""
+    """Return the content of a PIECES frame, (offset, bytes) each; `ProtocolError` if it is invalid."""
     start = num_pieces * PIECE.size
     if not 0 < num_pieces <= MAX_PIECES or start > len(payload):
         raise ProtocolError(f"PIECES has 1 ... {MAX_PIECES} of them, got {num_pieces} in {len(payload)} bytes")

@@ -1,18 +1,19 @@
-"""How the processes of a group that are partners over the network find each other: one connection per pair.
+"""The meeting of the processes of a group that are partners over the network: one connection per pair.
 
-Data path: each listens at an address of its own that its record in the store tells. Of a pair the lower rank connects,
-again and again until the deadline (the higher one where it alone knows of the need: `want`); then the mutual handshake
-of `view/transport/auth.py`, under the group's token: hello, challenge, proof; then a welcome, without which who
-connected could not know that the other has not given it up meanwhile. What is left is a socket and two keys, one for
-each direction.
+Data path: each process listens at an address of its own, which its record in the store contains. In a pair the lower
+rank connects, repeatedly until the deadline (the higher one where it alone knows of the need: `want`); then the mutual
+handshake of `view/transport/auth.py`, under the group's token: hello, challenge, proof; then a welcome, without which
+the connecting side could not know that the other has not aborted it meanwhile. The result is a socket and two keys, one
+for each direction.
 
-What a stranger can do on the port: lose its connection. It has `HANDSHAKE_S` seconds, at most the bytes of one
-handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room, one that has said
-nothing before one that has said a right hello. Once all partners are there nobody listens any more, unless the meeting
-stays: then whoever has the meeting steps it (`step`), says who is to be called from now on (`want`, `forget`), and
-takes the connections that come of it (`take`). A partner that calls again, because it has lost its end, is a new one.
+Influence of an unauthenticated peer on the port: it can lose its own connection. It has `HANDSHAKE_S` seconds, at most
+the bytes of one handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest is dropped for a
+new one, one that has sent nothing before one that has sent a valid hello. Once all partners are connected the process
+stops listening, unless the meeting stays: then its owner steps it (`step`), sets the ranks to call from now on (`want`,
+`forget`), and takes the resulting connections (`take`). A partner that calls again, because it has lost its end, gets a
+new connection.
 
-A partner that dies on the way is the caller's to notice (`check`); its connection is made again, in vain.
+The caller has to notice a partner that dies meanwhile (`check`); connection attempts to it continue in vain.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
 _AGAIN_S = 0.05
 _SLICE_S = 0.1
-_FORTH, _BACK = b"link forth", b"link back"  # from who connected, and to it
+_FORTH, _BACK = b"link forth", b"link back"  # from the connecting side, and to it
 _WELCOME, _WELCOME_BYTES = b"link welcome", 32  # a key that serves as a message: only the two ends know it
 
 
 class Partner(NamedTuple):
-    """Where a partner listens, and who it is."""
+    """The address at which a partner listens, and its identity."""
 
     address: str
     port: int
@@ -58,7 +59,7 @@ class Partner(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """A connection that is past its handshake: the keys are of what is sent and of what is received."""
+    """A connection that is past its handshake, with the keys for sending and receiving."""
 
     connection: socket.socket
     out_key: bytes
@@ -66,10 +67,10 @@ class Connected(NamedTuple):
 
 
 class _Talk:
-    """One handshake under way: what is still to be read, and what to do with it.
+    """One handshake under way: the bytes still to be read, and their handler.
 
     Attributes:
-        deadline: `time.monotonic()` value at which it is given up.
+        deadline: `time.monotonic()` value at which it is aborted.
     """
 
     def __init__(self, connection: socket.socket, wanted: int, now: float) -> None:
@@ -82,7 +83,7 @@ class _Talk:
         """Return the next message when it is complete, else b"".
 
         Raises:
-            OSError: the other side has gone.
+            OSError: the other side has closed.
         """
         data = self.connection.recv(self.wanted - len(self.got))
         if not data:
@@ -118,13 +119,14 @@ class _Answer(_Talk):
 
 
 class Meeting:
-    """Makes the connections of one process.
+    """The connections of one process that are being made.
 
     Args:
         token, job_id: of the group.
         me: this process.
         partners: by rank.
-        listener: where the higher ones of a pair are found; closed by `run`, or by `close` if the meeting stays.
+        listener: the socket to which the lower ranks of pairs connect; closed by `run`, or by `close` if the meeting
+        stays.
         stays: the meeting goes on when `run` has returned.
     """
 
@@ -140,13 +142,13 @@ class Meeting:
         self._token, self._job_id, self._me = token, job_id, me
         self._partners = dict(partners)
         self._stays = stays
-        self._why: dict[int, str] = {}  # what came of the last call of a partner
+        self._why: dict[int, str] = {}  # result of the last call of a partner
         self._listener = listener
         self._met: dict[int, Connected] = {}
         self._select = selectors.DefaultSelector()
         self._talks: set[_Talk] = set()
-        self._again = {rank: 0.0 for rank in partners if rank > me.slot}  # whom to call, and when
-        self._short: OSError | None = None  # why a partner could not be called
+        self._again = {rank: 0.0 for rank in partners if rank > me.slot}  # rank to call -> time of the call
+        self._short: OSError | None = None  # reason for which a partner could not be called
 
     def run(self, deadline: float, check: Callable[[], None]) -> dict[int, Connected]:
         """Return the connections with all partners.
@@ -156,7 +158,7 @@ class Meeting:
             check: called now and then; raises to end the wait.
 
         Raises:
-            CommTimeoutError: somebody did not come in time. OSError: this process has no descriptor left to call with.
+            CommTimeoutError: a partner did not come in time. OSError: this process has no descriptor left to call with.
         """
         try:
             self.listen()
@@ -176,12 +178,12 @@ class Meeting:
         return met
 
     def listen(self) -> None:
-        """Begin to look at who calls."""
+        """Begin to poll for connecting processes."""
         self._select.register(self._listener, selectors.EVENT_READ)
 
     @property
     def port(self) -> int:
-        """Where others call."""
+        """The port to which others connect."""
         return int(self._listener.getsockname()[1])
 
     def fileno(self) -> int:
@@ -189,15 +191,16 @@ class Meeting:
         return self._select.fileno()  # Linux has an epoll there
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Call who is to be called, and do what there is to do; wait for that for `timeout_s` at most."""
+        """Call the partners that are due, and handle what is ready; wait for that for `timeout_s` at most."""
         self._call(time.monotonic())
         events = self._select.select(timeout_s)
         for key, _ in events:
             if key.data in self._talks:
                 self._go_on(key.data)
-        if any(key.fileobj is self._listener for key, _ in events):  # last: who has spoken is heard before
+        # last: peers that have sent something are handled before
+        if any(key.fileobj is self._listener for key, _ in events):
             self._accept()
-        self._expire(time.monotonic())  # who has answered while this process stood still has been heard
+        self._expire(time.monotonic())  # partners that answered while this process was stopped have been handled
 
     @property
     def is_busy(self) -> bool:
@@ -205,26 +208,26 @@ class Meeting:
         return bool(self._again or self._talks)
 
     def take(self) -> dict[int, Connected]:
-        """Return the connections that have come about since the last time; they are the caller's."""
+        """Return the connections made since the last call; the caller owns them."""
         met, self._met = self._met, {}
         return met
 
     def admit(self, rank: int, partner: Partner) -> None:
-        """From now on a partner may call."""
+        """Accept calls of a partner from now on."""
         self._partners[rank] = partner
 
     def want(self, rank: int, alone: bool = False) -> None:
-        """Call a partner until it is there, if calling is this process's part.
+        """Call a partner until it is connected, if calling is this process's part.
 
         Args:
             alone: the partner does not know that it is needed, so this process calls whichever is the lower. Should a
-                lower one call at the same time, its call counts: it refuses ours meanwhile.
+            lower one call at the same time, its call counts: it refuses ours meanwhile.
         """
         if rank in self._partners and (alone or rank > self._me.slot) and rank not in self._again:
             self._again[rank] = 0.0
 
     def forget(self, rank: int) -> None:
-        """Neither call a partner any more nor let it in."""
+        """Neither call a partner any more nor accept its calls."""
         self._partners.pop(rank, None)
         self._again.pop(rank, None)
         for talk in [talk for talk in self._talks if isinstance(talk, _Dial) and talk.rank == rank]:
@@ -249,7 +252,7 @@ class Meeting:
             why = why or "it has not called"
         return f"{rank} ({partner.address}:{partner.port}){f': {why}' if why else ''}"
 
-    # ---- who connects
+    # ---- connecting side
 
     def _call(self, now: float) -> None:
         for rank, when in list(self._again.items()):
@@ -260,7 +263,7 @@ class Meeting:
             family = socket.AF_INET6 if ":" in partner.address else socket.AF_INET
             try:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            except OSError as exc:  # no descriptor is left here: what is under way goes on, and this is tried again
+            except OSError as exc:  # no descriptor is left here: current handshakes go on, and this is tried again
                 if self._short is None:
                     logger.warning("rank %d cannot call rank %d now, and tries again: %s", self._me.slot, rank, exc)
                 self._again[rank], self._why[rank], self._short = now + _AGAIN_S, _reason(exc), exc
@@ -300,13 +303,13 @@ class Meeting:
             raise ConnectionResetError("no welcome")
         self._keep(talk, talk.rank, talk.initiator.key(_FORTH), talk.initiator.key(_BACK))
 
-    # ---- who is connected to
+    # ---- accepting side
 
     def _accept(self) -> None:
         for _ in range(MAX_STRANGERS):
             try:
                 connection, _ = self._listener.accept()
-            except OSError as exc:  # nobody is left in the queue, or no descriptor here: they stay in it
+            except OSError as exc:  # the queue is empty, or no descriptor is left here: the others stay in it
                 if exc.errno in (errno.EMFILE, errno.ENFILE):
                     time.sleep(_AGAIN_S)  # else the queue would wake this process all the time
                 return
@@ -341,7 +344,7 @@ class Meeting:
         talk.say(talk.responder.key(_WELCOME))
         self._keep(talk, who.slot, talk.responder.key(_BACK), talk.responder.key(_FORTH))
 
-    # ---- both
+    # ---- both sides
 
     def _go_on(self, talk: _Talk) -> None:
         try:
@@ -351,7 +354,7 @@ class Meeting:
                 self._answered(talk)
         except BlockingIOError:
             return
-        except (OSError, EpeeError) as exc:  # nothing it said was used; a partner's connection is made again
+        except (OSError, EpeeError) as exc:  # none of its data was used; a partner's connection is made again
             if isinstance(talk, _Dial):
                 self._why[talk.rank] = _reason(exc)
             self._drop(talk)
@@ -379,7 +382,7 @@ class Meeting:
             self._drop(talk)
 
     def close(self) -> None:
-        """End everything that is under way, and listen no more; idempotent."""
+        """End every handshake under way, and stop listening; idempotent."""
         for talk in self._talks:
             talk.connection.close()
         for met in self._met.values():

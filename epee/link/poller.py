@@ -1,22 +1,22 @@
-"""All links of one group in one process: who moves their bytes, and when.
+"""All links of one group in one process, and the threads that move their bytes.
 
-Whoever waits for a rank of another host pumps (`pump`): a look at an epoll, then at the sockets that have something. A
-thread does it when nobody waits: what a peer sends is applied, and what the network has not taken yet goes out, while
-this rank computes. Beside a caller that pumps the thread stands back, because two threads of one interpreter that both
-wake for each packet cost more than the packet: it looks every `BACK_S` whether somebody has pumped since, and sits in
-the epoll itself when nobody has. A caller that goes to sleep in the kernel says so (`rest`), and the thread takes over
+A caller that waits for a rank of another host pumps (`pump`): it polls an epoll, then the sockets that are ready. A
+thread does it when no caller waits: received data is applied, and what the network has not taken yet is sent, while
+this rank computes. While a caller pumps the thread stands back, because two threads of one interpreter that both wake
+for each packet cost more than the packet: it checks every `BACK_S` whether a caller has pumped since, and waits in the
+epoll itself when none has. A caller that goes to sleep in the kernel announces it (`rest`), and the thread takes over
 at once.
 
-A group whose ranks come and go makes connections and ends them while it lives (`add`, `drop`). The thread attends to
-that, too (`attend`): to a meeting that listens and calls, and to what its owner wants done in each round.
+A group with changing membership makes and ends connections while it lives (`add`, `drop`). The thread handles that as
+well (`attend`): a meeting that listens and calls, and the work of its owner in each round.
 
-One lock guards the links; who does not get it leaves the work to the thread that has it. A group that ends leaves the
-links to the thread (`end`): others of this host may still need what comes through them, and what was written last must
-go out. The thread is a daemon; at the end of the process it is waited for, for a bounded time.
+One lock guards the links; a thread that does not get it leaves the work to the holder. A group that ends leaves the
+links to the thread (`end`): other ranks of this host may still need the data that comes through them, and the last
+writes must be sent. The thread is a daemon; at the end of the process it is waited for, for a bounded time.
 
-A signal handler may raise between any two lines here as well. So the lock is taken by one call in C whose result is
-noted by the same call; what is set up for a link is set up again, whatever it was, when the links are next looked at
-(`_is_broken_off`); and a link that is lost stays in the table until all has been done about it.
+A signal handler may raise between any two lines here as well. The lock is therefore taken by one call in C whose result
+is recorded by the same call; the polling setup of a link is repeated, whatever it was, when the links are next polled
+(`_is_broken_off`); and a link that is lost stays in the table until its loss has been handled completely.
 
 A forked child drops its copies of the sockets: a connection that a child keeps open would not end with its owner.
 """
@@ -45,9 +45,9 @@ FLUSH_S = 5.0  # for what is queued to go out, and for the peers to close
 CLOSE_S = 2.0  # of it, for the peers to close
 LINGER_S = 10.0
 HAND_OVER_S = 1.0
-NAP_S, MAX_NAP_S = 0.0001, 0.002  # between looks that find nothing, while a link has something under way
-REST_S = 0.00002  # the same between pumps of callers: else who writes would hardly get the lock
-IDLE_S = 1.0  # how long the thread sleeps in the kernel before it looks whether it is to end
+NAP_S, MAX_NAP_S = 0.0001, 0.002  # between polls that find nothing, while a link has something under way
+REST_S = 0.00002  # the same between pumps of callers: else a writer would hardly get the lock
+IDLE_S = 1.0  # how long the thread sleeps in the kernel before it checks whether it is to end
 SOON_S = 0.01  # the same while there is something to be done soon
 
 
@@ -58,7 +58,7 @@ class Links:
         links: one per peer.
 
     Attributes:
-        lock: held by whoever writes to a link or pumps.
+        lock: held by a thread that writes to a link or pumps.
     """
 
     def __init__(self, links: Iterable[TcpLink]) -> None:
@@ -69,19 +69,19 @@ class Links:
         self._poll = select.epoll()
         self._by_fd = {link.fd: link for link in self.links.values()}
         self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._poll.register(self._bell, select.EPOLLIN)  # the thread alone takes out what rings
+        self._poll.register(self._bell, select.EPOLLIN)  # only the thread reads the wake-ups
         self._meeting: Meeting | None = None
         self._on_turn: Callable[[], bool] = bool
         self._pumped = 0.0
-        self._resting = 0.0  # callers pump again after that
-        self._alarm = Alarm()  # set: the thread may sit in the epoll
+        self._resting = 0.0  # time after which callers pump again
+        self._alarm = Alarm()  # set: the thread may wait in the epoll
         self._is_closed = False
         self._linger: Callable[[], bool] | None = None
         self._on_closed: Callable[[], object] = int
         for fd in self._by_fd:
             self._poll.register(fd, select.EPOLLIN)
         self._writers: set[int] = set()
-        self._is_broken_off = False  # an exception of a signal handler came between: all links are looked at next time
+        self._is_broken_off = False  # an exception of a signal handler interrupted it: all links are polled next time
         self._thread = BackgroundThread(self._main, "epee-links")
         _made.add(self)
 
@@ -104,7 +104,7 @@ class Links:
             raise
 
     def attend(self, meeting: Meeting, on_turn: Callable[[], bool]) -> None:
-        """Have the thread do its owner's work, and look after a meeting, which is closed with the links.
+        """Let the thread do its owner's work, and step a meeting, which is closed with the links.
 
         Args:
             on_turn: called by the thread in each round, without the lock; True: there is more to be done soon.
@@ -113,14 +113,15 @@ class Links:
         self._poll.register(meeting.fileno(), select.EPOLLIN)
 
     def ring(self) -> None:
-        """Have the thread begin a round now, or within some milliseconds."""
-        with self.lock, contextlib.suppress(BlockingIOError):  # it has been rung often enough
+        """Let the thread begin a round now, or within some milliseconds."""
+        with self.lock, contextlib.suppress(BlockingIOError):  # enough wake-ups are queued
             if not self._is_closed:
                 os.write(self._ring, b"!")
         self._alarm.set()
 
     def add(self, link: TcpLink) -> None:
-        """Use a new link, in the place of the one with this peer, if there is one: after this nothing of that comes."""
+        """Use a new link, which replaces the one with this peer, if there is one: after this no data of that is
+        applied."""
         with self.lock:
             self.drop(link.peer)
             if self._is_closed:
@@ -131,7 +132,7 @@ class Links:
             self._poll.register(link.fd, select.EPOLLIN)
 
     def drop(self, peer: int) -> None:
-        """End the link with a peer, if there is one: after this nothing that it has sent is applied."""
+        """End the link with a peer, if there is one: after this no data that it has sent is applied."""
         with self.lock:
             link = self.links.pop(peer, None)
             if link is None:
@@ -148,16 +149,16 @@ class Links:
             link = self.links.get(peer)
             return link is not None and link.lost is None
 
-    # ---- who waits
+    # ---- waiting callers
 
     def pump(self) -> bool:
-        """Move what can be moved now; return whether anything was. Never blocks."""
+        """Move the data that can be moved now; return whether any was. Never blocks."""
         self._pumped = now = time.monotonic()
         held = False
         if now < self._resting:
             return False
         try:
-            # taken and noted without a call of Python's between, where an exception could part the one from the other
+            # taken and recorded without a call of Python's between, where an exception could separate the two
             (held,) = map(self.lock.acquire, (False,))
             if not held or self._is_closed:
                 return False
@@ -171,7 +172,7 @@ class Links:
                 self.lock.release()
 
     def rest(self) -> None:
-        """Say that this caller sleeps now: the thread takes over."""
+        """Announce that this caller sleeps now: the thread takes over."""
         self._pumped = 0.0
         self._alarm.set()
 
@@ -193,13 +194,13 @@ class Links:
         self._send(peer, "write_pieces", pieces, word, value, note)
 
     def newest(self, peer: int) -> int:
-        """Return the number of what was written last to `peer`."""
+        """Return the number of the last frame written to `peer`."""
         with self.lock:
             link = self.links.get(peer)
             return -1 if link is None else link.newest
 
     def is_out(self, peer: int, number: int) -> bool:
-        """Return whether the network has taken what was written to `peer` up to a number; so it has of a lost link."""
+        """Return whether the network has taken the frames to `peer` up to a number; true of a lost link."""
         with self.lock:
             link = self.links.get(peer)
             return link is None or link.lost is not None or link.is_out(number)
@@ -217,7 +218,7 @@ class Links:
         self._send(peer, "say", kind, source, epoch)
 
     def flush(self, peer: int) -> None:
-        """Send what waits for a word (`tcp.CORK_BYTES`)."""
+        """Send the data that waits for a word (`tcp.CORK_BYTES`)."""
         self._send(peer, "flush")
 
     def _send(self, peer: int, put: str, *args: Any) -> None:
@@ -239,7 +240,7 @@ class Links:
         self._is_broken_off = True
         for fd, _ in events:
             link = self._by_fd.get(fd)
-            if link is None:  # the bell, the meeting, or a link that was dropped just now
+            if link is None:  # the wake-up descriptor, the meeting, or a link that was dropped just now
                 self._alarm.set()
                 continue
             has_moved |= link.pump()
@@ -251,18 +252,19 @@ class Links:
         return has_moved
 
     def _watch(self, fd: int, link: TcpLink) -> None:
-        """Wake for what comes and, while the socket of a link has not taken everything, for room. The lock is held."""
+        """Wake for received data and, while the socket of a link has not taken everything, for room. The lock is
+        held."""
         if not link.is_stuck:
             self._poll.modify(fd, select.EPOLLIN)
             self._writers.discard(fd)
         elif fd not in self._writers or self._is_broken_off:
             self._poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
             self._writers.add(fd)
-            self._alarm.set()  # whoever wrote it may have something else to do than to pump
+            self._alarm.set()  # the writer may have something else to do than to pump
 
     def _drop(self, fd: int, link: TcpLink) -> None:
-        """End a link that is lost: after this nothing of its peer is applied. Done again when it was broken off."""
-        with contextlib.suppress(OSError):  # it is not there any more
+        """End a link that is lost: after this no data of its peer is applied. Repeated when it was interrupted."""
+        with contextlib.suppress(OSError):  # it is not registered any more
             self._poll.unregister(fd)
         self._writers.discard(fd)
         link.close()
@@ -295,7 +297,7 @@ class Links:
                 has_moved = self._handle(events)
             if has_moved or not events or not self._writers:
                 nap_s = NAP_S
-            else:  # an engine that must be asked; a socket that has nothing wakes nobody
+            else:  # an engine that must be polled; an idle socket causes no wake-up
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, MAX_NAP_S)
 
@@ -304,8 +306,8 @@ class Links:
     def end(self, linger: Callable[[], bool], closed: Callable[[], object]) -> None:
         """Let the thread go on until `linger()` is true, or for `LINGER_S`, then send what is queued and close all.
 
-        The caller waits only for what would go with the process (`is_in_hand`), `HAND_OVER_S` at most: not every one
-        gets to `await_ends`, which waits at its end. `closed` is called last.
+        The caller waits only for data that would be lost with the process (`is_in_hand`), `HAND_OVER_S` at most: not
+        every process gets to `await_ends`, which waits at its end. `closed` is called last.
         """
         self._hand_over()
         until = time.monotonic() + LINGER_S
@@ -357,7 +359,7 @@ class Links:
             for link in self.links.values():
                 link.close()
             self._by_fd.clear()
-            self.links.clear()  # they refer to what refers to this
+            self.links.clear()  # they hold references to objects that refer to this one
             if self._meeting is not None:
                 self._meeting.close()
             self._poll.close()
@@ -373,7 +375,7 @@ class Links:
                 _ending.remove(self)
 
     def _forget(self) -> None:
-        """Drop the descriptors, in a forked child; nothing is said to the peers."""
+        """Drop the descriptors, in a forked child; nothing is sent to the peers."""
         if not self._is_closed:
             self._is_closed = True
             self.lock = threading.RLock()  # another thread may have held it

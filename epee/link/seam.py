@@ -1,12 +1,12 @@
-"""What the code above a link asks of it, whichever engine moves the bytes.
+"""The interface of a link to the code above it, for all engines.
 
-A link joins this process to one process of another host. What is promised, in the words of `notes/between_hosts.md`:
+A link joins this process to one process of another host. Its guarantees, in the terms of `notes/between_hosts.md`:
 
-    order      a word is seen behind the bytes that were written before it, on the same link
+    order      a word is seen after the bytes that were written before it, on the same link
     no wait    a write never blocks; what the network does not take waits here, in the caller's memory
-    bounds     the receiver checks where a write goes before it stores a byte: no engine writes into memory by itself
-    fence      after `close` nothing of the peer changes memory here
-    progress   whoever waits pumps; when nobody does, a thread (`poller.py`)
+    bounds     the receiver checks the target of a write before it stores a byte: no engine writes into memory by itself
+    fence      after `close` no data of the peer changes memory here
+    progress   a waiting caller pumps; without one, a thread does (`poller.py`)
 
 `tcp.py` is the first engine: sockets, nothing to install. `nixl/` is the second one, for RDMA networks (`engine.py`).
 """
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 
 class LinkLoss(enum.Enum):
-    """Why a link has ended. A hint, never a proof: the process behind it may live."""
+    """The reason for which a link has ended. A hint, never a proof: the process behind it may live."""
 
     CLOSED = "it closed the connection"
     RESET = "the connection was reset"
@@ -35,13 +35,13 @@ class Link(Protocol):
     lost: LinkLoss | None
 
     def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
-        """Store `data` at byte `offset` of what the peer keeps of this rank, then `value` in word `word`.
+        """Store `data` at byte `offset` of the peer's copy of this rank, then `value` in word `word`.
 
         Args:
-            data: a flat buffer of any length, empty for the word alone; it must stay as it is until the peer's memory
-                shows it.
+            data: a flat buffer of any length, empty for the word alone; it must not change until the peer's memory
+            shows it.
             word: its index, or `frames.NO_WORD`.
-            note: a number that only grows; the peer learns it whatever else the write says.
+            note: a number that only grows; the peer receives it with every write.
         """
 
     def write_pieces(self, pieces: Any, word: int, value: int, note: int) -> None:
@@ -57,7 +57,7 @@ class Link(Protocol):
         """Send a FETCH, BEGIN or END about rank `source`, behind all that was written before."""
 
     def pump(self) -> bool:
-        """Move what can be moved now, both ways; return whether anything was. Never blocks."""
+        """Move the data that can be moved now, both ways; return whether any was. Never blocks."""
 
     def close(self) -> None:
         """End the link; idempotent."""

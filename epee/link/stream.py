@@ -1,18 +1,18 @@
-"""The two ends of one direction of a connection, as machines without a socket: frames to bytes, bytes to frames.
+"""The two ends of one direction of a connection, as state machines without a socket: frames to bytes, bytes to frames.
 
 Data path: `Outstream.put` queues a frame, `send` gives the socket headers and the caller's own memory (no copy).
-`Instream.receive` has the socket fill the receiver's memory for the middle of a long payload, else a buffer; every
-frame that is complete is applied to the `FrameSink`, in order.
+`Instream.receive` lets the socket fill the receiver's memory for the middle of a long payload, else a buffer; every
+complete frame is applied to the `FrameSink`, in order.
 
-An exception from a signal handler can come between any two lines. So how many bytes have passed the socket is not kept
-in a field that a line updates: the socket's method is called, and its result appended to a list, by one call in C
-(`counts.extend(map(move, ...))`). Everything else follows from the sum of that list and from fields that are each set
-by one assignment. So `send` and `receive` begin where they were broken off; to apply a frame twice stores the same
-bytes in the same places.
+An exception from a signal handler can come between any two lines. The number of bytes that have passed the socket is
+therefore not kept in a field that a line updates: the socket's method is called, and its result appended to a list, by
+one call in C (`counts.extend(map(move, ...))`). Everything else follows from the sum of that list and from fields that
+are each set by one assignment. `send` and `receive` thus continue where they were interrupted; applying a frame twice
+stores the same bytes at the same offsets.
 
-Who owns what: an `Outstream` refers to a payload until the socket has taken it; whoever put it there must not change it
-before (`engine/replication/exports.py` says why nobody does). A crash leaves a part of a frame at the receiver: its
-word is not stored, so nobody reads what came of it.
+Ownership: an `Outstream` refers to a payload until the socket has taken it; the caller must not change it before
+(`engine/replication/exports.py` says why no caller does). A crash leaves a part of a frame at the receiver: its word is
+not stored, so no rank reads what arrived of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 from .frames import HEADER_BYTES, TRAILER_BYTES, WRITE, Frame, FrameOpener, FrameSealer
 
-BUFFER_BYTES = 8 << 10  # of it a long payload's first part is copied; the rest goes straight to its place
-DIRECT_BYTES = 2 << 10  # what is left of a payload that does
+# of it a long payload's first part is copied; the rest is received directly in its target memory
+BUFFER_BYTES = 8 << 10
+DIRECT_BYTES = 2 << 10  # least remainder of a payload that is received so
 MAX_VIEWS = 32  # given to one call of the socket
 SEND_BYTES = 1 << 20  # likewise: what it takes at once should still be in the cache when the receiver reads it
 
@@ -45,20 +46,20 @@ class Outstream:
         self._more = tuple((each,) for each in more)
         self._counts = [0]  # what the socket has taken
         self._queue: deque[tuple[int, int, int, Sequence[Any]]] = deque()  # number, first byte, end, buffers
-        self._past = (-1, 0)  # number of the last frame that is out, and where it ended
+        self._past = (-1, 0)  # number of the last frame that is out, and its end position
 
     def __len__(self) -> int:
-        """Return the number of frames that are not out yet."""
+        """Return the number of frames that are not sent yet."""
         return len(self._queue)
 
     @property
     def position(self) -> int:
-        """How many bytes the socket has taken."""
+        """The number of bytes that the socket has taken."""
         return sum(self._counts)
 
     @property
     def num_sent(self) -> int:
-        """Number of the last frame of which it is noted that it is out."""
+        """Number of the last frame that is recorded as sent."""
         return self._past[0]
 
     @property
@@ -83,10 +84,10 @@ class Outstream:
         return number + 1
 
     def send(self, move: Move, most: int = 1 << 62) -> None:
-        """Give `move` lists of buffers until everything, or `most` bytes and maybe a part of that again, are out.
+        """Give `move` lists of buffers until everything, or between `most` and twice that many bytes, are sent.
 
         Raises:
-            what it raises (`BlockingIOError`: full).
+            the exceptions of `move` (`BlockingIOError`: full).
         """
         queue, counts, more = self._queue, self._counts, self._more
         until = sum(counts) + most
@@ -106,7 +107,7 @@ class Outstream:
                 counts.extend(map(move, (views,), *more))
 
     def _views(self, sent: int) -> list[Any]:
-        """Return what to send next, as buffers."""
+        """Return the next buffers to send."""
         found: list[Any] = []
         last = sent + SEND_BYTES
         for _, at, _, parts in self._queue:
@@ -122,17 +123,17 @@ class Outstream:
 
 
 class FrameSink(Protocol):
-    """Where the frames of a peer go."""
+    """The target of the frames of a peer."""
 
     def place(self, frame: Frame) -> memoryview:
         """Return the memory for the payload of a WRITE, `frame.nbytes` bytes.
 
         Raises:
-            ProtocolError: the frame names a place or a word that this peer must not write.
+            ProtocolError: the frame names an offset or a word that this peer must not write.
         """
 
     def apply(self, frame: Frame, payload: memoryview) -> None:
-        """Do what a complete frame says; the payload of a WRITE is in its place. May be called again."""
+        """Apply a complete frame; the payload of a WRITE has been stored. May be repeated."""
 
 
 class Instream:
@@ -141,16 +142,16 @@ class Instream:
     def __init__(self, opener: FrameOpener, sink: FrameSink) -> None:
         self._opener = opener
         self._sink = sink
-        self._counts = [0]  # what the socket has given
+        self._counts = [0]  # numbers of bytes that the socket has given
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._base = 0  # stream position of the buffer's first byte
-        # start and number of the frame that comes; what its header says and where its payload goes, once it is there
+        # start and number of the next frame; its parsed header and the target of its payload, once it is known
         self._at: tuple[int, int, Frame | None, memoryview | None] = (0, 0, None, None)
         self._scratch = bytearray()  # payloads that are not stored before they are checked
 
     @property
     def position(self) -> int:
-        """How many bytes the socket has given."""
+        """The number of bytes that the socket has given."""
         return sum(self._counts)
 
     def receive(self, move: Move) -> int:
@@ -161,10 +162,10 @@ class Instream:
         """
         counts = self._counts
         end = sum(counts)
-        if end == self._at[0]:  # nothing lies in the buffer
+        if end == self._at[0]:  # the buffer is empty
             self._base, room = end, self._buffer
         else:
-            self._settle(end)  # what an exception has left to be done
+            self._settle(end)  # work that an exception has left undone
             room = self._room(end)
         counts.extend(map(move, (room,)))
         count = counts[-1]
@@ -175,9 +176,9 @@ class Instream:
         return int(count == len(room))
 
     def _room(self, end: int) -> memoryview:
-        """Return where the next bytes belong; never empty."""
+        """Return the memory for the next bytes; never empty."""
         start, _, frame, place = self._at
-        kept = start  # what of the buffer is still needed; the payload's part of it is in its place
+        kept = start  # the part of the buffer that is still needed; the payload's bytes have been stored
         if frame is not None and place is not None:
             last = start + HEADER_BYTES + frame.nbytes
             if last - end >= DIRECT_BYTES:
@@ -192,7 +193,7 @@ class Instream:
         return self._buffer[end - self._base :]
 
     def _settle(self, end: int) -> None:
-        """Apply every frame that is complete, now that `end` bytes have come."""
+        """Apply every complete frame, now that `end` bytes have come."""
         opener, sink, buffer, base = self._opener, self._sink, self._buffer, self._base
         covers = opener.covers_payloads
         while True:
@@ -207,7 +208,7 @@ class Instream:
             last = first + frame[1]
             low = first if first > base else base
             high = last if last < end else end
-            if low < high:  # else it came straight to its place
+            if low < high:  # else it was received directly in its target memory
                 place[low - first : high - first] = buffer[low - base : high - base]
             if frame[1] and (covers or frame[0] != WRITE):
                 if end < last + TRAILER_BYTES:
@@ -220,7 +221,7 @@ class Instream:
             self._at = (last, number + 1, None, None)
 
     def _collected(self, frame: Frame) -> memoryview:
-        """Return where a payload is collected that must be checked before it is stored, or is no WRITE's."""
+        """Return the memory that collects a payload which must be checked before it is stored, or is no WRITE's."""
         if frame.kind == WRITE:
             self._sink.place(frame)
         if len(self._scratch) < frame.nbytes:
@@ -228,7 +229,7 @@ class Instream:
         return memoryview(self._scratch)[: frame.nbytes]
 
     def _stored(self, frame: Frame, payload: memoryview) -> memoryview:
-        """Move a payload that has been checked to its place."""
+        """Move a checked payload to its target memory."""
         if frame.kind != WRITE:
             return payload
         place = self._sink.place(frame)
@@ -236,7 +237,7 @@ class Instream:
         return place
 
     def _shift(self, start: int, end: int) -> None:
-        """Move what is not used up to the beginning of a new buffer."""
+        """Move the unused bytes to the beginning of a new buffer."""
         fresh = memoryview(bytearray(BUFFER_BYTES))
         fresh[: end - start] = self._buffer[start - self._base : end - self._base]
         self._buffer, self._base = fresh, start

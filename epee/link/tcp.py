@@ -1,17 +1,17 @@
-"""The `tcp` engine: one socket per link, driven by whoever waits.
+"""The `tcp` engine: one socket per link, driven by the thread that waits.
 
 Data path: `write` seals a header and gives it to the socket together with the caller's memory (`sendmsg`, no copy);
-what the socket does not take stays queued and goes out with the next pump. `pump` reads straight into the receiver's
-memory where a payload is long (`stream.py`). Whatever goes wrong ends the link (`lost`); nothing raises here.
+what the socket does not take stays queued and is sent with the next pump. `pump` reads straight into the receiver's
+memory where a payload is long (`stream.py`). Every error ends the link (`lost`); nothing raises here.
 
-The end is found by reading. A socket that takes nothing more may still hold what the peer has said before it left, and
-that counts: a rank that has said goodbye is not lost. So a send that fails only stops the sending. For the same reason
-a link ends in two steps: `finish` says that nothing more comes, the peer closes, then this side does; a socket closed
-at once answers what comes late with a reset, which destroys what is still under way to the peer.
+The end is found by reading. A socket that takes nothing more may still hold data that the peer sent before it left, and
+that counts: a rank that has announced its end is not lost. A send that fails therefore only stops the sending. For the
+same reason a link ends in two steps: `finish` announces that nothing more comes, the peer closes, then this side does;
+a socket closed at once answers late data with a reset, which destroys what is still under way to the peer.
 
-No TCP_USER_TIMEOUT: the kernel would declare a living reader dead that stands still with a full window (measured, 2.3 s
-after a stop: `notes/between_hosts.md`, 1.3). Keepalive finds out about a peer's machine that is gone while nothing is
-under way. The caller holds the lock of the links (`poller.py`) in every method.
+No TCP_USER_TIMEOUT: the kernel would declare a living reader dead that is stopped with a full window (measured, 2.3 s
+after a stop: `notes/between_hosts.md`, 1.3). Keepalive detects the loss of a peer's machine while nothing is under way.
+The caller holds the lock of the links (`poller.py`) in every method.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger("epee")
 SOCKET_BUFFER_BYTES = 4 << 20
 CORK_BYTES = 64 << 10  # a shorter payload without a word waits for the word that announces it
 MAX_CORKED = 8
-MAX_TELLS = 4096  # answers that wait for a peer which asks and does not read
+MAX_TELLS = 4096  # limit of waiting answers, for a peer which asks and does not read
 MAX_READS = 64  # of one pump: a peer that sends without end must not keep this process in it
 KEEPALIVE_S, KEEPALIVE_PROBES = 1, 10
-_NO_SIGNAL = ((), socket.MSG_NOSIGNAL)  # of `sendmsg`: a program may have given SIGPIPE back its deadly meaning
+_NO_SIGNAL = ((), socket.MSG_NOSIGNAL)  # of `sendmsg`: a program may have restored the default action of SIGPIPE
 
 
 def set_up(connection: socket.socket) -> None:
@@ -70,12 +70,12 @@ class TcpLink:
         peer: rank of the other process.
         connection: connected, and past its handshake.
         sealer, opener: of the two directions.
-        sink: where the peer's frames go.
+        sink: the target of the peer's frames.
 
     Attributes:
         fd: of the socket; -1 once it is closed.
-        is_finished: this side has said that nothing more comes; an end of the link is no loss any more.
-        is_stuck: there is more to send: the socket is full, or had enough for one turn.
+        is_finished: this side has announced that nothing more comes; an end of the link is no loss any more.
+        is_stuck: there is more to send: the socket is full, or took enough for one round.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class TcpLink:
         self.lost: LinkLoss | None = None
         self.is_finished = False
         self.is_stuck = False
-        self._tells: deque[int] = deque()  # numbers of answers that may not be out yet
-        self._mute: OSError | None = None  # why the socket takes nothing more
+        self._tells: deque[int] = deque()  # numbers of answers that may not be sent yet
+        self._mute: OSError | None = None  # reason for which the socket takes nothing more
         self._socket = connection
         self._out = Outstream(sealer, _NO_SIGNAL)
         self._in = Instream(opener, sink)
@@ -99,7 +99,7 @@ class TcpLink:
 
     @property
     def is_in_hand(self) -> bool:
-        """True while what was written would go with this process though there is room for it: never of a socket."""
+        """True while written data would be lost with this process though there is room for it: never of a socket."""
         return False
 
     @property
@@ -134,7 +134,7 @@ class TcpLink:
         self.flush()
 
     def tell(self, number: int, values: Sequence[int]) -> None:
-        """As `Link.tell`; a peer that asks on and on without reading the answers loses the link."""
+        """As `Link.tell`; a peer that keeps asking without reading the answers loses the link."""
         payload, tells, out = pack_told(values), self._tells, self._out
         while tells and tells[0] <= out.num_sent:
             tells.popleft()
@@ -150,7 +150,7 @@ class TcpLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Give the socket what it takes, `SEND_BYTES` or so: what comes is taken in between. False: it is full."""
+        """Give the socket what it takes, `SEND_BYTES` or so: received data is handled in between. False: it is full."""
         if self.lost is None and self._mute is None:
             try:
                 self._out.send(self._socket.sendmsg, SEND_BYTES)
@@ -185,7 +185,8 @@ class TcpLink:
         return came > 0 or has_sent
 
     def finish(self) -> None:
-        """Say that nothing more comes, when everything is out; what the peer says is still applied until it closes."""
+        """Announce that nothing more comes, when everything is sent; the peer's data is still applied until it
+        closes."""
         self.is_finished = True
         with contextlib.suppress(OSError):  # the connection has ended
             self._socket.shutdown(socket.SHUT_WR)
@@ -193,7 +194,7 @@ class TcpLink:
     def close(self) -> None:
         """End the connection; idempotent."""
         self.fd = -1
-        with contextlib.suppress(OSError):  # it has ended; else the peer hears of it, though a child holds a copy
+        with contextlib.suppress(OSError):  # it has ended; else the peer is notified, though a child holds a copy
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

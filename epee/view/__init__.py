@@ -1,1 +1,1 @@
-"""Who is in the group, and who is known to be dead."""
+"""The members of a job, and the knowledge of failed ones."""

@@ -1,11 +1,12 @@
-"""What a lane does about the ranks that its calls wait for, and how it says that one is lost.
+"""The reaction of a group to ranks that its calls wait for, and the type of error for a lost one.
 
-While a call waits, the ranks stand on this process's board, for hang reports, with the time since when (`show`). At a
-time-out the lane's policy decides (`on_stall`): "error" ends the call, "wait" names them in the log and waits on,
-"evict" accuses them, again and again, until the view has changed or the agents had time enough to find out that they
-cannot agree (`insist`). An accusation has the newest epoch that the accuser knows: one from before a change is void.
+While a call waits, its ranks are shown on this process's board, for hang reports, with the start time of the wait
+(`show`). At a timeout the group's policy decides (`on_stall`): "error" ends the call, "wait" names the ranks in the log
+and goes on waiting, "evict" accuses them, repeatedly, until the view has changed or the agents had time enough to find
+out that they cannot agree (`insist`). An accusation carries the newest epoch that the accuser knows: one from before a
+change is void.
 
-Who calls: the thread of a call, an engine with its lock. A crash leaves the board as it was; its owner is dead then.
+Callers: the thread of a call, an engine with its lock. A crash leaves the board as it was; its owner is dead then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CAUSES = {
 
 
 def kind_of_loss(causes: Iterable[str]) -> tuple[type[PeerError], str]:
-    """Return the type of the error that tells of losses, and their causes in words.
+    """Return the type of the error that reports losses, and their causes in words.
 
     `RankFailedError`, but `PeerError` where all have left in order.
     """
@@ -42,7 +43,7 @@ def kind_of_loss(causes: Iterable[str]) -> tuple[type[PeerError], str]:
 
 
 class Awaited:
-    """See above.
+    """The awaited ranks of one group, and its policy for silent ones.
 
     Args:
         runtime: the control plane of this process.
@@ -58,7 +59,7 @@ class Awaited:
         self._accused_at = self._warned_at = 0.0
 
     def begin(self, lane: int, row: LaneRow) -> None:
-        """Speak for `lane`, which has `row` of this process's board."""
+        """Report for group `lane`, which has `row` of this process's board."""
         self._lane, self._row = lane, row
 
     def call_it(self, name: str) -> None:
@@ -67,11 +68,11 @@ class Awaited:
             self._row.call_it(name)
 
     def end(self) -> None:
-        """Use it no more."""
+        """Stop using the row."""
         self._row = None
 
     def show(self, name: str, seq: int, epoch: int, slots: Iterable[int]) -> None:
-        """Show that call `seq` waits for these; since when, is the first time that it is told so."""
+        """Show that call `seq` waits for `slots`; the time of the first such call counts as the start of the wait."""
         shown = (name, seq, epoch, sum(1 << slot for slot in set(slots)))
         if shown != self._shown and self._row is not None:
             self._shown = shown
@@ -92,15 +93,15 @@ class Awaited:
         deadline: float,
         warn_every_s: float = 1.0,
     ) -> bool:
-        """At a time-out: do what the policy is with silent ranks; True while waiting on may still help.
+        """Apply the policy for silent ranks at a timeout; True while waiting on may still help.
 
         Args:
-            slots: rank -> slot of those who are silent.
-            what: says what waits for them.
+            slots: rank -> slot of the silent ranks.
+            what: returns the description of what waits for them.
             seq: of the call.
             epoch: the newest that this rank knows.
             deadline: `time.monotonic()` value that has passed.
-            warn_every_s: how often the log may say so.
+            warn_every_s: minimum time between two log messages about it.
         """
         now = time.monotonic()
         if self._on_stall == "wait":

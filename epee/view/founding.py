@@ -1,19 +1,20 @@
-"""How processes that have a group of another backend come to a job: through that group's all_gather alone.
+"""Creation of a job for processes that have a group of another backend: through that group's all_gather alone.
 
-    round 1   every rank tells the jobs that it is in, with its slot, its incarnation and the members that it knows
-              there; rank 0 the id of the lane
-    round 2   only where they share no job: rank 0 makes the folder of a new one and tells where it is
-    round 3   and each rank, having opened it and listening, tells which member it is
+    round 1   every rank sends the jobs that it is in, with its slot, its incarnation and the members that it knows
+              there; rank 0 the id of the group
+    round 2   only where they share no job: rank 0 makes the folder of a new one and sends its path
+    round 3   each rank, having opened it and listening, sends its member
 
-The same words lie before all ranks, so they come to the same choice: a job in whose newest view, as any of them tells
-it, all of them are (one that was voted out may not have heard of it yet). Who cannot do its part tells why in the
-place of its words, and all raise. No store is needed and nothing is left in the group: it is not used again.
+All ranks read the same data, so they make the same choice: a job in whose newest view, of those sent by the ranks, all
+of them are members (a rank that was evicted may not have noticed it yet). A rank that cannot do its part sends the
+reason in place of its data, and all ranks raise. No store is needed and nothing is left in the group: it is not used
+after this.
 
-The group is trusted, as it is with everything that it carries. What is told is checked all the same; the folder and its
-token must be this user's (`transport/directory.py`).
+The group is trusted, as it is with everything that it carries. The received data is checked all the same; the folder
+and its token must belong to this user (`transport/directory.py`).
 
-Jobs are held from before they are told until one is chosen, so none of them ends in between. A rank that dies in a
-round is the group's affair; one that dies behind the last is missed by the view.
+Jobs are held from before they are sent until one is chosen, so none of them ends in between. The death of a rank during
+a round is handled by the group; one after the last round is noticed by the view.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_TEXT = 400
 
 
 class Standing(NamedTuple):
-    """A process's place in a job, and the view that it knows there: epoch, and slot -> incarnation of the members."""
+    """A process's membership in a job, and its view there: epoch, and slot -> incarnation of the members."""
 
     slot: int
     incarnation: int
@@ -44,34 +45,34 @@ class Standing(NamedTuple):
 
 
 class Presence(NamedTuple):
-    """What a rank tells in round 1: id of a job -> its standing there; the lane that rank 0 wishes."""
+    """The data of a rank in round 1: id of a job -> its standing there; the group id that rank 0 requests."""
 
     jobs: dict[str, Standing]
     lane: int
 
 
 class GroupSeat(NamedTuple):
-    """A seat in a job, and the incarnation of each rank's process there."""
+    """This process's handle of a job, and the incarnation of each rank's process there."""
 
     seat: Seat
     incarnations: Sequence[int]
 
 
 def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupSeat:
-    """Return this rank's seat in the youngest job that all ranks share, or in a new one. Collective.
+    """Return this rank's handle of the youngest job that all ranks share, or of a new one. Collective.
 
     The ranks are known to run on one host.
 
-    The job is held for the caller: `seat.job.release()` gives it up.
+    The job is held for the caller: `seat.job.release()` releases it.
 
     Args:
         rank, num_ranks: of the group.
         gather: its all_gather.
-        lane: the id that rank 0 wishes for the lane; 0 for a new one.
+        lane: the id that rank 0 requests for the group; 0 for a new one.
 
     Raises:
         ResourceError: a rank has no memory, descriptor or folder; the same on all.
-        ProtocolError: what a rank tells cannot be right.
+        ProtocolError: the data that a rank sends is invalid.
     """
     held = hold_jobs()
     try:
@@ -89,7 +90,7 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
 
 
 def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
-    """Return what this rank tells in round 1; of many jobs the youngest that find room."""
+    """Return the data that this rank sends in round 1; of many jobs the youngest that fit."""
     jobs: dict[str, Any] = {}
     room = TOLD_BYTES - MAX_TEXT
     for job in reversed(held):
@@ -102,7 +103,7 @@ def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
 
 
 def _is_shared(key: str, told: Sequence[Presence]) -> bool:
-    """Return whether all ranks are in a job, by the newest of the views that they tell."""
+    """Return whether all ranks are in a job, by the newest of the views that they sent."""
     if not all(key in each.jobs for each in told):
         return False
     standings = [each.jobs[key] for each in told]
@@ -111,12 +112,13 @@ def _is_shared(key: str, told: Sequence[Presence]) -> bool:
 
 
 def _found(rank: int, gather: Gather, lane: int) -> Seat:
-    """Found a job together with all ranks; see rounds 2 and 3."""
+    """Create a job together with all ranks; see rounds 2 and 3."""
     with contextlib.ExitStack() as undo:
         problem, directory, job = "", None, None
         if rank == 0:
             try:
-                directory = new_folder("/buffers")  # no home: who joins a group must not find it
+                # not the job of a backend's group: a process that joins a group must not find it
+                directory = new_folder("/buffers")
                 undo.callback(directory.leave)
             except EpeeError as exc:
                 problem = str(exc)
@@ -133,7 +135,7 @@ def _found(rank: int, gather: Gather, lane: int) -> Seat:
             problem = str(exc)
         words = {"member": pack_member(job.runtime.member) if job is not None else ""}
         members = [str(fields["member"]) for fields in _tell(gather, _said(words, problem))]
-        assert job is not None  # else all have raised
+        assert job is not None  # else all ranks have raised
         seat = Seat(job, list(range(len(members))), lane, True, False)
         start_job(seat, [parse_member(text, peer) for peer, text in enumerate(members)])
         undo.pop_all()
@@ -145,7 +147,7 @@ def _said(words: dict[str, Any], problem: str) -> dict[str, Any]:
 
 
 def _tell(gather: Gather, words: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tell all ranks something and return what they tell, in rank order; raise if one of them has failed."""
+    """Send data to all ranks and return what they send, in rank order; raise if one of them has failed."""
     raw = json.dumps(words).encode()
     assert len(raw) <= TOLD_BYTES, len(raw)
     told = [_fields(data, peer) for peer, data in enumerate(gather(raw.ljust(TOLD_BYTES, b" ")))]
@@ -162,7 +164,7 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
     try:
         return told_fields(data, TOLD_BYTES)
     except ValueError as exc:
-        at = getattr(exc, "pos", 0)  # of JSON that is none
+        at = getattr(exc, "pos", 0)  # of text that is not JSON
         around, length = data[max(0, at - 20) : at + 20], len(data.rstrip(b" "))
         raise ProtocolError(
             f"what rank {peer} tells cannot be read ({exc}; {length} bytes, {around!r} there); another version of epee?"

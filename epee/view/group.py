@@ -1,4 +1,4 @@
-"""What a process group tells those who build on it about its part in the view of its job. Plain values."""
+"""A process group's part in the view of its job, for the code that builds on the group. Plain values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STALL_POLICIES = ("error", "evict", "wait")
 
 
 def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = False) -> tuple[str, str]:
-    """Return what happens at a loss, and to who is silent, with the defaults filled in.
+    """Return the policies for losses and for silent ranks, with the defaults filled in.
 
     Args:
-        fault_mode: "raise" (the default): a loss is an error; "mask": calls go on without the lost.
-        on_stall: "error": a time-out is an error; "evict": who is silent is voted out; "wait". By default "evict" in
-            mode "mask", "error" in mode "raise".
+        fault_mode: "raise" (the default): a loss is an error; "mask": calls go on without the lost ranks.
+        on_stall: "error": a timeout is an error; "evict": silent ranks are evicted; "wait". By default "evict" in mode
+        "mask", "error" in mode "raise".
         has_mask: the caller has a mask of active ranks, so the mode is "mask".
 
     Raises:
@@ -37,7 +37,7 @@ def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = 
 
 @dataclass(frozen=True)
 class GroupInView:
-    """A group's part in the view of its job: what a buffer on the group needs to know.
+    """A group's part in the view of its job, as a buffer on the group needs it.
 
     Attributes:
         runtime: the control plane of this process.
@@ -46,9 +46,9 @@ class GroupInView:
         raises: a loss is an error (mode "raise").
         on_stall: "error", "evict" or "wait".
         known: incarnation of each slot that has a part in the group.
-        takes_part: whether a process that comes later has a part in the group.
-        is_joiner: this process took a lost rank's place.
-        is_open: processes can take lost ranks' places.
+        takes_part: whether a process that joins later has a part in the group.
+        is_joiner: this process replaced a lost rank.
+        is_open: processes can replace lost ranks.
         job: to be retained as long as the buffer lives.
         spans: the group runs over several hosts, or began so.
     """

@@ -1,16 +1,17 @@
-"""Which control plane a group belongs to: the one its processes have in common, or a new one.
+"""The choice of the control plane of a group: that of a job which all its processes share, or a new one.
 
-A process has one `Runtime` (`runtime.py`) per job. The first group founds a job: rank 0 makes its folder and names it
-to the others, all ranks start with the same first view. Later groups whose ranks all belong to one job use it, so their
-views are projections of one; a group that mixes jobs founds another.
+A process has one `Runtime` (`runtime.py`) per job. The first group creates a job: rank 0 makes its folder and sends its
+path to the others, all ranks start with the same first view. Later groups whose ranks all belong to one job use it, so
+their views are projections of one; a group that mixes jobs creates another.
 
-Order: every rank tells a `Hello` (its jobs and slots; rank 0 the lane's id and, if need be, a new folder), reads all of
-them and comes to the same choice. How it is told is the group's affair: a group of the backend has a store
-(`engine/bootstrap/birth.py`). In a job that runs already the lane is registered before this rank tells which epoch it
-knows; the group begins in the highest epoch told, and every rank has learned, or will learn, all decisions from there
-on. Founders begin in epoch 1.
+Order: every rank publishes a `Hello` (its jobs and slots; rank 0 the group's id and, if need be, a new folder), reads
+all of them and makes the same choice. The group defines the transport: a group of the backend has a store
+(`engine/bootstrap/birth.py`). In a job that runs already the group is registered before this rank publishes the epoch
+that it knows; the group begins in the highest published epoch, and every rank has learned, or will learn, all decisions
+from there on. Initial members begin in epoch 1.
 
-The last group of a job that is destroyed leaves the job, in order. A crash on the way is a death like any other.
+When the last group of a job is destroyed the process leaves the job, in order. A crash on the way is handled like any
+other death.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
 
 MAX_JOBS_TOLD = 8
-SETTINGS = AgentSettings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
+SETTINGS = AgentSettings(policy="evict", admit="ask")  # each group chooses itself whether it accuses ranks
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank tells before a group has a job.
+    """The data that a rank publishes before a group has a job.
 
     Attributes:
-        num_ranks: how many ranks the group has, as this one was told.
+        num_ranks: the number of ranks of the group, as this rank was given it.
         jobs: id of each job that this process is in -> its slot there.
         lane: rank 0's choice for the group; -1 on the others.
         folder: of a new job, made by rank 0; "" when it may not be needed.
-        nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
-        host: which host it runs on (`link/topology.py`).
-        spans: the group is to be one over several hosts, be it that its ranks are on one (EPEE_OVER_HOSTS).
+        nonce: random, so that data of another attempt does not fit this one (`proof.py`).
+        host: the host it runs on (`link/topology.py`).
+        spans: the group is treated as one over several hosts, even if its ranks are on one (EPEE_OVER_HOSTS).
     """
 
     num_ranks: int
@@ -64,13 +65,13 @@ class Hello:
 
 
 class Seat(NamedTuple):
-    """This process's place in the job of a group.
+    """This process's handle of the job of a group.
 
     Attributes:
         slots: of each rank.
-        lane: id of the group's lane.
-        is_founder: the group founds the job.
-        is_home: it is the first group of the job, which who joins the job joins.
+        lane: id of the group.
+        is_founder: the group creates the job.
+        is_home: it is the first group of the job; a process that joins the job joins this group.
     """
 
     job: Job
@@ -81,13 +82,13 @@ class Seat(NamedTuple):
 
 
 class Job:
-    """A `Runtime` and how many groups use it.
+    """A `Runtime` and the number of groups that use it.
 
     Attributes:
-        has_home: a group of the backend founded it, which processes that come later join.
-        store: through which the first group was made, or joined.
-        name_later: says where the ranks of a later group meet in that store (`Admission.name_later`); dead or None when
-            the first group has gone.
+        has_home: a group of the backend created it, which later joiners join.
+        store: the store through which the first group was made, or joined.
+        name_later: records in that store where the ranks of a later group meet (`Admission.name_later`); dead or None
+        when the first group has been destroyed.
     """
 
     store: Any = None
@@ -113,12 +114,12 @@ class Job:
         return self.runtime.member.slot
 
     def retain(self) -> None:
-        """Something else of this process needs the job (a buffer); `release` follows."""
+        """Hold the job for another user in this process (a buffer); `release` follows."""
         with _lock:
             self.num_groups += 1
 
     def release(self, cause: str = LEFT) -> None:
-        """A group has gone; the last one takes the process out of the job, for LEFT or EXITED."""
+        """Release the job for one group; the last release takes the process out of the job, for LEFT or EXITED."""
         with _lock:
             self.num_groups -= 1
             is_last = self.num_groups <= 0
@@ -129,7 +130,7 @@ class Job:
 
 
 class _Window:
-    """How long decisions on deaths wait, in all jobs of this process."""
+    """The time that decisions on deaths wait, in all jobs of this process."""
 
     seconds = 0.0
 
@@ -140,7 +141,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """In a forked child: the jobs are the parent's, and so may be whoever holds the lock."""
+    """Drop the jobs in a forked child: they are the parent's, and the holder of the lock may be as well."""
     global _lock
     _lock = threading.Lock()
     _jobs.clear()
@@ -150,7 +151,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def set_death_window(seconds: float) -> None:
-    """Let decisions on a death wait so long for further deaths, in the jobs of this process and those to come.
+    """Let decisions on a death wait so long for further deaths, in the current and later jobs of this process.
 
     The rank that decides is the lowest one alive, so all ranks should set the same.
 
@@ -161,7 +162,7 @@ def set_death_window(seconds: float) -> None:
         raise InvalidArgument(f"the window must be a number of seconds from 0 on, got {seconds!r}")
     _window.seconds = float(seconds)
     for job in jobs():
-        with contextlib.suppress(InvalidState):  # closed, or not begun: then it takes the window over when it begins
+        with contextlib.suppress(InvalidState):  # closed, or not begun: then it reads the window when it begins
             job.runtime.set_death_window(_window.seconds)
 
 
@@ -172,7 +173,7 @@ def jobs() -> list[Job]:
 
 
 def hold_jobs() -> list[Job]:
-    """Return the youngest jobs of this process that work, oldest first, each held for one more group."""
+    """Return the youngest working jobs of this process, oldest first, each held for one more group."""
     with _lock:
         found = [job for job in _jobs.values() if job.runtime.error is None][-MAX_JOBS_TOLD:]
         for job in found:
@@ -181,7 +182,7 @@ def hold_jobs() -> list[Job]:
 
 
 def retained(key: str) -> Job | None:
-    """Return the job of this process with an id, held for one more group; None when it is in none."""
+    """Return the job with an id, held for one more group; None when this process is not in it."""
     with _lock:
         job = _jobs.get(key)
         if job is not None:
@@ -190,7 +191,7 @@ def retained(key: str) -> Job | None:
 
 
 def job_name() -> str:
-    """Return what the processes of a job have in common before they meet: where their rendezvous is."""
+    """Return the name that the processes of a job share before they meet: that of their rendezvous."""
     return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
 
 
@@ -205,7 +206,7 @@ def new_folder(kind: str = "") -> JobDirectory:
 
 
 def own_hello(rank: int, num_ranks: int, host: str, spans: bool) -> tuple[Hello, JobDirectory | None]:
-    """Return what this rank, which runs on `host`, tells, and the folder that rank 0 has made when it is in no job."""
+    """Return the `Hello` of this rank, which runs on `host`, and the folder that rank 0 makes when it is in no job."""
     with _lock:
         usable = {key: job.slot for key, job in _jobs.items() if job.has_home and job.runtime.error is None}
     mine = dict(list(usable.items())[-MAX_JOBS_TOLD:])
@@ -238,13 +239,13 @@ def common_job(hellos: Sequence[Hello]) -> str:
 
 
 def start_job(seat: Seat, members: Sequence[Member]) -> None:
-    """Begin with the first view; the job can be found by later groups from now on."""
+    """Begin with the first view; later groups can find the job from now on."""
     seat.job.runtime.start(members)
     seat.job.enlist()
 
 
 def told_fields(raw: bytes, limit: int) -> dict[str, Any]:
-    """Return the fields of a JSON object that a peer tells; `ValueError` if it is longer than `limit`, or none."""
+    """Return the fields of a peer's JSON object; `ValueError` if it is longer than `limit`, or not one."""
     if len(raw) > limit:
         raise ValueError(f"{len(raw)} bytes")
     try:
@@ -262,7 +263,7 @@ def pack_member(member: Member) -> str:
 
 
 def parse_member(text: str, rank: int) -> Member:
-    """Return the founder that `rank` says it is; `ProtocolError` if that cannot be."""
+    """Return the initial member that `rank` claims to be; `ProtocolError` if that is invalid."""
     try:
         slot, nonce, endpoint, host = json.loads(text)
         member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint), host)
@@ -279,7 +280,7 @@ def parse_member(text: str, rank: int) -> Member:
 
 
 def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
-    """Return a checked `Hello`; `ProtocolError` if it cannot be right."""
+    """Return a checked `Hello`; `ProtocolError` if it is invalid."""
     try:
         hello = Hello(**fields)
         jobs_ok = isinstance(hello.jobs, dict) and len(hello.jobs) <= MAX_JOBS_TOLD

@@ -1,7 +1,8 @@
 """The name of a group or a buffer, as errors and hang reports show it.
 
-torch names a group after it has made it, and a buffer's number is agreed on while it is made. So what may have to name
-one holds a `Label`, whose text may become known, or change, at any time. A row of the board shows the same text.
+torch names a group after it has made it, and a buffer's number is agreed on while it is made. Code that may have to
+name one therefore holds a `Label`, whose text may become known, or change, at any time. A row of the board shows the
+same text.
 """
 
 from __future__ import annotations

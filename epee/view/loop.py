@@ -1,20 +1,21 @@
-"""The agent thread: one loop that feeds the pure agent with what happens and does what it asks for, in its order.
+"""The agent thread: one loop that feeds the pure agent with events and carries out its effects, in order.
 
-Data path: a `select.epoll` over the listening sockets, the connections, the pidfds of the others and an eventfd for
-this process's own wishes. Each thing that is ready becomes an event; the effects of a step are carried out one after
-the other before the next event is taken, so a board is written before the message that rests on it leaves. Nothing in
-here waits for a peer, and no lock is held.
+Data path: a `select.epoll` over the listening sockets, the connections, the pidfds of other processes and an eventfd
+for requests of this process. Each ready descriptor becomes an event; the effects of a step are carried out one after
+the other before the next event is taken, so a board is written before the message that depends on it leaves. The loop
+never waits for a peer, and holds no lock.
 
-In a job over several hosts each agent has a connection of its own to each of another host (`transport/switchboard.py`
-says when to make it again), on which it first tells what that one may have missed: the epoch it knows, as a question
-for a newer one, and what its lanes tell (inside a host that stands on the board). Ends of processes come as obituaries,
-which the agent judges; a host that cannot be reached is an event like another, repeated as long as it is so.
+In a job over several hosts each agent has a connection of its own to each agent of another host
+(`transport/switchboard.py` decides when to make it again). On a new connection it first sends what the peer may have
+missed: the epoch it knows, as a request for a newer one, and the state of its groups (inside a host that stands on the
+board). Ends of processes arrive as obituaries, which the agent evaluates; a host that cannot be reached is an event
+like another, repeated as long as it is so.
 
-Who writes: this thread alone touches the agent, the sockets, the board's state and `Shared`; other threads append to
-the inbox and read `Shared`, whose fields are replaced as a whole. The hooks of the lanes are called on this thread.
+Writers and readers: this thread alone uses the agent, the sockets, the board's state and `Shared`; other threads append
+to the inbox and read `Shared`, whose fields are replaced as a whole. The hooks of the groups are called on this thread.
 
-A crash of the process ends the loop between any two effects; others read the board. An error in here is a bug: it is
-logged, kept in `Shared.failure`, told to the lanes as trouble, and the process stops taking part.
+A crash of the process ends the loop between any two effects; other processes read the board. An error in the loop is a
+bug: it is logged, kept in `Shared.failure`, reported to the groups as trouble, and the process stops taking part.
 """
 
 from __future__ import annotations
@@ -88,21 +89,22 @@ from .transport.wire import BEGIN, END, PING, LaneTold
 
 logger = logging.getLogger("epee")
 
-IDLE_S = 1.0  # the loop turns at least this often, and at least twice in what the agent takes for a stop of its process
-ENDING_S = 2.0  # how long it waits for the dead to be gone, so that the last of all can remove the folder
-FLUSH_S = 0.5  # how long a process that leaves goes on sending
+# maximum time of an iteration; it also runs at least twice in what the agent takes for a stop of its process
+IDLE_S = 1.0
+ENDING_S = 2.0  # time to wait for the ends of the dead processes, so that the last of all can remove the folder
+FLUSH_S = 0.5  # time for which a leaving process goes on sending
 
 
 class Hooks(NamedTuple):
-    """What an engine gives for a lane. All are called on the agent thread, must be quick and must not wait.
+    """The callbacks of an engine for a group. All run on the agent thread, must be quick and must not wait.
 
     Attributes:
-        freeze: stop completing and starting calls; say how far the lane is.
+        freeze: stop completing and starting calls; return the progress of the group.
         thaw: go on.
         decided: a new view; in order, each once.
         trouble: calls cannot end well any more (evicted, the agent failed) or for the time being (no quorum).
-        asked: other processes ask to join the job, or ask no more; or a process of another host has sent what it shows
-            of its part in the lane.
+        asked: the set of processes that ask to join the job has changed; or a process of another host has sent what it
+        shows of its part in the group.
     """
 
     freeze: Callable[[], LaneState]
@@ -113,12 +115,12 @@ class Hooks(NamedTuple):
 
 
 class Shared:
-    """What other threads may read at any time.
+    """State that other threads may read at any time.
 
     Attributes:
         decision: the view; None before there is one.
-        error: why calls cannot end well: `EvictedError`, or `NoQuorumError` for the time being.
-        refused: why this process may not join; empty otherwise.
+        error: reason for which calls cannot end well: `EvictedError`, or `NoQuorumError` for the time being.
+        refused: reason for which this process may not join; empty otherwise.
         waiting: slots of processes that ask to join, ascending.
         failure: a bug that ended the loop.
         has_ended: the loop is over.
@@ -134,12 +136,13 @@ class Shared:
 
 
 class Loop:
-    """See above. Make it, then call `run` on a thread of its own."""
+    """The loop of the agent thread. Make it, then call `run` on a thread of its own."""
 
     def __init__(
         self, job: JobDirectory, door: Door, board: Board, agent: Agent, listener: socket.socket | None = None
     ) -> None:
-        """Take over `door`, and `listener` for other hosts, which are closed at the end; raises `ResourceError`."""
+        """Take ownership of `door`, and `listener` for other hosts, which are closed at the end; raises
+        `ResourceError`."""
         self.shared = Shared()
         self.agent = agent
         self.board = board
@@ -150,10 +153,11 @@ class Loop:
         self._is_frozen = False
         self._is_running = True
         self._waiting: dict[bytes, int] = {}
-        self._known: dict[bytes, Member] = {}  # members that a joiner has read of, should it lose sight of the folder
+        # members that a joiner has read of, in case the folder becomes unreadable
+        self._known: dict[bytes, Member] = {}
         self._is_folder_there = True
         self._later: list[Callable[[], None]] = []  # registrations that wait for the thaw
-        self.owes_lane = False  # who joins promises nothing before it can say how far its lane is
+        self.owes_lane = False  # a joiner promises nothing before it can report the progress of its group
         self._owed: Freeze | None = None
         self._next_look = self._deadline = 0.0
         settings = agent.settings
@@ -175,11 +179,11 @@ class Loop:
         self._spans = listener is not None
         self._ping_at = 0.0
         self._looked_at = time.monotonic()
-        self._told: dict[int, bytes] = {}  # what the lanes tell, for those on other hosts
-        self._is_in = False  # in a view, of a job over several hosts
-        self._lost_at: dict[str, float] = {}  # per host that is lost, when the agent was told last
-        self.contacts: tuple[Member, ...] = ()  # members on other hosts that may be asked to be let in
-        self._bell_lock = threading.Lock()  # so that nobody rings a descriptor that was closed
+        self._told: dict[int, bytes] = {}  # what the groups publish, for members on other hosts
+        self._is_in = False  # whether the process is in a view, of a job over several hosts
+        self._lost_at: dict[str, float] = {}  # lost host -> time of the last report to the agent
+        self.contacts: tuple[Member, ...] = ()  # members on other hosts that may be asked to admit this process
+        self._bell_lock = threading.Lock()  # so that no thread signals a descriptor that was closed
         self._effects: dict[type, Callable[..., None]] = {
             Send: lambda effect: self.switchboard.send(effect.to, effect.message, time.monotonic()),
             WriteBoard: lambda effect: self.board.write(effect.state),
@@ -205,12 +209,12 @@ class Loop:
     # ---- called on the agent thread
 
     def run(self) -> None:
-        """Turn until `stop`, an eviction or a refusal."""
+        """Run until `stop`, an eviction or a refusal."""
         try:
             self._begin()
             while self._is_running:
                 self._turn()
-        except BaseException as exc:  # kept, logged and told: nobody else would see it on this thread
+        except BaseException as exc:  # kept, logged and reported: nothing else would show it on this thread
             logger.exception("the agent of slot %d has failed; this process no longer takes part", self.agent.me.slot)
             self.shared.failure = exc
             self._tell_trouble(InvalidState(f"the agent thread has failed: {exc!r}; start the process again"))
@@ -219,10 +223,10 @@ class Loop:
             self.board.wake()
             self.peers.await_ends(ENDING_S)
             self.close()
-            self._inbox.clear()  # who waits for an answer sees that the loop has ended
+            self._inbox.clear()  # a thread that waits for an answer sees that the loop has ended
 
     def step(self, event: Event) -> None:
-        """Give one event to the agent, do what follows, and all that follows from that."""
+        """Pass one event to the agent, carry out the effects, and those that follow from them."""
         self._events.append(event)
         self._drain()
 
@@ -232,7 +236,7 @@ class Loop:
                 self._do(effect)
 
     def register(self, lane: int, hooks: Hooks, answer: Callable[[LaneRow], None]) -> None:
-        """Take a lane in, once nothing is frozen; tell its row."""
+        """Register a group, once nothing is frozen; pass its row to `answer`."""
         if self._is_frozen and self._is_running:
             self._later.append(lambda: self.register(lane, hooks, answer))
             return
@@ -245,20 +249,20 @@ class Loop:
             self._drain()
 
     def unregister(self, lane: int, row: LaneRow) -> None:
-        """Forget a lane."""
+        """Unregister a group."""
         if self._lanes.pop(lane, None) is not None:
             row.clear()
             self._tell(lane, b"")
 
     def look_at(self, slot: int) -> None:
-        """Look closely at a member that somebody takes for dead, and bury it if it is."""
+        """Check a member that is reported dead, and record its death if it is."""
         member = self.agent.members.get(slot)
         peer = self.peers.look_at(member.nonce) if member is not None else None
         if peer is not None:
             self._bury(peer.member)
 
     def ask_to_join(self) -> None:
-        """Ask all whose sockets are in the folder, and all members that they knew, to take this process in.
+        """Ask all processes with a socket in the folder, and all members that they knew, to add this process.
 
         Their boards are mapped before: once this process is a member, one of them may die at once, and its board must
         be readable here then.
@@ -266,7 +270,7 @@ class Loop:
         contacts = {member.nonce: member for member in self.contacts}
         try:
             found = self._job.sockets()
-        except OSError as exc:  # `_look_around` asks again
+        except OSError as exc:  # `_look_around` repeats it
             logger.warning("cannot look into %s: %s; tried again", self._job.path, exc)
             return
         for slot, nonce, _ in found:
@@ -276,7 +280,7 @@ class Loop:
         self.step(JoinAsked(tuple({**contacts, **self._known}.values())))
 
     def _meet_members_of(self, contact: Member) -> None:
-        """Map the boards of all members that a process in the folder knows of; it may be dead, or no member itself."""
+        """Map the boards of all members that a process in the folder knows; it may be dead, or no member itself."""
         pid = self.switchboard.reach(contact, time.monotonic())
         if pid == 0 or self.peers.get(contact.nonce) is not None:
             return
@@ -326,9 +330,10 @@ class Loop:
             self._look_abroad(now)
 
     def _look_abroad(self, now: float) -> None:
-        """Call whom there is no connection to, and say which hosts are lost."""
+        """Connect to processes of other hosts without a connection, and report the lost hosts."""
         abroad, pause_s = self.switchboard.abroad, self.agent.settings.patience_s / 3
-        abroad.skip(max(0.0, now - self._looked_at - 2 * self._idle_s))  # a turn takes no longer: it was stopped
+        # an iteration takes no longer: this process was stopped
+        abroad.skip(max(0.0, now - self._looked_at - 2 * self._idle_s))
         self._looked_at = now
         self.switchboard.keep_up(now)
         if now >= self._ping_at:
@@ -345,13 +350,13 @@ class Loop:
         self._deadline = min([self._deadline, self._ping_at, abroad.next(now), *again])
 
     def _greeting(self, to: Member) -> list[Message | LaneTold]:
-        """Return what to tell a process of another host on a new connection."""
+        """Return the messages to send to a process of another host on a new connection."""
         if not self.agent.epoch:
             return []
         return [Ask(self.agent.epoch), BEGIN, *(LaneTold(lane, data) for lane, data in self._told.items()), END]
 
     def _tell(self, lane: int, data: bytes) -> None:
-        """Tell those on other hosts what a lane says; what is lost on the way comes with the next connection."""
+        """Send a group's data to members on other hosts; what is lost on the way comes with the next connection."""
         if not data and self._told.pop(lane, None) is None:
             return
         if data:
@@ -364,7 +369,7 @@ class Loop:
         dead = self.peers.died(fd)
         if dead is not None:
             self._bury(dead.member)
-        elif self.switchboard.owns(fd):  # else an earlier descriptor of this turn has closed it
+        elif self.switchboard.owns(fd):  # else an earlier descriptor of this iteration has closed it
             for sender, message in self.switchboard.handle(fd, time.monotonic()):
                 if self._is_running:
                     self._receive(sender, message)
@@ -375,16 +380,17 @@ class Loop:
         self._known.pop(member.nonce, None)
         self._set_waiting(member.nonce, None)
         peer = self.peers.get(member.nonce)
-        end = "" if peer is None or peer.board is None else peer.board.end  # what it reported before it ended counts
+        # what the process reported before it ended counts
+        end = "" if peer is None or peer.board is None else peer.board.end
         self.step(Left(member.nonce, end) if end else Died(member.nonce))
 
     def _receive(self, sender: bytes, message: Message | LaneTold) -> None:
-        """Map the boards of those whom a message brings, then let the agent answer it."""
+        """Map the boards of the processes that a message introduces, then let the agent answer it."""
         if isinstance(message, LaneTold):
             self.peers.note_told(sender, message.lane, message.data)
             if message.lane in self._lanes:
                 self._lanes[message.lane].asked()
-            if self.agent.epoch and sender not in self.agent.slot_of:  # voted out, it may not have noticed anything
+            if self.agent.epoch and sender not in self.agent.slot_of:  # it was evicted, and may not have noticed it
                 self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
             return
         members: tuple[Member, ...] = ()
@@ -407,7 +413,7 @@ class Loop:
             self._note_ends()
 
     def _may_join(self, member: Member, pid: int, asks_itself: bool) -> bool:
-        """Watch a process that asks to join; False if it is not to be heard (yet)."""
+        """Watch a process that asks to join; False if its request is not to be handled (yet)."""
         is_here = member.host == self._job.host
         if not is_here and (not self._spans or pid):
             self.switchboard.dropped["malformed"] += 1
@@ -420,7 +426,7 @@ class Loop:
         return self._meet(member, pid) and (not is_here or self.peers.is_mapped(member.nonce))
 
     def _note_ends(self) -> None:
-        """Have the peers on other hosts of whom the agent was told that they write no more."""
+        """Record the end of peers on other hosts that the agent knows to write no more."""
         for slot, cause in self.agent.gone.items():
             nonce = self.agent.members[slot].nonce
             if self.peers.note_end(nonce, cause in BY_ITSELF):
@@ -428,7 +434,7 @@ class Loop:
                 self._set_waiting(nonce, None)
 
     def _meet(self, member: Member, pid: int = 0) -> bool:
-        """Watch a process from now on; False if its endpoint is no good."""
+        """Watch a process from now on; False if its endpoint is invalid."""
         try:
             is_alive = self.peers.add(member, pid)
         except ProtocolError as exc:
@@ -496,7 +502,8 @@ class Loop:
             self._meet(member)
         self.shared.decision = decision
         self.shared.error = None
-        for member in decision.members:  # after it is shown: who looks here first and there then misses nobody
+        # after it is shown: a reader that checks here first and there then misses no member
+        for member in decision.members:
             self._set_waiting(member.nonce, None)
         for hooks in list(self._lanes.values()):
             hooks.decided(decision)
@@ -509,8 +516,8 @@ class Loop:
         """Keep connections to the members on other hosts, from now on."""
         peers = ((member, self.peers.get(member.nonce)) for member in decision.members)
         self.switchboard.abroad.follow([m for m, peer in peers if peer is None or not peer.is_dead], time.monotonic())
-        self._deadline = 0.0  # in this turn
-        if not self._is_in:  # those whom it has asked to be taken in have been called already, and told nothing
+        self._deadline = 0.0  # in this iteration
+        if not self._is_in:  # the members that it has asked to add it have a connection already, and got no greeting
             self._is_in = True
             for member in decision.members:
                 self.switchboard.greet(member, time.monotonic())
@@ -562,14 +569,14 @@ class Loop:
     # ---- the end
 
     def _flush(self) -> None:
-        """Send what is queued, for a moment: who does not read it learns it from the board."""
+        """Send what is queued, for a moment: a peer that does not read it learns it from the board."""
         until = time.monotonic() + FLUSH_S
         while not self.switchboard.is_idle and time.monotonic() < until:
             for fd, _ in self._poll.poll(max(0.0, until - time.monotonic())):
                 if fd == self._bell:
                     os.eventfd_read(self._bell)
                 elif self.switchboard.owns(fd):
-                    self.switchboard.handle(fd, time.monotonic())  # what comes now is for nobody
+                    self.switchboard.handle(fd, time.monotonic())  # messages that arrive now are dropped
                 else:
                     self.peers.died(fd)
 
@@ -587,7 +594,7 @@ class Loop:
         self._job.leave()
 
     def forked(self) -> None:
-        """In a forked child: close the copies, touch nothing that is shared with the parent."""
+        """Close the copies in a forked child; touch nothing that is shared with the parent."""
         self._bell_lock = threading.Lock()
         self._job.forget()
         self.close()

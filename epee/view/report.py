@@ -1,10 +1,11 @@
-"""Why does the job hang? What every rank of a job says about itself, read from outside, without its help.
+"""Hang reports: the state of every rank of a job, read from outside, without help of the ranks.
 
-Data path: the board of one process is found through its pid (`/proc/PID/fd`); the view on it names all others and where
-their boards and heartbeats are. Nothing is sent and no process has to answer, so it works on ranks that are stopped or
-hold the GIL. Only the user who owns the ranks may look.
+Data path: the board of one process is found through its pid (`/proc/PID/fd`); the view on it names all others and their
+boards and heartbeats. Nothing is sent and no process has to answer, so it works on ranks that are stopped or hold the
+GIL. Only the user who owns the ranks may read them.
 
-Who writes: each rank its own board. Who reads: the one who calls, who sees rows change under him: this is for people.
+Writers and readers: each rank writes its own board; the caller reads it, and rows may change during the read: this is
+for people.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from .protocol.messages import Decision, Member
 
 
 class RankReport(NamedTuple):
-    """What is known of one rank.
+    """The known state of one rank.
 
     Attributes:
         slot: its rank number.
         incarnation: of the process in it.
-        pid: its process, 0 if its endpoint cannot be read, or it runs on another host than who was asked.
+        pid: its process, 0 if its endpoint cannot be read, or it runs on another host than the asked process.
         health: "running", "busy", "stopped", "frozen", "dead" or "unknown"; "elsewhere" on another host.
         epoch: the view that it knows; 0 if its board cannot be read.
-        rows: its lanes; `op` is empty between calls.
+        rows: its groups; `op` is empty between calls.
     """
 
     slot: int
@@ -44,7 +45,7 @@ class RankReport(NamedTuple):
 
 
 class JobReport(NamedTuple):
-    """All ranks of the view that the asked process knows; `now_s` is what rows' `since_s` is counted against."""
+    """All ranks of the view that the asked process knows; `now_s` is the reference time of the rows' `since_s`."""
 
     decision: Decision
     ranks: tuple[RankReport, ...]
@@ -55,11 +56,11 @@ class JobReport(NamedTuple):
 
 
 def look_at_job(pid: int, look_s: float = 2.5) -> JobReport:
-    """Return what the ranks of the job of process `pid` are doing.
+    """Return the activities of the ranks of the job of process `pid`.
 
     Args:
         pid: any rank of the job, of this user.
-        look_s: how long to watch whether hearts beat and agent threads turn.
+        look_s: how long to watch whether heartbeats and agent threads advance.
     Raises:
         ResourceError: the process does not exist, is another user's or no rank.
         ProtocolError: its board is damaged.
@@ -82,16 +83,16 @@ def _pid_of(member: Member) -> int:
 
 
 class _Watch:
-    """One rank between two looks."""
+    """One rank between two reads."""
 
     def __init__(self, member: Member, is_here: bool) -> None:
-        """`is_here`: it runs on the host of who looks; of the others nothing is seen."""
+        """`is_here`: it runs on the host of the caller; ranks of other hosts cannot be read."""
         self._member = member
         self._board: BoardView | None = None
         self._beat: BeatView | None = None
         self._pid = self._start_time = 0
         self._is_here = is_here
-        with contextlib.suppress(EpeeError):  # it is dead, or its words make no sense: the report says so
+        with contextlib.suppress(EpeeError):  # it is dead, or its data is invalid: the report says so
             if not is_here:
                 raise ResourceError("its board is on another host")
             endpoint = parse_endpoint(member.endpoint)
@@ -106,7 +107,7 @@ class _Watch:
         return self._beat.count, self._board.turns
 
     def finish(self) -> RankReport:
-        """Take the second look and let go."""
+        """Read a second time and release the mappings."""
         rows = tuple(self._board.rows()) if self._board is not None else ()
         epoch = self._board.epoch if self._board is not None else 0
         slot, incarnation = self._member[:2]

@@ -1,14 +1,15 @@
-"""The control plane of one process: what engines and users call. The work is done by the agent thread (`loop.py`).
+"""The control plane of one process, as engines and users call it. The work is done by the agent thread (`loop.py`).
 
-Data path: `Runtime(job, slot)` makes the process's board, heartbeat and socket; its `member` is told to the others by
-any means (the store, once). `start(members)` begins with the first view, `join()` asks those in the job's folder, and
-members of other hosts that it was told of, to be taken in. From then on the view changes by agreement only
-(`protocol/PROTOCOL.md`): engines register their lanes, say whom they wait for in vain, and learn decisions.
+Data path: `Runtime(job, slot)` makes the process's board, heartbeat and socket; its `member` is sent to the others by
+any means (the store, once). `start(members)` begins with the first view; `join()` asks the processes in the job's
+folder, and the given members of other hosts, to be added. From then on the view changes by agreement only
+(`protocol/PROTOCOL.md`): engines register their groups, report the ranks that they wait for in vain, and learn
+decisions.
 
-Who calls: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a wish that the
-agent thread fulfils; where the caller waits for the answer the wait is bounded.
+Callers: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a request to the
+agent thread; where the caller waits for the answer the wait is bounded.
 
-A process that ends without `close` reports that as its last message (EXITED): for the others its rank has failed,
+A process that ends without `close` reports that in its last message (EXITED): for the others its rank has failed,
 unless the program has destroyed its groups (LEFT). One that is killed is noticed by its pidfd; a forked child has no
 part in it and gets `ForkError`.
 """
@@ -51,12 +52,12 @@ from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
 from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
 
-ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
+ANSWER_S = 5.0  # time limit of the agent thread for a request
 CLOSE_S = 5.0
 
 
 def first_view(members: Sequence[Member]) -> Decision:
-    """Return the view that founders start with: epoch 1, everybody in its first incarnation."""
+    """Return the view that initial members start with: epoch 1, each slot in its first incarnation."""
     return Decision(1, tuple(sorted(member.as_incarnation(1) for member in members)))
 
 
@@ -64,7 +65,7 @@ class Runtime:
     """One process's part in the view.
 
     Attributes:
-        settings: how patient it is; the same for all members.
+        settings: its timeouts and policies; the same for all members.
     """
 
     def __init__(
@@ -75,18 +76,18 @@ class Runtime:
         extra: bytes = b"",
         listener: socket.socket | None = None,
     ) -> None:
-        """Make board, heartbeat, socket and identity; nothing runs yet, so nobody who connects is answered.
+        """Make board, heartbeat, socket and identity; nothing runs yet, so a process that connects gets no answer.
 
         Args:
             job: the folder of the job; the runtime leaves it when it ends.
             slot: this process's rank number in the job.
             settings: the same for all members.
-            extra: what other members' engines want to know of this process, at most 640 bytes.
+            extra: data about this process for other members' engines, at most 640 bytes.
             listener: a non-blocking TCP socket that listens at the address under which other hosts reach this process;
-                the runtime owns it from now on. None where the job keeps to one host.
+            the runtime owns it from now on. None where the job keeps to one host.
         Raises:
             InvalidArgument: `slot`, `settings` or `extra` break a rule.
-            ResourceError, UnsupportedError: the system gives no memory, timer or descriptor, or the folder is gone.
+            ResourceError, UnsupportedError: the system gives no memory, timer or descriptor, or the folder was removed.
         """
         if not 0 <= slot < MAX_MEMBERS:
             raise InvalidArgument(f"slot must lie in 0 ... {MAX_MEMBERS - 1}, got {slot}; jobs have 64 ranks at most")
@@ -117,15 +118,15 @@ class Runtime:
         _runtimes.add(self)
         _at_exit()
 
-    # ---- birth
+    # ---- bootstrap
 
     @property
     def member(self) -> Member:
-        """Who this process is; the incarnation is 0 until it is a member."""
+        """The member that this process is; the incarnation is 0 until it has joined."""
         return self._loop.agent.me if self._loop is not None else self._me
 
     def listen(self) -> None:
-        """Make what answers at the socket once this process has started; `start` and `join` do it, too.
+        """Create the loop that answers at the socket once this process has started; `start` and `join` do it, too.
 
         Raises:
             ResourceError: descriptors have run out.
@@ -136,7 +137,7 @@ class Runtime:
             self._loop = Loop(self._job, self._door, self._board, agent, self._listener)
 
     def start(self, members: Sequence[Member]) -> Decision:
-        """Begin with the first view, which is made of all founders' `member` and the same for all; return it.
+        """Begin with the first view, which consists of all initial members and is the same for all; return it.
 
         Raises:
             InvalidArgument: this process is not among them.
@@ -154,19 +155,19 @@ class Runtime:
         return first
 
     def join(self, timeout_s: float, has_lane: bool = False, contacts: Sequence[Member] = ()) -> Decision:
-        """Ask to be taken in as a new member; return the first view that has this process.
+        """Ask to be added as a new member; return the first view that has this process.
 
         Members of this host are found in the job's folder.
 
         Args:
             timeout_s: how long to wait for it.
-            has_lane: a lane is registered as soon as this returns; until then this process promises nothing, because
-                it may soon be the only one that knows how far the lane is.
-            contacts: members on other hosts, as a store tells them; those who are none any more do no harm.
+            has_lane: a group is registered as soon as this returns; until then this process promises nothing, because
+            it may soon be the only one that knows the progress of the group.
+            contacts: members on other hosts, as a store lists them; former members among them do no harm.
         Raises:
             SlotTakenError: another process holds the slot, or was faster.
             InvalidState: the members have refused it for another reason.
-            CommTimeoutError: nobody has answered in time; the request is withdrawn.
+            CommTimeoutError: no member has answered in time; the request is dropped.
         """
         self.listen()
         assert self._loop is not None
@@ -186,7 +187,7 @@ class Runtime:
             raise CommTimeoutError(told, has_job=False)
         return decision
 
-    # ---- what engines call
+    # ---- called by engines
 
     def register(
         self,
@@ -197,15 +198,16 @@ class Runtime:
         trouble: Callable[[Exception], None],
         asked: Callable[[], None] = lambda: None,
     ) -> LaneRow:
-        """Take part with a lane (one process group or buffer) from now on; return its row for hang reports.
+        """Take part with a group (process group or buffer) from now on; return its row for hang reports.
 
         The callables are called on the agent thread (see `loop.Hooks`). A decision that falls between this call and the
-        first look at `view` reaches the lane both ways; epochs tell. While an agreement is under way the call waits.
+        first read of `view` reaches the group both ways; epochs show it. While an agreement is under way the call
+        waits.
 
         Args:
-            lane: id that all members of the lane share.
+            lane: id that all members of the group share.
         Raises:
-            InvalidArgument: the id is out of range or taken, or there are too many lanes.
+            InvalidArgument: the id is out of range or taken, or there are too many groups.
             InvalidState: closed, or the agent did not answer.
         """
         if not 0 <= lane <= LANE_LIMIT or lane in self._rows:
@@ -220,7 +222,7 @@ class Runtime:
             """Register on the agent thread."""
 
             def keep(row: LaneRow) -> None:
-                """Note the row, or give it back where the caller has stopped waiting."""
+                """Store the row, or free it where the caller has stopped waiting."""
                 if given_up.is_set():
                     loop.unregister(lane, row)
                     return
@@ -237,11 +239,11 @@ class Runtime:
         return self._rows[lane]
 
     def register_board(self, lane: int) -> LaneRow:
-        """Take part with a lane without calls, for what is told beside its row (`LaneRow.tell`); as `register`."""
+        """Take part with a group without calls, for the data that it publishes (`LaneRow.tell`); as `register`."""
         return self.register(lane, lambda: LaneState(lane, 0, 0), lambda: None, lambda _: None, lambda _: None)
 
     def unregister(self, lane: int) -> None:
-        """End a lane; its callables are not called any more once this has returned. Idempotent."""
+        """Unregister a group; its callables are not called any more once this has returned. Idempotent."""
         row = self._rows.pop(lane, None)
         loop = self._loop
         if row is None or loop is None or loop.shared.has_ended:
@@ -255,11 +257,11 @@ class Runtime:
         try:
             self._ask(forget)
         except EpeeError:
-            if not loop.shared.has_ended:  # else it was voted out just now, and nothing is called any more
+            if not loop.shared.has_ended:  # else it was evicted just now, and nothing is called any more
                 raise
 
     def since(self, epoch: int) -> tuple[Decision, ...]:
-        """Return the decisions after `epoch` that are remembered, oldest first."""
+        """Return the decisions after `epoch` that are stored, oldest first."""
         found: list[Decision] = []
         loop = self._running()
 
@@ -272,9 +274,11 @@ class Runtime:
         return tuple(found)
 
     def accuse(self, slot: int, lane: int, seq: int, epoch: int) -> None:
-        """Say that call `seq` of `lane` waits for `slot` without progress. Name all that are behind; repeat it.
+        """Report that call `seq` of group `lane` waits for `slot` without progress. Name all that are behind; repeat
+        it.
 
-        `epoch`: of the last decision that the lane had taken over when it looked. Not the newest: it does not count.
+        `epoch`: that of the last decision that the group had adopted when it checked; if it is not the newest one, the
+        accusation does not count.
         """
         decision = self.view()
         for member in decision.members:
@@ -282,9 +286,9 @@ class Runtime:
                 self._post_event(Accused(slot, member.incarnation, lane, seq, epoch))
 
     def want(self, want: Want, epoch: int) -> None:
-        """Ask that members go, or come back, in one lane, and stay in the job. Repeat it; a decision ends it.
+        """Request that members leave, or come back to, one group, and stay in the job. Repeat it; a decision ends it.
 
-        `epoch`: of the last decision that the lane had taken over when it found so.
+        `epoch`: that of the last decision that the group had adopted when it decided so.
         """
         self._post_event(Wanted(want, epoch))
 
@@ -302,11 +306,12 @@ class Runtime:
 
     @property
     def error(self) -> PeerError | None:
-        """Why calls cannot end well: `EvictedError` for good, `NoQuorumError` for the time being; else None."""
+        """The reason for which calls cannot end well: `EvictedError` for good, `NoQuorumError` for the time being;
+        else None."""
         return None if self._loop is None else self._loop.shared.error
 
     def look_at(self, slot: int) -> None:
-        """Say that member `slot` has died, as somebody who waited for it has seen; the agent looks for itself."""
+        """Report that member `slot` has died, as a rank that waited for it has seen; the agent checks it itself."""
         loop = self._running()
         loop.post(lambda: loop.look_at(slot))
 
@@ -346,14 +351,14 @@ class Runtime:
                 return None
             self._board.await_change(decision.epoch if decision is not None else 0)
 
-    # ---- what users call
+    # ---- called by users
 
     def waiting(self) -> tuple[int, ...]:
         """Return the slots for which a process asks to join, ascending."""
         return self._running().shared.waiting
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Take in who waits for these slots (with `AgentSettings.admit="ask"`). Any one member suffices."""
+        """Add the processes that wait for these slots (with `AgentSettings.admit="ask"`). Any one member suffices."""
         self._post_event(Admit(tuple(slots)))
 
     def health(self, slot: int) -> str:
@@ -381,7 +386,7 @@ class Runtime:
         return next((member.host for member in self.view().members if member.slot == slot), "")
 
     def told(self, lane: int) -> dict[int, bytes]:
-        """Return what the other members tell of a lane: slot -> bytes, of those who tell anything.
+        """Return the data that the other members publish for a group: slot -> bytes, of those that publish any.
 
         Inside a host it stands on their boards at once; from other hosts it comes a moment later.
         """
@@ -394,7 +399,7 @@ class Runtime:
         return {slot: data for slot, data in found.items() if data}
 
     def unheard(self) -> list[int]:
-        """Return the slots of the other members of whose lanes nothing, or not all, is known here yet."""
+        """Return the slots of the other members whose data for groups is not, or not completely, known here yet."""
         loop, own = self._running(), self.member.nonce
         found = []
         for member in self.view().members:
@@ -408,14 +413,15 @@ class Runtime:
         return {} if self._loop is None else dict(self._loop.switchboard.dropped)
 
     def leave(self) -> None:
-        """Tell the others that this process goes, and go; `close` afterwards is harmless."""
+        """Announce to the others that this process leaves, and leave; `close` afterwards is harmless."""
         self.close()
 
     def close(self, cause: str = LEFT) -> None:
         """Leave if it has not happened yet, end the thread and free everything; idempotent.
 
         Args:
-            cause: what the others are told: LEFT or EXITED. At the end of the process `note_exit` says it.
+            cause: the cause that is reported to the others: LEFT or EXITED. At the end of the process `note_exit` gives
+            it.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
@@ -426,7 +432,7 @@ class Runtime:
             rest.callback(beat.release, self._beat)
             if loop is not None and thread is threading.current_thread():
                 loop.post(lambda: loop.stop(max(cause, _end, key=BY_ITSELF.index)))
-                return  # a hook has called; the board goes with the last reference
+                return  # called by a hook; the board is freed with the last reference
             rest.callback(self._board.close)
             if loop is None:
                 rest.callback(self._job.leave)
@@ -439,7 +445,7 @@ class Runtime:
                 if not thread.is_alive():
                     loop.close()  # for a thread that an interrupt of `begin` has kept from running
 
-    # ---- inside
+    # ---- internal
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -486,7 +492,7 @@ class Runtime:
             raise InvalidState("the control plane is closed")
 
     def forked(self) -> None:
-        """In a forked child: give up the copies of the parent's descriptors."""
+        """Close the copies of the parent's descriptors in a forked child."""
         if self._loop is not None:
             self._loop.forked()
         elif not self._is_closed:
@@ -523,12 +529,12 @@ _has_finalizer: set[int] = set()  # pids: a forked child inherits this, but not 
 
 
 def begin_group(group: int) -> None:
-    """Note that this process has a group, known by any number, until `end_group`."""
+    """Record that this process has a group, under any number, until `end_group`."""
     _groups.add(group)
 
 
 def end_group(group: int) -> None:
-    """Note that the program has destroyed a group."""
+    """Record that the program has destroyed a group."""
     _groups.discard(group)
 
 
@@ -538,7 +544,7 @@ def has_groups() -> bool:
 
 
 def note_exit() -> str:
-    """Note that the interpreter ends; return what this process reports to its peers.
+    """Record that the interpreter ends; return the cause that this process reports to its peers.
 
     LEFT where the program has destroyed its groups, torch's default group included, and EXITED otherwise: a program
     that ends by an exception or by `sys.exit` has failed for its peers, whatever its exit code.
@@ -556,7 +562,8 @@ def _close_all() -> None:
 
 
 def _at_exit() -> None:
-    """Children of `multiprocessing` skip what `atexit` keeps and run their finalizers only."""
+    """Run at the exit of the process: children of `multiprocessing` skip what `atexit` keeps and run their
+    finalizers only."""
     if os.getpid() not in _has_finalizer:
         _has_finalizer.add(os.getpid())
         multiprocessing.util.Finalize(None, _close_all, exitpriority=100)

@@ -1,16 +1,18 @@
-"""A heartbeat that needs neither the GIL nor anything else of Python: a timer of the C library counts in shared memory.
+"""A heartbeat that needs neither the GIL nor any other part of Python: a timer of the C library counts in shared
+memory.
 
 Data path: POSIX `timer_create` with SIGEV_THREAD lets the C library call a function in a thread of its own at each
-tick. The function is `sem_post`, its argument a process-shared semaphore in a memfd region: so a number grows in memory
-that others have mapped, however long Python code or a C call holds the GIL, and stops growing when the process is
-stopped, frozen or starved. No native code of ours, no helper process, no signal handler
-(decision 41 in docs/decisions.md says what was weighed).
+tick. The function is `sem_post`, its argument a process-shared semaphore in a memfd region: a number thus grows in
+memory that others have mapped, however long Python code or a C call holds the GIL, and stops growing when the process
+is stopped, frozen or starved. It needs no native code of ours, no helper process, no signal handler (decision 41 in
+docs/decisions.md gives the alternatives).
 
-Who writes: the C library, in the process whose beat it is. Who reads: anyone who attached the blob; a value means
-nothing by itself, only whether it has changed since the last look. It proves life, never death: that needs a pidfd.
+Writers and readers: the C library writes, in the process that owns the beat; any process that attached the blob reads.
+A value means nothing by itself, only whether it has changed since the last read. It proves life, never death: that
+needs a pidfd.
 
 Lifetime: one beat per process, made at first use and never unmapped, because a tick may be under way when the timer is
-disarmed. It ticks while somebody uses it. A forked child has no timer; it makes its own beat. (A fork that falls into a
+disarmed. It ticks while it has users. A forked child has no timer; it makes its own beat. (A fork that falls into a
 tick, some microseconds each half second, may find the C library's own lock taken, and the child then waits for it in
 vain: processes that use epee should be spawned, not forked.) A crash leaves nothing.
 """
@@ -66,7 +68,7 @@ class Beat:
     def __init__(self) -> None:
         """Make the semaphore and the timer, which does not tick yet.
 
-        Where the system gives no timer the count stays 0, which readers take for "not known": nothing rests on a beat
+        Where the system gives no timer the count stays 0, which readers take for "not known": a beat affects nothing
         but the wording of messages. Raises as `HostRegion.create`.
         """
         self._region = HostRegion.create(_SEMAPHORE_BYTES, "beat", only_owner_writes=True)
@@ -99,7 +101,7 @@ class Beat:
             self._set(PERIOD_S, 1e-9)
 
     def stop(self) -> None:
-        """One user less."""
+        """Remove one user."""
         self._num_users -= 1
         if self._num_users == 0:
             self._set(0.0, 0.0)

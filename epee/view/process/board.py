@@ -1,18 +1,18 @@
-"""A process's board: memory that it alone writes and the others can read, also after its death.
+"""The board of a process: memory that it alone writes and the others can read, also after its death.
 
-    words: version of the state | decided epoch, has left | turns of the agent thread | one row per lane | what each
-           lane tells of itself | the name of each lane's group or buffer
+    words: version of the state | decided epoch, has left | turns of the agent thread | one row per group | the data
+           that each group publishes | the name of each group or buffer
     two copies of the state: length, checksum, bytes
 
-Who writes: the agent thread writes the state, the epoch and its turns; the thread that runs a lane's calls writes the
-lane's row. Who reads: agents that coordinate after the owner's death (the state), the owner's engines, which sleep on
-the epoch's word, and whoever wants to know why the job hangs (all of it).
+Writers: the agent thread writes the state, the epoch and its turns; the thread that runs a group's calls writes the
+group's row. Readers: agents that coordinate after the owner's death (the state), the owner's engines, which sleep on
+the epoch's word, and processes that make a hang report (all of it).
 
-What orders them: a state goes into the copy that is not shown, then the version word is raised, and its lowest bit says
+Ordering: a state is written to the copy that is not shown, then the version word is raised, and its lowest bit says
 which copy is shown (stores stay in order on x86-64, see `memory/host.py`). A crash between two stores leaves the old
-state; a crash within a copy touches only what nobody reads. The checksum is there for what a stray store of a broken
-process may do; a reader who meets a writer at work looks again. Rows are for people: they are checked for range, not
-for tearing. What a lane tells is opaque here; its length is written last.
+state; a crash within a copy touches only what no process reads. The checksum protects against stray stores of a broken
+process; a reader that overlaps with a write reads again. Rows are for people: they are checked for range, not for
+tearing. The data that a group publishes is opaque here; its length is written last.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ..transport.wire import (
     encode_state,
 )
 
-MAX_ROWS = 56  # lanes beyond these work, but no hang report shows them
+MAX_ROWS = 56  # groups beyond these work, but no hang report shows them
 _WORDS_PER_LINE = 8
 _MAGIC = int.from_bytes(b"epeebrd4", "little")
 _MAGIC_WORD, _VERSION = 0, 1
 _EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
 _TURNS = 16
-_BLOB = 24  # whoever finds the memfd without knowing the blob reads it here
+_BLOB = 24  # a process that finds the memfd without knowing the blob reads it here
 _ROWS = 64
 _TOLD = _ROWS + MAX_ROWS * _WORDS_PER_LINE
-_TOLD_WORDS = 16  # of a lane: how many bytes, then these
+_TOLD_WORDS = 16  # of a group: the number of bytes, then the bytes
 MAX_TOLD_BYTES = 8 * (_TOLD_WORDS - 1)
 _NAMES = _TOLD + MAX_ROWS * _TOLD_WORDS
 _NAME_WORDS = 8  # of a row: what it belongs to, for people; UTF-8, zeros behind it
@@ -63,7 +63,7 @@ _MEMFD = "/memfd:epee-board"
 
 
 class Row(NamedTuple):
-    """What a lane is doing.
+    """The current activity of a group.
 
     Attributes:
         lane: its id.
@@ -72,8 +72,8 @@ class Row(NamedTuple):
         epoch: in which it runs.
         waits_for: slots, ascending.
         since_s: start of the call or of this wait, as `time.monotonic()` counts on this machine.
-        progress: grows whenever something came.
-        name: of the group or buffer, cut at 64 bytes; empty if it has not been told.
+        progress: grows whenever something arrived.
+        name: of the group or buffer, cut at 64 bytes; empty if it has not been set.
     """
 
     lane: int
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 class LaneRow:
-    """How an engine says what it is doing; one thread at a time. A call costs a fraction of a microsecond."""
+    """The row in which an engine shows its activity; one thread at a time. A call costs a fraction of a microsecond."""
 
     def __init__(
         self,
@@ -101,15 +101,15 @@ class LaneRow:
 
         Args:
             line: of the row.
-            lane: its id.
-            told: where what the lane tells of itself is written; None: nobody reads it.
-            on_tell: sends that to other hosts.
-            name: where the name is written; None: nobody reads it.
+            lane: id of its group.
+            told: memory for the data that the group publishes; None: it has no reader.
+            on_tell: sends that data to other hosts.
+            name: memory for the name; None: it has no reader.
         """
         self._line, self._lane = line, lane
         self._name = memoryview(bytearray(8 * _NAME_WORDS)) if name is None else name
         self.call_it("")
-        self._on_tell: Callable[[bytes], None] | None = None  # an empty place is no news
+        self._on_tell: Callable[[bytes], None] | None = None  # an empty entry is nothing to report
         self._told = memoryview(bytearray(8 * _TOLD_WORDS)) if told is None else told
         self._progress = 0
         self.tell(b"")
@@ -127,7 +127,7 @@ class LaneRow:
         self.show(b"", 0, 0)
 
     def tell(self, data: bytes) -> None:
-        """Let the others read these bytes about this process's part in the lane, at most `MAX_TOLD_BYTES`."""
+        """Publish these bytes about this process's part in the group, at most `MAX_TOLD_BYTES`."""
         self._told[:8] = bytes(8)
         self._told[8 : 8 + len(data)] = data
         self._told[:8] = len(data).to_bytes(8, "little")
@@ -140,7 +140,7 @@ class LaneRow:
         self._name[:] = data.ljust(8 * _NAME_WORDS, b"\0")
 
     def clear(self) -> None:
-        """Give the row back."""
+        """Free the row."""
         self._told[:8] = bytes(8)
         _ROW.pack_into(self._line, 0, 0, b"", 0, 0, 0, 0, 0)
 
@@ -161,7 +161,7 @@ class Board:
         self._words[_BLOB : _BLOB + BLOB_BYTES // 8] = memoryview(self.blob).cast("Q")
 
     def write(self, state: BoardState) -> None:
-        """Replace the state: whoever reads from now on, whatever becomes of this process, reads this one."""
+        """Replace the state: every later read returns this one, whatever becomes of this process."""
         data = encode_state(state)
         version = self._words[_VERSION] + 1
         start = HEADER_BYTES + _COPIES + (version & 1) * _COPY_BYTES
@@ -183,7 +183,7 @@ class Board:
         futex_sleep(self._region.address + 8 * _EPOCH, epoch)
 
     def turn(self) -> None:
-        """Count a turn of the agent thread: proof that Python code runs in this process."""
+        """Count an iteration of the agent thread: proof that Python code runs in this process."""
         self._words[_TURNS] += 1
 
     def leave(self, cause: str = LEFT) -> None:
@@ -191,7 +191,7 @@ class Board:
         self._words[_LEFT] = 1 + BY_ITSELF.index(cause)
 
     def row(self, lane: int, on_tell: Callable[[bytes], None] | None = None) -> LaneRow:
-        """Return a free row for `lane`; one that nobody sees here when all are taken."""
+        """Return a free row for group `lane`; one without readers when all are taken."""
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
             if self._words[at] == 0:
@@ -202,16 +202,16 @@ class Board:
         return LaneRow(memoryview(bytearray(_ROW.size)), lane, None, on_tell)
 
     def close(self) -> None:
-        """Drop this process's hold; idempotent. Others keep what they attached."""
+        """Drop this process's hold; idempotent. Other processes keep what they attached."""
         self._words.release()
         self._region.close()
 
 
 class BoardView:
-    """Another process's board. Nothing on it is believed unchecked."""
+    """The board of another process. Everything read from it is checked."""
 
     def __init__(self, region: HostRegion) -> None:
-        """Look at the board in `region`.
+        """Open the board in `region`.
 
         Raises:
             ProtocolError: there is none.
@@ -277,11 +277,11 @@ class BoardView:
 
     @property
     def turns(self) -> int:
-        """How often its agent thread has turned."""
+        """The number of iterations of its agent thread."""
         return self._words[_TURNS]
 
     def rows(self) -> list[Row]:
-        """Return what the lanes are doing; a row that cannot be right is left out."""
+        """Return the activities of the groups; an invalid row is left out."""
         rows = []
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
@@ -299,7 +299,7 @@ class BoardView:
         return rows
 
     def told(self, lane: int) -> bytes:
-        """Return what its owner tells of its part in a lane; nothing if it has none."""
+        """Return the data that its owner publishes about its part in a group; empty if it has none."""
         for number in range(MAX_ROWS):
             if self._words[_ROWS + number * _WORDS_PER_LINE] == lane + 1:
                 place = _TOLD + number * _TOLD_WORDS
@@ -341,7 +341,7 @@ def find_board(pid: int) -> BoardView:
 
 
 def read_board_of(pid: int) -> BoardState | None:
-    """Return what is on the board of the process `pid`; raises as `find_board` and `BoardView.read`."""
+    """Return the state on the board of process `pid`; raises as `find_board` and `BoardView.read`."""
     view = find_board(pid)
     try:
         return view.read()

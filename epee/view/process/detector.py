@@ -1,19 +1,18 @@
 """Proof that a process of this machine is dead: a pidfd that has become readable, or no thread with an address space.
 
-A pidfd is bound to one process, not to a number that may be given away again; it becomes readable when that process
-has ended, and never because it is slow. `kill(pid, 0)` is no substitute: it succeeds on zombies. Silence is not
-judged here: that is a time-out, which is a suspicion and another type of error. Nor is it a proof that the kernel does
-not answer: where descriptors or memory have run out, or looking is forbidden, `ResourceError` says so, and whoever
-wanted to watch tries again.
+A pidfd is bound to one process, not to a number that may be reused; it becomes readable when that process has ended,
+and never because it is slow. `kill(pid, 0)` is no substitute: it succeeds on zombies. Silence is handled elsewhere: it
+leads to a timeout, which is a suspicion and another type of error. A kernel that does not answer is no proof either:
+where descriptors or memory have run out, or access is forbidden, `ResourceError` says so, and the caller tries again.
 
-The pidfd speaks late: a process that is killed first gives its memory back, 100 ms per GB on an idle machine and more
-on a busy one. What matters to the others, that it stores nothing any more, is true long before: a thread that dies
-drops its address space, and the last one takes it down after that. `/proc/PID/task/*/statm` shows it (a size of 0), so
-whoever waits for a rank looks there (`is_torn_down`). It is a proof, like the pidfd: such a thread never runs a line of
-its program again.
+The pidfd becomes readable late: a process that is killed first frees its memory, 100 ms per GB on an idle machine and
+more on a busy one. The property that matters to other processes, that it stores nothing any more, holds long before: a
+thread that dies drops its address space, and the last one frees it after that. `/proc/PID/task/*/statm` shows it (a
+size of 0), so a process that waits for a rank checks there (`is_torn_down`). It is a proof, like the pidfd: such a
+thread never runs a line of its program again.
 
-Such a look costs some 20 us a rank. Whether it is worth its price shows a sign that costs one: the first thread's size,
-read through a descriptor that stays open (`DyingSigns`).
+This check costs some 20 us a rank. A sign that costs one microsecond shows whether it is worthwhile: the first thread's
+size, read through a descriptor that stays open (`DyingSigns`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from ...memory.claim import is_torn_down as is_torn_down
 from ...memory.claim import started_at
 
 NUM_LOOKS = 4  # at a time; each costs some 20 us
-_pread = ctypes.PyDLL(None).pread  # `os.pread` lets go of the interpreter's lock, and who computes may keep it for 5 ms
+# `os.pread` releases the interpreter's lock, and a computing thread may keep it for 5 ms
+_pread = ctypes.PyDLL(None).pread
 _pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong)
 _pread.restype = ctypes.c_ssize_t
 
@@ -39,11 +39,11 @@ _pread.restype = ctypes.c_ssize_t
 def open_process(pid: int, start_time: int) -> int:
     """Return a pidfd of process `pid`, started at `start_time` (clock ticks since boot); -1 when it has ended.
 
-    The pidfd is opened first and asked itself: what /proc tells of the number afterwards is about that process, or
-    about one that has the number since.
+    The pidfd is opened and checked first: what /proc shows for the number afterwards is about that process, or about
+    one that has the number since.
 
     Raises:
-        ResourceError: the kernel does not say: no descriptor or memory is left, or looking is forbidden.
+        ResourceError: the kernel does not say: no descriptor or memory is left, or access is forbidden.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -51,7 +51,7 @@ def open_process(pid: int, start_time: int) -> int:
         return -1
     except OSError as exc:
         if exc.errno == errno.EINVAL and started_at(pid) != start_time:
-            return -1  # a thread of another process has the number
+            return -1  # the number is that of a thread of another process
         raise shortage(f"cannot watch process {pid}", exc, "pidfd_open") from exc
     try:
         started = started_at(pid)
@@ -74,7 +74,7 @@ def is_readable(fd: int) -> bool:
 
 
 class DeathWatch:
-    """Watches the processes of some ranks. `dead()` costs one system call; no thread is involved."""
+    """A watch for the deaths of the processes of some ranks. `dead()` costs one system call; no thread is involved."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -86,8 +86,8 @@ class DeathWatch:
     def watch(self, rank: int, pid: int, start_time: int) -> None:
         """Start watching `rank`, which is process `pid` started at `start_time` (clock ticks since boot).
 
-        A process that has ended already counts as dead. Ranks that are threads of this process need no watching.
-        Whoever was `rank` before is watched no more. May be repeated where it was broken off.
+        A process that has ended already counts as dead. Ranks that are threads of this process need no watching. A
+        process that was `rank` before is watched no more. May be repeated where it was interrupted.
 
         Raises:
             ResourceError: as `open_process`; nothing has changed.
@@ -105,7 +105,7 @@ class DeathWatch:
         self._poll.register(fd, select.POLLIN)
 
     def forget(self, rank: int) -> None:
-        """Watch `rank` no more."""
+        """Stop watching `rank`."""
         self._dead.discard(rank)
         self._process_of.pop(rank, None)
         for fd, watched in list(self._rank_of_fd.items()):
@@ -116,7 +116,8 @@ class DeathWatch:
                 os.close(fd)
 
     def dead(self, wait_s: float = 0.0) -> tuple[int, ...]:
-        """Return the ranks that are proved dead, ascending; sleep so long, or until the next one dies, before."""
+        """Return the ranks that are proved dead, ascending; before that, sleep up to `wait_s`, or until the next one
+        dies."""
         for fd, _ in self._poll.poll(wait_s * 1e3):
             self._dead.add(self._rank_of_fd.pop(fd))
             self._poll.unregister(fd)
@@ -124,7 +125,7 @@ class DeathWatch:
         return tuple(sorted(self._dead)) if self._dead else ()
 
     def look(self, suspects: Sequence[int]) -> tuple[int, ...]:
-        """Look closely at ranks that are waited for, a few at a time; return the newly dead, whom `dead` tells, too."""
+        """Check awaited ranks closely, a few at a time; return the newly dead ones, which `dead` reports as well."""
         found = []
         for i in range(min(NUM_LOOKS, len(suspects))):
             rank = suspects[(self._turn + i) % len(suspects)]
@@ -136,7 +137,8 @@ class DeathWatch:
         return tuple(found)
 
     def note_end(self, pid: int, start_time: int) -> None:
-        """Count the watched rank that is process `pid` as dead, which was proved elsewhere; no rank is, nothing."""
+        """Count the watched rank that is process `pid` as dead, which was proved elsewhere; without such a rank do
+        nothing."""
         self._dead.update(rank for rank, process in self._process_of.items() if process == (pid, start_time))
 
     def close(self) -> None:
@@ -148,16 +150,18 @@ class DeathWatch:
 
 
 class DyingSigns:
-    """Tells who may be dying, at the price of one system call a rank that never sleeps. No proof: see `is_leaving`."""
+    """A cheap sign of processes that may be dying: one system call a rank, which never sleeps. No proof: see
+    `is_leaving`."""
 
     def __init__(self) -> None:
         self._fd_of: dict[int, int] = {}
         self._said = ctypes.c_char()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Watch `rank`, which is process `pid`; whoever was it before is watched no more.
+        """Watch `rank`, which is process `pid`; a process that was the rank before is watched no more.
 
-        Who is not there shows no sign, nor does this process: a pidfd says it of one, nobody asks for the other.
+        A process that does not exist shows no sign, and this process shows none either: the first is known by its
+        pidfd, the second is never asked for.
 
         Raises:
             ResourceError: no descriptor is left; nothing has changed.
@@ -175,12 +179,12 @@ class DyingSigns:
             self._fd_of[rank] = fd
 
     def forget(self, rank: int) -> None:
-        """Watch `rank` no more."""
+        """Stop watching `rank`."""
         if (fd := self._fd_of.pop(rank, -1)) >= 0:
             os.close(fd)
 
     def leaving(self) -> list[int]:
-        """Return the ranks whose first thread has no address space, or is gone."""
+        """Return the ranks whose first thread has no address space, or does not exist any more."""
         said, at = self._said, ctypes.addressof(self._said)
         return [rank for rank, fd in self._fd_of.items() if _pread(fd, at, 1, 0) != 1 or said.value == b"0"]
 

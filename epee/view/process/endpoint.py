@@ -1,9 +1,9 @@
-"""Where a process is: what others need to watch it and to read its board. Opaque bytes in `Member.endpoint`.
+"""The endpoint of a process: what others need to watch it and to read its board. Opaque bytes in `Member.endpoint`.
 
-Its socket is reached through its own descriptor of it (`directory.Door`), which needs no name.
+Its socket is reached through the process's own descriptor of the socket's file (`directory.Door`), which needs no name.
 
-Who writes: the process itself, at birth. Who reads: the runtime of each other member, which checks every number before
-it opens a pid or a file by it. Plain bytes: a crash leaves nothing.
+Writers and readers: the process itself writes it, when it is created; the runtime of each other member reads it, and
+checks every number before it opens a pid or a file by it. Plain bytes: a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MAX_ADDRESS_BYTES = 64  # an IPv6 address with its zone
 
 
 class Endpoint(NamedTuple):
-    """Where a process is.
+    """The address and the resources of a process.
 
     Attributes:
         pid: its number in the PID namespace of the job.
         start_time: when it started, clock ticks since boot; with `pid` it names one process.
-        door: its descriptor of its socket's place (`directory.Door.fd`).
+        door: its descriptor of its socket's file (`directory.Door.fd`).
         board: blob of its board (`board.py`).
         beat: blob of its heartbeat (`beat.py`).
-        extra: what the engines above want to know of it, at most `MAX_EXTRA_BYTES`.
-        address, port: where agents of other hosts reach it; "" and 0 where the job keeps to one host.
+        extra: data for the engines above, at most `MAX_EXTRA_BYTES`.
+        address, port: TCP address for agents of other hosts; "" and 0 where the job keeps to one host.
     """
 
     pid: int
@@ -67,7 +67,7 @@ def pack_endpoint(endpoint: Endpoint) -> bytes:
 
 
 def parse_endpoint(data: bytes) -> Endpoint:
-    """Return the endpoint in a member's bytes; `ProtocolError` if it cannot be right."""
+    """Return the endpoint in a member's bytes; `ProtocolError` if it is invalid."""
     cursor = Cursor(data)
     try:
         endpoint: Endpoint = _CODEC.take(cursor, "Endpoint")

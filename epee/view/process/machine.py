@@ -1,4 +1,4 @@
-"""Which host a process runs on: one boot of one kernel and one PID namespace.
+"""The host that a process runs on: one boot of one kernel and one PID namespace.
 
 Processes of a host share memory and see each other's deaths. Containers of one machine are hosts of their own unless
 they share a PID namespace.
@@ -19,12 +19,12 @@ KEY_DIGITS = 16  # hexadecimal
 def own_host_key() -> str:
     """Return the key of the host that this process runs on, `KEY_DIGITS` hexadecimal digits.
 
-    Tests may say what stands for the host (`EPEE_HOST_KEY`, with `EPEE_TEST=1`): ranks of one machine are then hosts
-    of their own, which share no memory though they could.
+    Tests may replace it (`EPEE_HOST_KEY`, with `EPEE_TEST=1`): ranks of one machine are then hosts of their own, which
+    share no memory though they could.
 
     Raises:
         InvalidArgument: `EPEE_HOST_KEY` is set outside a test.
-        ResourceError: the system does not say which machine this is.
+        ResourceError: the system does not identify this machine.
     """
     named = str(env.get("EPEE_HOST_KEY"))
     if named and not env.get_bool("EPEE_TEST"):

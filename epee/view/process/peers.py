@@ -1,19 +1,18 @@
-"""The other processes of the job as the operating system shows them, and what they wrote.
+"""The other processes of the job as the operating system shows them, and the data that they wrote.
 
-Data path: an endpoint names a process, its board and its heartbeat. `add` opens a pidfd, checks that it is the
-process which is meant (start time), and maps board and beat while their owner lives; the mappings stay readable after
-its death. The agent thread alone calls all of it.
+Data path: an endpoint names a process, its board and its heartbeat. `add` opens a pidfd, checks that it is the intended
+process (start time), and maps board and beat while their owner lives; the mappings stay readable after its death. Only
+the agent thread calls this module.
 
-Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death, and so
-is an address space that is gone (`detector.py`); anything else (a beat that stands still, a state in /proc) is for
-messages to people and for reports. A process that cannot be watched, because descriptors or memory have run out here,
-is not dead: `retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing
-worse.
+Writers: each process writes its own board and beat. Trust: a readable pidfd is proof of death, and so is an address
+space that has been freed (`detector.py`); anything else (a beat that stands still, a state in /proc) is for messages to
+people and for reports. A process that cannot be watched, because descriptors or memory have run out here, is not dead:
+`retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing worse.
 
-A process of another host has neither pidfd nor board here (`RemotePeer`): agents of its host tell of its end
-(`protocol/messages.Obituary`), itself of its part in lanes (`wire.LaneTold`). A newcomer may hear of a view, and tell,
-before it is met here: what it told is kept until then. On each new connection a process tells all anew, between two
-marks; what is not told again there was taken back while there was no connection.
+A process of another host has neither pidfd nor board here (`RemotePeer`): agents of its host report its end
+(`protocol/messages.Obituary`), the process itself its part in groups (`wire.LaneTold`). A joiner may learn a view, and
+send its data, before it is added here: the data is kept until then. On each new connection a process sends all its
+data, between two marks; what is not repeated there was removed while there was no connection.
 
 A forked child closes its copies of the descriptors; a crash leaves nothing.
 """
@@ -39,19 +38,19 @@ from .endpoint import Endpoint, parse_endpoint
 logger = logging.getLogger("epee")
 
 MAX_PEERS = 512  # members, those before them that may still live, and joiners
-FROZEN_S = 6 * PERIOD_S  # a heart that stands still for longer belongs to a process that gets no processor
-BUSY_S = 3.0  # an agent thread that does not turn for longer does not get the GIL
+FROZEN_S = 6 * PERIOD_S  # a heartbeat that stands still for longer belongs to a process that gets no processor
+BUSY_S = 3.0  # an agent thread without an iteration for longer does not get the GIL
 
 
 class Peer:
     """One process of the job.
 
     Attributes:
-        member: as it was told; the incarnation may be 0 still.
-        endpoint: where it is.
+        member: as it was announced; the incarnation may be 0 still.
+        endpoint: its address and resources.
         pidfd: -1 before it is watched, and once it is dead.
-        is_dead: it is proved.
-        was_member: it stood in a decision that this process has seen committed.
+        is_dead: its death is proved.
+        was_member: it was a member in a decision that this process has seen committed.
         board, beat: None where they could not be mapped.
     """
 
@@ -61,14 +60,14 @@ class Peer:
         self.pidfd = -1
         self.is_dead = False
         self.is_mappable = True  # as far as is known
-        self.is_told = False  # that it cannot be watched yet
+        self.is_told = False  # whether the log says that it cannot be watched yet
         self.was_member = False
         self.board: BoardView | None = None
         self.beat: BeatView | None = None
         self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed
 
     def map(self) -> None:
-        """Map board and beat, what is missing of them; raises `ProtocolError` or `ResourceError`."""
+        """Map board and beat, as far as they are not mapped yet; raises `ProtocolError` or `ResourceError`."""
         if self.board is None:
             board = BoardView.attach(self.endpoint.board)
             if board.owner != (self.endpoint.pid, self.endpoint.start_time):
@@ -85,7 +84,7 @@ class Peer:
         return not self.is_dead and (self.pidfd < 0 or (self.is_mappable and self.beat is None))
 
     def look(self, now: float) -> None:
-        """Note which of its counters have changed."""
+        """Record which of its counters have changed."""
         if self.beat is not None and self.board is not None:
             for name, value in (("beat", self.beat.count), ("turns", self.board.turns)):
                 if self._seen.get(name, (-1, 0.0))[0] != value:
@@ -99,7 +98,7 @@ class Peer:
             return "stopped"
         try:
             self.look(now)
-        except ValueError:  # the agent thread has just dropped its board: it is gone
+        except ValueError:  # the agent thread has just dropped its board: the process has ended
             return "dead"
         beat, beat_at = self._seen.get("beat", (0, now))
         if beat and now - beat_at > FROZEN_S:
@@ -107,17 +106,17 @@ class Peer:
         return "busy" if now - self._seen.get("turns", (0, now))[1] > BUSY_S else "running"
 
     def told(self, lane: int) -> bytes:
-        """Return what it tells of its part in a lane; `ValueError` if its board was dropped meanwhile."""
+        """Return the data that it publishes for a group; `ValueError` if its board was dropped meanwhile."""
         return b"" if self.board is None else self.board.told(lane)
 
     @property
     def has_told(self) -> bool:
-        """Whether what it tells of lanes can be read here, or never will be."""
+        """Whether its data for groups can be read here, or never will be readable."""
         return self.is_dead or self.board is not None or not self.is_mappable
 
     @property
     def has_left(self) -> bool:
-        """True when it has said that it has left."""
+        """True when it has announced that it has left."""
         return self.board is not None and self.board.has_left
 
     def close(self) -> None:
@@ -131,20 +130,20 @@ class Peer:
 
 
 class LanesTold:
-    """What a process of another host has told of its parts in lanes.
+    """The data that a process of another host has sent for its groups.
 
     Attributes:
-        is_whole: it has told all of them at least once.
+        is_whole: it has sent all of it at least once.
     """
 
     is_whole = False
 
     def __init__(self) -> None:
         self._told: dict[int, bytes] = {}
-        self._unsaid: set[int] | None = None  # while it tells all anew: what of it has not come yet
+        self._unsaid: set[int] | None = None  # groups whose data has not come yet, while the process sends all of it
 
     def note(self, lane: int, data: bytes) -> None:
-        """Keep what it tells of a lane in place of what it told before; the lane of the marks is nobody's."""
+        """Replace the data of a group; the group id of the marks belongs to no group."""
         if (lane, data) == BEGIN:
             self._unsaid = set(self._told)
         elif (lane, data) == END:
@@ -160,12 +159,12 @@ class LanesTold:
             self._unsaid.discard(lane)
 
     def get(self, lane: int) -> bytes:
-        """Return what it has told of a lane, nothing where it has not."""
+        """Return the data of a group, empty where none was sent."""
         return self._told.get(lane, b"")
 
 
 class RemotePeer(Peer):
-    """A process of another host, as it is told here.
+    """A process of another host, as messages describe it.
 
     Attributes:
         has_left: its end was that it left.
@@ -185,7 +184,7 @@ class RemotePeer(Peer):
         return False
 
     def told(self, lane: int) -> bytes:
-        """Return what it has told of its part in a lane."""
+        """Return the data that it has sent for a group."""
         return self.lanes.get(lane)
 
     @property
@@ -194,33 +193,34 @@ class RemotePeer(Peer):
         return self.is_dead or self.lanes.is_whole
 
     def health(self, now: float) -> str:
-        """Return "dead", "reachable" (its kernel answers; more is not seen from here) or "unreachable"."""
+        """Return "dead", "reachable" (its kernel answers; more cannot be seen from here) or "unreachable"."""
         if self.is_dead:
             return "dead"
         return "reachable" if self._is_up(self.member.nonce) else "unreachable"
 
 
 class Peers:
-    """Everybody whom this process has to watch, by nonce."""
+    """All processes that this process has to watch, by nonce."""
 
     def __init__(
         self, me: bytes, poll: select.epoll, host: str, is_up: Callable[[bytes], bool] = lambda nonce: False
     ) -> None:
-        """`host`: on which this process runs; `is_up` says whether there is a connection to one of another host."""
+        """`host`: on which this process runs; `is_up` returns whether there is a connection to a process of another
+        host."""
         self._me, self._poll, self._host, self._is_up = me, poll, host, is_up
         self._peers: dict[bytes, Peer] = {}
         self._nonce_of: dict[int, bytes] = {}  # of pidfds
-        self._ending: list[int] = []  # pidfds of processes that are dead but not gone
-        self._early: dict[bytes, LanesTold] = {}  # of processes that nobody has told of here yet, the oldest first
+        self._ending: list[int] = []  # pidfds of processes that are dead but have not been reaped
+        self._early: dict[bytes, LanesTold] = {}  # of processes that have not been announced here yet, the oldest first
 
     def add(self, member: Member, pid: int = 0) -> bool:
-        """Watch a member; False when it is proved dead already (nobody can map its board any more).
+        """Watch a member; False when it is proved dead already (its board cannot be mapped any more).
 
-        With `pid`, the process that the kernel says it is, its endpoint must name the same. Whoever cannot be watched
+        With `pid`, the process named by the kernel, its endpoint must name the same. A process that cannot be watched
         now is kept for `retry`.
 
         Raises:
-            ProtocolError: its endpoint cannot be right.
+            ProtocolError: its endpoint is invalid.
             ResourceError: there are too many peers.
         """
         if member.nonce == self._me:
@@ -242,7 +242,7 @@ class Peers:
         return self._attend(peer)
 
     def note_end(self, nonce: bytes, has_left: bool) -> bool:
-        """Note that a process of another host writes no more, as it was told; True when that is new."""
+        """Record that a process of another host writes no more, as was reported; True when that is new."""
         peer = self._peers.get(nonce)
         if not isinstance(peer, RemotePeer) or peer.is_dead:
             return False
@@ -250,7 +250,7 @@ class Peers:
         return True
 
     def note_told(self, nonce: bytes, lane: int, data: bytes) -> None:
-        """Note what a process of another host tells of its part in a lane."""
+        """Store the data that a process of another host sends for a group."""
         peer = self._peers.get(nonce)
         if isinstance(peer, RemotePeer):
             peer.lanes.note(lane, data)
@@ -260,11 +260,11 @@ class Peers:
             self._early.setdefault(nonce, LanesTold()).note(lane, data)
 
     def retry(self) -> list[Peer]:
-        """Try again to watch and map those with whom it has not worked; return who is found dead."""
+        """Try again to watch and map the processes for which it has failed; return those found dead."""
         return [peer for peer in self._peers.values() if peer.is_wanting and not self._attend(peer)]
 
     def _attend(self, peer: Peer) -> bool:
-        """Do what is missing to watch a peer and to read its board; False when it is proved dead."""
+        """Complete the watch of a peer and the mapping of its board; False when it is proved dead."""
         if not peer.is_wanting:
             return not peer.is_dead
         slot = peer.member.slot
@@ -273,7 +273,8 @@ class Peers:
                 self._watch(peer)
             if not peer.is_dead and peer.is_mappable:
                 peer.map()
-        except (AuthError, OwnerEndedError, ProtocolError) as exc:  # it dies, or leaves; its end is seen all the same
+        # it dies, or leaves; its end is noticed all the same
+        except (AuthError, OwnerEndedError, ProtocolError) as exc:
             peer.is_mappable = False
             logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
         except ResourceError as exc:
@@ -305,9 +306,9 @@ class Peers:
         return peer is not None and peer.board is not None
 
     def died(self, fd: int) -> Peer | None:
-        """Note that the process behind a pidfd has died, if it is one and readable; None otherwise.
+        """Record the death of the process behind a pidfd, if it is one and readable; return None otherwise.
 
-        The pidfd is asked again: the event may be an older one, of a descriptor that had this number before.
+        The pidfd is polled once more: the event may be an older one, of a descriptor that had this number before.
         """
         if fd not in self._nonce_of or not is_readable(fd):
             return None
@@ -316,7 +317,7 @@ class Peers:
         return peer
 
     def look_at(self, nonce: bytes) -> Peer | None:
-        """Look closely at a peer that others take for dead; return it if it is, and was not known to be."""
+        """Check a peer closely that others report dead; return it if it is, and was not known to be."""
         peer = self._peers.get(nonce)
         if (
             peer is None
@@ -332,11 +333,11 @@ class Peers:
         return peer
 
     def reap(self) -> None:
-        """Drop the descriptors of those that were dead before they were gone, once they are gone."""
+        """Drop the descriptors of processes that were proved dead before they had ended, once they have ended."""
         self._ending = [fd for fd in self._ending if not _has_ended(fd)]
 
     def _bury(self, peer: Peer) -> int:
-        """Note that a peer that was watched is dead; return its pidfd."""
+        """Record the death of a peer that was watched; return its pidfd."""
         peer.is_dead = True
         fd, peer.pidfd = peer.pidfd, -1
         del self._nonce_of[fd]
@@ -344,8 +345,8 @@ class Peers:
         return fd
 
     def await_ends(self, timeout_s: float) -> None:
-        """Wait until those that died with their memory still to be given back are gone: they hold locks until then."""
-        for peer in self._peers.values():  # whose end others may have seen first
+        """Wait until the dead processes have freed their memory and ended: they hold locks until then."""
+        for peer in self._peers.values():  # other processes may have seen its end first
             if peer.pidfd >= 0 and is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
                 self._ending.append(self._bury(peer))
         deadline = time.monotonic() + timeout_s
@@ -356,7 +357,7 @@ class Peers:
             os.close(self._ending.pop())
 
     def read_board(self, nonce: bytes) -> BoardState | None:
-        """Return what is on a board, None when it was never written.
+        """Return the state on a board, None when it was never written.
 
         Raises:
             ResourceError: it could not be mapped in time.
@@ -368,9 +369,9 @@ class Peers:
         return peer.board.read()
 
     def left(self) -> list[tuple[bytes, str]]:
-        """Return the nonces of those whose boards say that they have left, and LEFT or EXITED.
+        """Return the nonces of processes whose boards say that they have left, and LEFT or EXITED.
 
-        Notes on the way which ones show life.
+        Records at the same time which processes show life.
         """
         now = time.monotonic()
         found = []
@@ -381,7 +382,8 @@ class Peers:
         return found
 
     def retire(self, decision: Decision) -> None:
-        """Forget who is no member any more and is dead or has left. Who was voted out but lives stays watched."""
+        """Drop processes that are no members any more and are dead or have left. An evicted process that lives stays
+        watched."""
         there = {member.nonce for member in decision.members}
         for nonce, peer in list(self._peers.items()):
             if nonce in there:
@@ -390,7 +392,7 @@ class Peers:
                 self._drop(nonce)
 
     def retire_former(self, decision: Decision) -> None:
-        """Forget the former members that have died or left since `decision`, which left them out.
+        """Drop the former members that have died or left since `decision`, which removed them.
 
         A joiner stays: a decision that is under way may have made it a member, and its board is then a witness.
         """
@@ -429,7 +431,7 @@ def process_state(pid: int) -> str:
 
 
 def _has_ended(fd: int) -> bool:
-    """Return whether the process of a pidfd is gone, and close the pidfd then."""
+    """Return whether the process of a pidfd has ended, and close the pidfd then."""
     if not is_readable(fd):
         return False
     os.close(fd)

@@ -1,1 +1,1 @@
-"""How the members of a view agree on the next one: pure, without clocks, threads or sockets."""
+"""The agreement of the members of a view on the next one: pure, without clocks, threads or sockets."""

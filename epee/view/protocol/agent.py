@@ -1,16 +1,16 @@
-"""The agent of one process: the machine that knows the view and agrees with others on the next one.
+"""The agent of one process: the state machine that holds the view and agrees with other agents on the next one.
 
-`step(event, now)` returns the effects to carry out, in order. There is no thread, socket, clock or random number in
-here; the runtime and the simulator drive the same code. The protocol is `PROTOCOL.md`, proved there.
-This module is the part that answers: it promises, accepts, learns decisions. `proposer.py` is the part that acts.
+`step(event, now)` returns the effects to carry out, in order. The module has no thread, socket, clock or random number;
+the runtime and the simulator drive the same code. The protocol is described and proved in `PROTOCOL.md`. This module is
+the part that answers: it promises, accepts, learns decisions. `proposer.py` is the part that acts.
 
-Who writes, who reads: an agent writes its own board only, before the answer that rests on it. After its death others
-read the board, so a promise or an acceptance that anybody may have counted can always be found.
+Writers and readers: an agent writes its own board only, before the answer that depends on it. After its death other
+agents read the board, so a promise or an acceptance that any of them may have counted can always be found.
 
-Lanes are frozen from the first promise for an epoch until the next decision is known: `Freeze`, then `Frozen` from the
+Groups are frozen from the first promise for an epoch until the next decision is known: `Freeze`, then `Frozen` from the
 local engines, then the promise, always with the same numbers.
 
-A crash between any two effects leaves a board that is older than or equal to what was told: the write comes first.
+A crash between any two effects leaves a board that is at least as new as every message sent: the write comes first.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from .outcome import first_seq
 from .proposer import Proposer, obituary_of
 
 BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
-HISTORY = 64  # decisions kept for those who lag by more than one: who was voted out, or is out of a lane
+HISTORY = 64  # decisions kept for processes that lag by more than one: evicted ones, or those put out of a group
 HISTORY_MEMBERS = 1 << 14  # or as many as name so many members, some 4 MB
 COMMIT_LIMIT = 8  # decisions in one message
 MAX_SLOTS = 4096
@@ -83,13 +83,13 @@ MAX_SLOTS = 4096
 class Agent(Proposer):
     """One process of the job.
 
-    A founder is made with the first decision (the same at all founders); a joiner without one, and gets its
-    incarnation when it is taken in. The first step writes the board.
+    An initial member is made with the first decision (the same at all initial members); a joiner without one, and gets
+    its incarnation when it is added. The first step writes the board.
 
     Attributes:
         me: this process; its incarnation is 0 until it is a member.
         decided: the last decision that is known; `BLANK` (epoch 0) before there is one.
-        next_tick: when `step(Tick(), now)` is due at the latest; infinite when nothing is waited for.
+        next_tick: time at which `step(Tick(), now)` is due at the latest; infinite when nothing is waited for.
         ended: True when the agent does nothing any more (evicted, refused, left).
     """
 
@@ -98,9 +98,10 @@ class Agent(Proposer):
         self.history: deque[Decision] = deque()
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
-        self._wills: dict[bytes, BoardState] = {}  # what the boards of those showed that have died on other hosts
+        self._wills: dict[bytes, BoardState] = {}  # states read from the boards of processes that died on other hosts
         self._joined: Decision | None = None
-        self._came_back: dict[int, Decision] = {}  # per lane, where that was later than this process joined
+        # group -> the decision that brought this process back, where that was later than its join
+        self._came_back: dict[int, Decision] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             MessageReceived: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
@@ -143,7 +144,7 @@ class Agent(Proposer):
         out, self._out = self._out, []
         return out
 
-    # ---- what others say
+    # ---- messages of other agents
 
     def _received(self, event: MessageReceived) -> None:
         if event.sender == self.me.nonce:
@@ -153,7 +154,7 @@ class Agent(Proposer):
         self._messages[type(event.message)](event.sender, event.message)
 
     def _out_of_step(self, sender: bytes, epoch: int) -> bool:
-        """Handle a message about another epoch than ours: one of the two has to learn something first."""
+        """Handle a message about another epoch than ours: one of the two agents has to learn decisions first."""
         if epoch == self.epoch:
             return sender not in self.slot_of
         if epoch < self.epoch:
@@ -172,7 +173,7 @@ class Agent(Proposer):
         self._ask_for_promise(message.ballot)
 
     def _ask_for_promise(self, ballot: Ballot) -> None:
-        """Promise `ballot` as soon as the lanes are frozen."""
+        """Promise `ballot` as soon as the groups are frozen."""
         if ballot >= self._pending:
             self._pending = ballot
         if self._lanes is not None:
@@ -188,7 +189,7 @@ class Agent(Proposer):
             self._give_promise()
 
     def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
-        """Return what to promise of the lanes: who joined has completed nothing of what came before it."""
+        """Return the group states to promise: a joiner has completed no call from before its join."""
         return tuple(s if s.completed >= self._first_seq(s.lane) else LaneState(s.lane, 0, *s[2:]) for s in lanes)
 
     def _first_seq(self, lane: int) -> int:
@@ -222,7 +223,7 @@ class Agent(Proposer):
         self._reply(sender, Accepted(message.ballot, self.epoch))
 
     def _take(self, ballot: Ballot, decision: Decision) -> None:
-        """Accept: the board first."""
+        """Accept a decision: the board is written first."""
         if self.accepted_ballot != ballot:
             self.promised = self.accepted_ballot = ballot
             self.accepted = decision
@@ -243,7 +244,7 @@ class Agent(Proposer):
                     self._end(decision)
 
     def _begin_with(self, sender: bytes, decision: Decision) -> None:
-        """As a joiner: begin with the decision that took us in, not with a later one that came first."""
+        """Begin, as a joiner, with the decision that added this process, not with a later one that arrived first."""
         for member in decision.members:
             if member.nonce == self.me.nonce:
                 if member.incarnation == decision.epoch:
@@ -255,7 +256,7 @@ class Agent(Proposer):
         return any(member.nonce == self.me.nonce for member in decision.members)
 
     def _may_tell(self, sender: bytes, decision: Decision) -> bool:
-        """Return whether a process can know of a decision: it is or was a member, or has become one by it."""
+        """Return whether a process can know a decision: it is or was a member, or has become one by it."""
         if sender in self.slot_of or sender in self._past or sender in self._contacts:
             return True
         return any(member.nonce == sender for member in decision.members)
@@ -281,10 +282,10 @@ class Agent(Proposer):
         for want in message.wants:
             self._note_want(want)
 
-    # ---- what is learned
+    # ---- learning decisions
 
     def _learn(self, decision: Decision) -> None:
-        """Take over a decision that was chosen."""
+        """Adopt a decision that was chosen."""
         mine = next((member for member in decision.members if member.nonce == self.me.nonce), None)
         if mine is None:
             self._end(decision)
@@ -312,7 +313,7 @@ class Agent(Proposer):
         self._settle_joins(decision)
 
     def _enter(self, decision: Decision) -> None:
-        """Be in the epoch of `decision`: everything that was about the step to it is over."""
+        """Enter the epoch of `decision`: everything about the step to it is over."""
         for member in self.decided.members:
             self._past[member.nonce] = member
         while len(self._past) > HISTORY:
@@ -345,14 +346,14 @@ class Agent(Proposer):
         self._out.append(Evicted(decision.epoch, cause))
 
     def _proof(self, nonce: bytes, cause: str) -> None:
-        """Note for good that a process writes no more, whether it is a member already or not."""
+        """Record permanently that a process writes no more, whether it is a member already or not."""
         if nonce == self.me.nonce or nonce in self._proofs:
             return
         self.joins.drop(nonce)
         if nonce in self._past and nonce not in self.slot_of:
             return
         if not self.epoch and nonce in self._contacts and self._contacts[nonce].host == self.me.host:
-            self._out.append(ReadBoard(self._contacts[nonce]))  # it may have taken us in before it died
+            self._out.append(ReadBoard(self._contacts[nonce]))  # it may have added this process before it died
         self._proofs[nonce] = cause
         while len(self._proofs) > MAX_SLOTS:
             del self._proofs[next(iter(self._proofs))]
@@ -385,7 +386,10 @@ class Agent(Proposer):
             self._note_board(slot, event.state)
 
     def _obituary(self, sender: bytes, message: Obituary) -> None:
-        """Take it from an agent of the host of the dead, or from who leaves; it is as good as a look at the board."""
+        """Handle the obituary of a process, sent by an agent of its host or by itself when it leaves.
+
+        It is as good as reading the board.
+        """
         owner, by = self._known(message.nonce), self._known(sender)
         if owner is None or by is None or owner.host != by.host or owner.host == self.me.host:
             return
@@ -405,19 +409,19 @@ class Agent(Proposer):
         return self.members[slot] if slot is not None else self._past.get(nonce)
 
     def _note_board(self, slot: int, state: BoardState) -> None:
-        """Keep what stands on the board of one that is gone, if it can witness for this epoch."""
+        """Store the board state of a process that has failed or left, if it can witness for this epoch."""
         if state.decided.epoch <= self.epoch:
             self.boards[slot] = state
-        else:  # what it had promised in our epoch is no longer on its board, so it is no witness: we lag behind
+        else:  # its promise for our epoch is no longer on its board, so it is no witness: this agent lags behind
             self._ask_everybody()
 
-    # ---- small things
+    # ---- helpers
 
     def _write_board(self) -> None:
         self._out.append(WriteBoard(BoardState(self.decided, self.promised, self.accepted_ballot, self.accepted)))
 
     def _since(self, epoch: int) -> tuple[Decision, ...]:
-        """Return the decisions after `epoch`, oldest first; the newest alone where the oldest is forgotten."""
+        """Return the decisions after `epoch`, oldest first; only the newest where the oldest is no longer stored."""
         later = [decision for decision in self.history if decision.epoch > epoch]
         if later and later[0].epoch > epoch + 1:
             return (later[-1],)
@@ -440,13 +444,13 @@ class Agent(Proposer):
             self._join_at = self._t
 
     def _join_refused(self, sender: bytes, message: JoinRefused) -> None:
-        """Stop asking. Not the end at once: who refuses may itself be on its way out, and a decision under way."""
+        """Stop asking, but do not end at once: the sender may be leaving itself, and a decision may be under way."""
         if not self.epoch and message.nonce == self.me.nonce and not self._refusal:
             self._refusal = message.reason or "refused"
             self._join_at = self._t + self.settings.patience_s
 
     def _join(self, sender: bytes, message: Join) -> None:
-        """A request: by the joiner itself, or passed on by a member, which means that it is admitted."""
+        """Handle a join request: from the joiner itself, or passed on by a member, which means that it is admitted."""
         member, nonce = message.member, message.member.nonce
         if not self.epoch or (sender != nonce and sender not in self.slot_of):
             return

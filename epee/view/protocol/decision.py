@@ -1,25 +1,25 @@
-"""What a coordinator proposes when it is free to choose: who goes, who comes, and what that means for the lanes.
+"""Composition of a decision when the coordinator is free to choose: removals, joins, and their effect on the groups.
 
-Pure functions of what the coordinator was told. The numbers in a decision come from promises of agents that are frozen,
-so they cannot move until the decision is known:
+Pure functions of the answers that the coordinator received. The numbers in a decision come from promises of agents that
+are frozen, so they cannot change until the decision is known:
 
-    cuts    for removed slots that may still live (`MAY_LIVE`), per lane the last call that a member of the new view
-            has completed, and who has. Slots that write no more need none (see `outcome.cut_of`), unless nobody of
-            their host is left in the lane: then what others have seen of their words may differ. So in a job over
-            several hosts every removal has cuts, and needs the promises of all who stay.
-    starts  per lane 1 + the last call that a member of the new view had issued, or that a want speaks of which is met.
-            Those who join take part from there, and a call before it that cannot complete fails in mode "raise". Where
-            all who stay have promised, and all who told of the lane have begun one and the same call that can do
-            without the removed, it says so (`among`).
+    cuts    for removed slots that may still live (`MAY_LIVE`): per group the last call that a member of the new view
+            has completed, and that member. Slots that write no more need none (see `outcome.cut_of`), unless no
+            member on their host is left in the group: then other hosts' copies of their words may differ. In a job
+            over several hosts every removal therefore has cuts, and needs the promises of all remaining members.
+    starts  per group 1 + the last call that a member of the new view had issued, or that a want which is met names.
+            Joiners take part from there, and a call before it that cannot complete fails in mode "raise". Where all
+            remaining members have promised, and all that reported the group have begun one and the same call that
+            does not need the removed slots, the start says so (`among`).
 
-The incarnation of a joiner is the epoch that it joins in: higher than any before it in its slot, and nobody has to
-remember who was there.
+The incarnation of a joiner is the epoch that it joins in: higher than any before it in its slot, without a record of
+earlier occupants.
 
-A member takes part in each lane that it belongs to since it joined the job, unless a decision has put it out of one, or
-taken it back: that is what `parts` keeps, from decision to decision, as long as the process is a member and the lane is
-used, with what it told of its part, where a want has said that. Who comes back is a newcomer to the lane: it takes part
-since that epoch, from the lane's `start`. Who is put out counts up to the lane's cut, as one that is voted out. What
-those tell who go or are out makes neither cut nor start.
+A member takes part in each of its groups since it joined the job, unless a decision has put it out of one, or brought
+it back: `parts` records this, from decision to decision, as long as the process is a member and the group is used,
+together with the locator of its part, where a want has given one. A member that comes back is a joiner of the group: it
+takes part since that epoch, from the group's `start`. A member that is put out counts up to the group's cut, like an
+evicted one. The reports of slots that leave or are out make neither cut nor start.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def compose(
     """Return the decision after `current`.
 
     Args:
-        lanes: per slot that promised, where its lanes are.
+        lanes: slot that promised -> the states of its groups.
         gone: slots that are dead or have left, with the cause.
         evicted: slots to remove that may still live, with the cause.
-        joiners: who comes in; of several for one slot the first does, of one whose slot stays occupied none.
-        wants: who takes part in single lanes, one per lane; none is met that would make too many parts.
+        joiners: the processes that join; of several for one slot the first does, for a slot that stays occupied none.
+        wants: the members of single groups, one per group; none is met that would make too many parts.
     """
     causes = {**(evicted or {}), **gone}
     staying = {member.slot: member for member in current.members if member.slot not in causes}
@@ -76,7 +76,10 @@ def compose(
 def _told(
     parts: Iterable[Part], staying: Mapping[int, Member], lanes: Mapping[int, Sequence[LaneState]]
 ) -> list[tuple[int, LaneState]]:
-    """Return what slots tell of lanes that they are in before and after; `parts`: of both, be it of former members."""
+    """Return the reported states of the groups that the slots are in before and after the decision.
+
+    `parts`: those before and after it, also of former members.
+    """
     out = {(part.lane, *part[1:3]) for part in parts if part.since < 0}
     return [
         (slot, state)
@@ -90,10 +93,10 @@ def _told(
 def _parts(
     current: Decision, staying: Mapping[int, Member], wants: Sequence[Want], used: set[int] | None
 ) -> tuple[tuple[Part, ...], tuple[int, ...]]:
-    """Return the parts after `current`, and the lanes whose wants they meet.
+    """Return the parts after `current`, and the groups whose wants they meet.
 
     Args:
-        used: the lanes that anybody has, None where not everybody has answered.
+        used: the groups that any member has, None where not all members have answered.
     """
     met: set[int] = set()
     members = {member[:2] for member in current.members}
@@ -117,14 +120,17 @@ def _parts(
 
 
 def parts_of(decision: Decision, lane: int) -> dict[int, int]:
-    """Return who takes part in a lane, as far as it belongs to it: slot -> the epoch since which it does."""
+    """Return slot -> the epoch since which it takes part in a group, for the members of the job that are not out of it.
+
+    Whether a member belongs to the group at all is not checked.
+    """
     since = {part[1:3]: part.since for part in decision.parts if part.lane == lane}
     parts = {member.slot: since.get(member[:2], member.incarnation) for member in decision.members}
     return {slot: when for slot, when in parts.items() if when > 0}
 
 
 def without(want: Want, silent: Container[int], gone: Container[int], current: Decision) -> Want | None:
-    """Return what is left of a want when the `silent` do not answer and the `gone` go; None: it cannot be met."""
+    """Return the rest of a want when the `silent` do not answer and the `gone` are removed; None: it cannot be met."""
     members = tuple(slot for slot in want.members if slot not in silent)
     if len(members) < len(want.members) and not want.least:
         return None
@@ -154,15 +160,15 @@ def _starts(told: Iterable[LaneState], has_all: bool) -> tuple[Start, ...]:
 
 
 def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]]) -> set[int]:
-    """Return which of the accused to remove: the worst connected first, until no accusation is left.
+    """Return the accused members to remove: the worst connected first, until no accusation is left.
 
-    An accusation speaks against both: who accuses everybody is more likely the one that is cut off. When one is
-    removed its accusations go with it, and so do those against whoever accused it (it was waiting itself). Of several
-    that are equally bad the accused goes before the accuser, then the highest slot.
+    An accusation counts against both sides: a member that accuses all others is more likely the one that is cut off.
+    When a member is removed, its accusations are dropped, and so are those against its accusers (they were waiting
+    themselves). Of several that are equally bad the accused is removed before the accuser, then the highest slot.
 
     Args:
-        live: members that are not dead; others neither accuse nor stand accused.
-        accusers: per accused slot who accuses it.
+        live: members that are not dead; others neither accuse nor are accused.
+        accusers: accused slot -> the slots that accuse it.
     """
     edges = {(by, slot) for slot, those in accusers.items() for by in those if by != slot and {by, slot} <= set(live)}
     removed: set[int] = set()
@@ -184,14 +190,15 @@ def spans_hosts(decision: Decision) -> bool:
 def choose_lost(
     hosts: Mapping[int, str], accusers: Mapping[str, Collection[int]], answered: Collection[int]
 ) -> set[str]:
-    """Return which hosts to remove of those that others cannot reach: the worst connected first, as a whole.
+    """Return the hosts to remove among those that others cannot reach: the worst connected first, as a whole.
 
-    A host that cannot be reached cannot reach the other one either, so of each such pair one goes, whoever says it.
-    First those of whom nobody has answered whoever decides now; then who is in most pairs; of equal ones the smaller.
+    If one host cannot reach another, the reverse holds as well, so one host of each such pair is removed, whichever
+    side reported it. First the hosts of which no member has answered this coordinator; then those in most pairs; of
+    equal ones the smaller.
 
     Args:
-        hosts: of each member that is not dead.
-        accusers: per host who cannot reach it.
+        hosts: host of each member that is not dead.
+        accusers: host -> the slots that cannot reach it.
         answered: slots that have promised.
     """
     present, near = set(hosts.values()), {hosts[slot] for slot in answered if slot in hosts}
@@ -208,12 +215,12 @@ def choose_lost(
 
 
 def is_null(decision: Decision, current: Decision) -> bool:
-    """Return whether `decision` changes nothing but the epoch (it ends a ballot that had frozen the lanes)."""
+    """Return whether `decision` changes nothing but the epoch (it ends a ballot that had frozen the groups)."""
     return decision.members == current.members and not decision.met
 
 
 def cause_of(decision: Decision, slot: int, incarnation: int) -> str:
-    """Return why a process is not in `decision`; STALLED when it was removed earlier than this decision."""
+    """Return the cause for which a process is not in `decision`; STALLED when an earlier decision removed it."""
     for removal in decision.removed:
         if (removal.slot, removal.incarnation) == (slot, incarnation):
             return removal.cause

@@ -1,9 +1,9 @@
-"""What goes into an agent and what comes out: events, effects, settings. Plain values, as in `messages.py`.
+"""The input and output of an agent: events, effects, settings. Plain values, as in `messages.py`.
 
-The runtime (sockets, boards, pidfds, engines) turns what happens into events and carries out the effects of a step
-**in their order**: a `WriteBoard` must be readable by others before the `Send` that follows it leaves. The simulator
-does the same with virtual time. A process is named by its nonce, because a slot may have had several; only the local
-engine speaks of slots.
+The runtime (sockets, boards, pidfds, engines) turns what happens into events and carries out the effects of a step **in
+their order**: a `WriteBoard` must be readable by others before the `Send` that follows it leaves. The simulator does
+the same with virtual time. A process is named by its nonce, because a slot may have had several; only the local engine
+uses slots.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .messages import LEFT, BoardState, Decision, LaneState, Member, Message, Wa
 
 
 class AgentSettings(NamedTuple):
-    """The patience of an agent; the same for all members.
+    """The timeouts and policies of an agent; the same for all members.
 
     Attributes:
-        policy: what an accusation does: "evict" removes the accused, "error" and "wait" leave the view alone. A host
-            that is lost goes whatever it says.
-        answer_s: how long a live process takes to answer at most, when nothing is wrong.
-        patience_s: how long a coordinator waits for a silent member before "evict" leaves it out where somebody is
-            accused, and how long an accusation or the word of a joiner stays valid without being repeated.
-        no_quorum_s: after this time without a decision that is needed the agent tells `NoQuorum`.
-        admit: "auto" takes joiners in as they come, "ask" waits for an `Admit` at any one member.
-        silence_s: how long a member that nobody accuses may owe an answer before it goes along with a lost host: as
-            long as a host may be silent.
+        policy: the effect of an accusation: "evict" removes the accused, "error" and "wait" leave the view unchanged. A
+        lost host is removed under any policy.
+        answer_s: time within which a live process answers, when nothing is wrong.
+        patience_s: time that a coordinator waits for a silent member before "evict" leaves it out where some member is
+        accused, and time for which an accusation or the request of a joiner stays valid without being repeated.
+        no_quorum_s: after this time without a decision that is needed the agent reports `NoQuorum`.
+        admit: "auto" adds joiners as they come, "ask" waits for an `Admit` at any one member.
+        silence_s: how long a member that is not accused may owe an answer before it is removed together with a lost
+        host: as long as a host may be silent.
         death_window_s: how long a decision on a death waits for further deaths. It counts from the first death that the
-            coordinator knows of in an epoch; what else is to be decided waits as well.
+        coordinator knows of in an epoch; other pending changes wait as well.
     """
 
     policy: str = "error"
@@ -56,7 +56,7 @@ class Died(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The process with this nonce has left for good: it has said so, and writes nothing any more.
+    """The process with this nonce has left for good: it has announced it, and writes nothing any more.
 
     Attributes:
         cause: LEFT or EXITED.
@@ -69,8 +69,8 @@ class Left(NamedTuple):
 class HostLost(NamedTuple):
     """No agent of a host can be reached: all connections were reset and cannot be made again, or are silent.
 
-    Its members may live, so this is an accusation, of all of them at once; repeated, like `Accused`, while it is so (at
-    least twice in `patience_s`). It counts whatever the policy is.
+    Its members may live, so this is an accusation of all of them at once; it is repeated, like `Accused`, while it
+    holds (at least twice in `patience_s`). It counts under any policy.
     """
 
     host: str
@@ -87,14 +87,14 @@ class BoardRead(NamedTuple):
 
 
 class Accused(NamedTuple):
-    """The local engine waited for this member until its time-out, without progress.
+    """The local engine waited for this member until its timeout, without progress.
 
-    The engine names all members that are behind, not one, and repeats this while it goes on waiting (at least twice
-    in `patience_s`): accusations do not survive a decision. One that was formed before a decision which the engine has
-    not taken over yet does not count either: a rank that has moved on to the new view looks silent in the old one.
+    The engine names all members that are behind, not one, and repeats this while it goes on waiting (at least twice in
+    `patience_s`): accusations do not survive a decision. An accusation formed before a decision that the engine has not
+    adopted yet does not count either: a rank that has moved on to the new view looks silent in the old one.
 
     Attributes:
-        epoch: of the last decision that the engine had taken over when it looked who is behind.
+        epoch: that of the last decision that the engine had adopted when it checked which members are behind.
     """
 
     slot: int
@@ -105,13 +105,13 @@ class Accused(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The local engine asks that members go, or come back, in one lane, because it has found that they shall.
+    """The local engine requests that members leave, or come back to, one group, after the group has agreed on it.
 
     It repeats this while it waits (at least twice in `patience_s`): wants do not survive a decision, whatever it says,
-    because what they rest on may be over. Of two that contradict each other the first is met, or none.
+    because their reasons may no longer hold. Of two that contradict each other the first is met, or none.
 
     Attributes:
-        epoch: of the last decision that the engine had taken over; an older one does not count.
+        epoch: that of the last decision that the engine had adopted; an older one does not count.
     """
 
     want: Want
@@ -119,7 +119,7 @@ class Wanted(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """The local engines have stopped for `Freeze(epoch)`: nothing completes or starts until `Thaw`. All lanes."""
+    """The local engines have stopped for `Freeze(epoch)`: nothing completes or starts until `Thaw`, in any group."""
 
     epoch: int
     lanes: tuple[LaneState, ...]
@@ -132,7 +132,10 @@ class JoinAsked(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """A user of this member asks to take in who waits for these slots (`recover_ranks`, `extend_group_size_to`)."""
+    """A user of this member asks to add the processes that wait for these slots.
+
+    The calls are `recover_ranks` and `extend_group_size_to`.
+    """
 
     slots: tuple[int, ...]
 
@@ -171,14 +174,14 @@ Event = (
 
 
 class Send(NamedTuple):
-    """Send `message` to a process; it may be lost, late, or twice."""
+    """Send `message` to a process; it may be lost, delayed or duplicated."""
 
     to: Member
     message: Message
 
 
 class WriteBoard(NamedTuple):
-    """Replace what this process shows on its board, at once or not at all, before any `Send` that follows."""
+    """Replace the state on this process's board, at once or not at all, before any `Send` that follows."""
 
     state: BoardState
 
@@ -219,7 +222,7 @@ class NoQuorum(NamedTuple):
 
 
 class JoinPending(NamedTuple):
-    """A process asks to join (told once): `Admit` of its slot would take it in."""
+    """A process asks to join (reported once): `Admit` of its slot would add it."""
 
     member: Member
 

@@ -1,8 +1,8 @@
-"""Who asks to come in: the joins that a member knows of, and which of them may be proposed.
+"""The join requests that a member knows of, and the choice of those that may be proposed.
 
-A joiner repeats its request to every member that it knows of. A request that is not repeated is forgotten, so nobody
-waits for a joiner that died. Its slot must be free: nobody in it, or somebody who is dead, has left or is being voted
-out. Where the occupant seems alive it is asked for a sign of life; if it gives one the joiner is refused, if it stays
+A joiner repeats its request to every member that it knows of. A request that is not repeated is dropped, so no member
+waits for a joiner that died. Its slot must be free: without an occupant, or with one that is dead, has left or is being
+evicted. An occupant that seems alive is asked for a sign of life; if it answers the joiner is refused, if it stays
 silent for long it is replaced (a process restarted faster than its predecessor's death was seen).
 """
 
@@ -16,15 +16,15 @@ MAX_PENDING = 256
 
 
 class Request:
-    """A join that waits. Times are the agent's.
+    """A pending join. Times are the agent's.
 
     Attributes:
         admitted: it may be proposed; else a user has to admit it first.
-        not_before: when it may be proposed.
+        not_before: time from which on it may be proposed.
         tries: how often it was proposed in vain, because a member did not answer.
-        probed: when the occupant of its slot was first asked for a sign of life.
-        probe_again: the request was repeated since the occupant was asked last; the question may have been lost, or
-            have come before an occupant that is new itself knew that it is one.
+        probed: time at which the occupant of its slot was first asked for a sign of life.
+        probe_again: the request was repeated since the occupant was last asked; the question may have been lost, or
+        have arrived before a new occupant knew that it is one.
     """
 
     def __init__(self, member: Member, now: float, admitted: bool) -> None:
@@ -45,7 +45,7 @@ class Joins:
         self.requests: dict[bytes, Request] = {}
 
     def note(self, member: Member, now: float, admitted: bool) -> bool:
-        """Remember a request or its repetition; True when it is new. More than `MAX_PENDING` are not remembered."""
+        """Store a request or its repetition; True when it is new. More than `MAX_PENDING` are not stored."""
         request = self.requests.get(member.nonce)
         if request is not None:
             request.heard = now
@@ -74,17 +74,17 @@ class Joins:
                 request.admitted = True
 
     def postpone(self, until: float) -> None:
-        """Propose none of the present requests before `until`; some member did not answer in time."""
+        """Propose none of the present requests before `until`, because some member did not answer in time."""
         for request in self.requests.values():
             request.not_before = until
             request.tries += 1
 
     def num_tries(self) -> int:
-        """Return how often those that may be proposed have been, at most; each time it may take longer."""
+        """Return the highest number of tries of the requests that may be proposed; each time it may take longer."""
         return max((request.tries for request in self.requests.values() if request.admitted), default=0)
 
     def heard_from(self, nonce: bytes, occupants: Mapping[int, Member]) -> None:
-        """Note a sign of life of a process: who was asked because of a joiner has answered."""
+        """Record a sign of life of a process that was asked because of a joiner."""
         for request in self.requests.values():
             occupant = occupants.get(request.member.slot)
             if request.probed is not None and occupant is not None and occupant.nonce == nonce:
@@ -108,7 +108,7 @@ class Joins:
         return members, replaced
 
     def unprobed(self, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
-        """Return the admitted requests whose slot is occupied by somebody who is to be asked, maybe once more."""
+        """Return the admitted requests whose slot has an occupant that is to be asked, perhaps a second time."""
         return [
             request
             for request in self.requests.values()

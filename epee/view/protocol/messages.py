@@ -1,7 +1,7 @@
-"""What agents tell each other, and what they agree on. Plain values: no behaviour, no clocks, no sockets.
+"""The messages between agents, and the decisions that they agree on. Plain values: no behaviour, no clocks, no sockets.
 
-The protocol is that of `PROTOCOL.md`; its words are used here. `agent.py` is the machine that consumes
-and produces these values, `wire.py` turns them into checked bytes and back.
+The protocol and its terms are those of `PROTOCOL.md`. `agent.py` is the state machine that consumes and produces these
+values; `wire.py` encodes them as bytes, and decodes and checks those.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
 
 DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal
-EXITED = "exited"  # another: its process ended without destroying its groups; it reported that itself, as LEFT
-BY_ITSELF = (LEFT, EXITED)  # causes that a process reports of itself as its last message: it writes no more
-UNREACHABLE = "unreachable"  # another: its whole host gave no sign any more
-MAY_LIVE = (STALLED, UNREACHABLE)  # who was removed for these may still be alive, and write
-PUT_OUT = "put out"  # as a cause in one lane: the process stays in the job
-SLOT_TAKEN = "slot taken"  # why most joiners that are refused are
+EXITED = "exited"  # another: the process ended without destroying its groups; it reported that itself, as for LEFT
+BY_ITSELF = (LEFT, EXITED)  # causes that a process reports about itself in its last message: it writes no more
+UNREACHABLE = "unreachable"  # another: its whole host no longer answered
+MAY_LIVE = (STALLED, UNREACHABLE)  # a member removed for one of these may still be alive, and write
+PUT_OUT = "put out"  # as a cause in one group: the process stays in the job
+SLOT_TAKEN = "slot taken"  # the usual reason for which a joiner is refused
 MAX_PARTS = 4096  # in one decision
 
 
@@ -35,11 +35,11 @@ class Member(NamedTuple):
 
     Attributes:
         slot: its rank number in the job.
-        incarnation: 1 for the first process of a slot, +1 for each that follows.
-        nonce: 128 random bits that tell this process from any other.
+        incarnation: 1 for the first process of a slot; for a joiner the epoch in which it joined.
+        nonce: 128 random bits that distinguish this process from any other.
         endpoint: what others need to reach it, opaque here: path of its socket, blob of its board, pid, start time.
-        host: key of the host that it runs on. Members of one host see each other's boards and deaths; of the others
-            they are told (`Obituary`).
+        host: key of the host that it runs on. Members of one host see each other's boards and deaths; those of other
+        hosts receive them as messages (`Obituary`).
     """
 
     slot: int
@@ -49,7 +49,7 @@ class Member(NamedTuple):
     host: str = ""
 
     def as_incarnation(self, incarnation: int) -> Member:
-        """Return the same process with another incarnation: it is known only when a decision has taken it in."""
+        """Return the same process with another incarnation, which a decision has set by adding the process."""
         return self._replace(incarnation=incarnation)
 
 
@@ -63,11 +63,11 @@ class Removal(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The last seq of `lane` to which the contributions count of slots that were removed, or put out, alive.
+    """The last seq of `lane` to which the contributions of slots count that were removed, or put out, alive.
 
-    It holds for the dead as well of whose host nobody is left in the lane: nobody can tell what they have left.
-    `holder`: the lowest slot that had completed this call; what it has of the removed goes as far as the cut. -1: a
-    host's own business, nobody needs to ask.
+    It also holds for dead slots without a remaining member of the group on their host: no process can report what they
+    have left. `holder`: the lowest slot that had completed this call; its data of the removed slots extends to the cut.
+    -1: the cut concerns one host only, no rank needs to ask.
     """
 
     lane: int
@@ -76,9 +76,9 @@ class Cut(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first seq of `lane` in which those who joined take part.
+    """The first seq of `lane` in which joiners take part.
 
-    `among`: the call before it can do without those who are removed, and all who stay had begun it.
+    `among`: the call before it does not need the removed slots, and all remaining members had begun it.
     """
 
     lane: int
@@ -87,13 +87,14 @@ class Start(NamedTuple):
 
 
 class Part(NamedTuple):
-    """How a member's part in one lane differs from its part in the job; where nothing is said they are the same.
+    """The difference between a member's part in one group and its part in the job; without an entry they are the same.
 
     Attributes:
-        lane: id of the lane.
+        lane: id of the group.
         slot, incarnation: the member.
-        since: the epoch in which it came (back) into the lane; below 0 it is out, since epoch `-since`.
-        locator: what others need to know of its part, opaque here: as long as it has the part, with all who come in.
+        since: the epoch in which it came (back) into the group; below 0 it is out, since epoch `-since`.
+        locator: what others need to know of its part, opaque here; kept as long as it has the part, and sent to all
+        joiners.
     """
 
     lane: int
@@ -104,25 +105,25 @@ class Part(NamedTuple):
 
 
 class Locator(NamedTuple):
-    """What others need to know of a member's part in a lane (`Part.locator`)."""
+    """The data that others need about a member's part in a group (`Part.locator`)."""
 
     slot: int
     data: bytes
 
 
 class Want(NamedTuple):
-    """What a member asks for in one lane.
+    """A member's request for a set of members of one group.
 
     Attributes:
-        lane: id of the lane.
-        members: slots that are to take part from the next epoch on; who is out comes back.
+        lane: id of the group.
+        members: slots that are to take part from the next epoch on; a slot that is out comes back.
         out: slots that are to take part no more, though they stay in the job.
-        least: how many of those who take part now must stay. `members` that do not answer are left out if so many are
-            left; 0: all of them must answer.
-        seq: the last call that any of `members` has issued, as far as who asks knows. The lane's `Start` is above it:
-            those who come back cannot tell, they are in no view of it.
-        locators: of those who come, and of those who take part already and have none in the view. So a decision alone
-            says all about who comes in, and tells who comes of the others, whoever dies and whatever is lost.
+        least: how many of the current participants must stay. `members` that do not answer are left out if so many
+        remain; 0: all of them must answer.
+        seq: the last call that any of `members` has issued, as far as the requester knows. The group's `Start` is above
+        it: members that come back cannot report it, because they are in no view of the group.
+        locators: those of the slots that come, and of participants without one in the view. A decision alone thus
+        describes all joiners, and gives them the other members, whichever process dies and whichever message is lost.
     """
 
     lane: int
@@ -134,10 +135,10 @@ class Want(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What one epoch is: chosen once, the same for everybody. All its tuples are sorted.
+    """The content of one epoch: chosen once, the same for all members. All its tuples are sorted.
 
-    `parts` speaks of members, and of those removed in this very epoch (who joins must know whether they had a part).
-    `met`: the lanes for which this epoch meets a want, be it that nobody goes or comes.
+    `parts` describes members, and those removed in this very epoch (a joiner must know whether they had a part). `met`:
+    the groups for which this epoch meets a want, even if no member leaves or joins.
     """
 
     epoch: int
@@ -150,10 +151,10 @@ class Decision(NamedTuple):
 
 
 class LaneState(NamedTuple):
-    """How far a frozen agent is in one lane: highest seq completed, highest seq issued.
+    """The progress of a frozen agent in one group: highest seq completed, highest seq issued.
 
-    `is_pull`: the last call issued is open, and can do without those who are removed (AMONG in `outcome.py`); all calls
-    before it are settled (nobody will ask about them).
+    `is_pull`: the last call issued is open, and does not need removed slots (AMONG in `outcome.py`); all calls before
+    it are settled (no rank will ask about them).
     """
 
     lane: int
@@ -163,14 +164,14 @@ class LaneState(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Phase 1: promise to take no lower ballot for the epoch after `epoch`, freeze, and tell your state."""
+    """Phase 1: promise to take no lower ballot for the epoch after `epoch`, freeze, and report your state."""
 
     ballot: Ballot
     epoch: int
 
 
 class Promise(NamedTuple):
-    """The answer to `Prepare`: what was accepted before (None with `NO_BALLOT`) and where the lanes are."""
+    """The answer to `Prepare`: the proposal accepted before (None with `NO_BALLOT`) and the states of the groups."""
 
     ballot: Ballot
     epoch: int
@@ -203,16 +204,16 @@ class Accepted(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Decisions that were chosen, in order of their epochs; the receiver skips those it has."""
+    """Chosen decisions, in order of their epochs; the receiver skips those it has."""
 
     decisions: tuple[Decision, ...]
 
 
 class Report(NamedTuple):
-    """Causes for a change, told to the coordinator: slots and causes as in `Removal`, seen in `epoch`.
+    """Causes for a change, sent to the coordinator: slots and causes as in `Removal`, seen in `epoch`.
 
-    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs only, its own and obituaries. Of a host
-    that is UNREACHABLE all members are named. `wants` are sorted.
+    A report of DEAD or LEFT is a hint to check; the coordinator acts on proofs only, its own and obituaries. For a host
+    that is UNREACHABLE all its members are named. `wants` are sorted.
     """
 
     epoch: int
@@ -221,7 +222,7 @@ class Report(NamedTuple):
 
 
 class Join(NamedTuple):
-    """A process asks to take `slot`; `incarnation` of `member` is 0 (the decision sets it)."""
+    """A process's request for `slot`; `incarnation` of `member` is 0 (the decision sets it)."""
 
     member: Member
 
@@ -235,13 +236,13 @@ class JoinRefused(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What is the view after `epoch`? The answer is a `Commit`, empty when there is none newer."""
+    """A request for the decisions after `epoch`. The answer is a `Commit`, empty when there is none newer."""
 
     epoch: int
 
 
 class BoardState(NamedTuple):
-    """What an agent keeps on its board: written before it answers, readable after its death.
+    """The state that an agent keeps on its board: written before it answers, readable after its death.
 
     `decided` is the last decision it knows; `promised` and `accepted` are for the epoch after that one.
     """
@@ -253,10 +254,10 @@ class BoardState(NamedTuple):
 
 
 class Obituary(NamedTuple):
-    """The process `nonce` writes no more, and this is what stands on its board. Told to members on other hosts.
+    """Notice that the process `nonce` writes no more, with the content of its board. Sent to members on other hosts.
 
-    Who tells it: each agent of its host that has the proof and has read the board afterwards; or the process itself, as
-    its last word, if it leaves. Of the `decided` of the board the epoch is told alone, its members are left out.
+    Senders: each agent of its host that has the proof and has read the board afterwards; or the process itself, as its
+    last message, if it leaves. Of the board's `decided` only the epoch is sent, without its members.
 
     Attributes:
         cause: DEAD, LEFT or EXITED.

@@ -1,47 +1,54 @@
-"""What decisions mean for the calls of one lane: in which epoch each runs, or that it fails. No words, no clocks.
+"""The effect of decisions on the calls of one group: the epoch in which each call runs, or its failure.
 
-A lane is a sequence of calls, the same at all its members. Each call runs in one epoch at a time: it is published in
-that epoch's outboxes, and those who are members then contribute. A decision that removes members divides the calls:
+Pure functions and state: no shared memory, no clocks.
 
-    up to L   every removed slot has contributed as a whole: they go on where they run, as if nothing had happened
-    from L+1  they move to the new epoch and run again without the removed (mode "mask"), or fail at the decision
-              (mode "raise": calls up to the last that anybody had issued, at least L+1, so that no failure passes
-              unnoticed; later ones run in the new epoch)
+The calls of a group form one sequence, which is the same at all its members. A call runs in one epoch at a time: it is
+published in the peer regions of that epoch, and the members of that epoch contribute. A decision that removes members
+divides the calls:
 
-While a change of the view is known to come for its calls, a process publishes the oldest one alone. So whoever has
-contributed to a call that a newcomer takes part in has contributed to all calls before the newcomer's first, and L
-means the same to those who have not seen these calls.
+    up to L   every removed slot has contributed completely: these calls continue in their epoch without any change
+    from L+1  these calls move to the new epoch and run again without the removed slots (mode "mask"), or fail at the
+              decision (mode "raise": calls up to the last one that any member had issued, at least L+1, so that every
+              failure is reported by some call; later calls run in the new epoch)
 
-A slot that died has contributed to what its outbox shows as whole; that memory no longer changes, so everybody who
-looks sees the same. A slot that was voted out alive counts up to its cut, whatever its memory shows now. L never lies
-below a call that a survivor has completed, because completing needs the same words; and it never lies above the last
-call that was issued when the lanes were frozen, so who joins need not know about the past.
+While a process knows of a pending epoch change for its calls, it publishes only the oldest one. A rank that has
+contributed to a call in which a joiner takes part has therefore contributed to all calls before the joiner's first one,
+and L is the same for ranks that have not seen these calls.
 
-**AMONG.** In mode "mask" a call that can do without the removed (a combine: what the others hold is theirs) stays where
-it runs, among those who remain, if all of these had begun it when they were frozen: the decision says so.
+A dead slot has contributed what its region shows as complete; that memory no longer changes, so every reader sees the
+same. A slot that was evicted alive counts up to its cut, whatever its memory shows now. L is never below a call that a
+survivor has completed, because completion requires the same words; and it is never above the last call that was issued
+when the groups were frozen, so a joiner needs no knowledge of earlier calls.
 
-A slot that is put out of the lane, and stays in the job, is like one that was voted out; one that comes back is like
-one that joins (`decision.parts_of`). So a member is, for a lane, its slot and the epoch since which it takes part. A
-lane of which no member is left is over: nobody knows any more how far it was.
+**AMONG.** In mode "mask" a call that does not need the removed slots (a combine: the other ranks hold the data) stays
+in its epoch and continues among the remaining ranks, if all of these had begun it when they were frozen; the decision
+says so.
 
-In a lane over several hosts a rank's memory is there for those of its own host; others have what was told them. A dead
-slot is *witnessed* if a member that was there before and stays runs on its host: that one tells the other host all that
-there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none.
-Where all members run on one host they all read that memory, and nobody is told: it is as on one host, and the decision
-may have no cuts. Where nobody tells, what the others have of it may differ, so it counts up to the cut, like one that
-was voted out. So does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has
-told one of the others and not yet another. A slot that has left in order has told all before.
+A slot that is put out of the group and stays in the job is handled like an evicted slot; a slot that comes back is
+handled like a joiner (`decision.parts_of`). For a group, a member is therefore its slot and the epoch since which it
+takes part. A group without any member left has ended: no process knows its progress any more.
 
-*Settled up to.* No call is completed on a host that has not been told all of a lost slot. So the last call completed,
-which each promise tells, says how far a rank had settled whoever was lost before, too, and the next decision needs no
-other word: its cut, the highest of these, is what all count the next lost ones up to. With three hosts and more what
-counts is so a function of decisions alone, however many witnesses go after each other; what a host may still lack is a
-part of a call at or below all cuts. Others have that part, but only as much of it as calls read on their hosts, so it
-cannot be had from them: the call ends there with an error of its own (LOST in the simulator), what this rank has put
-into it stays, and the next call runs on all. With two hosts, all who are left read one and the same memory.
+In a group over several hosts, the memory of a rank is readable on its own host only; other hosts have copies of what
+was sent to them. A dead slot is *witnessed* if a member that took part before it died, and stays, runs on its host:
+that member sends everything that the dead slot left to the other host, so the rules above hold. A member that joined
+after the death may not have seen the memory, so it is no witness. Where all members run on one host they all read that
+memory and nothing is sent: the rules of one host hold, and the decision may have no cuts. Where no witness exists the
+copies on other hosts may differ, so the dead slot counts up to the cut, like an evicted one. The same holds for each
+dead slot of a group over three hosts and more: its witness may be lost as well, after it has sent the data to one of
+the other hosts and before it has sent it to another. A slot that has left in order has sent everything before.
 
-All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
-has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
+*Settled up to.* No call is completed on a host that has not received all data of a lost slot. The last completed call,
+which each promise reports, therefore also says up to which call a rank has settled the earlier losses, and the next
+decision needs no other information: its cut, the highest of these, is the limit up to which all ranks count the next
+lost slots. With three hosts and more the result is thus a function of decisions alone, however many witnesses fail
+after each other; a host may lack a part of a call at or below all cuts only. Other hosts have that part, but only as
+much of it as their calls read, so it cannot be fetched from them: the call ends on this host with an error of its own
+(LOST in the simulator), the contribution of this rank to it stays, and the next call runs on all hosts. With two hosts,
+all remaining ranks read one and the same memory.
+
+All of this is a function of decisions and of words that no longer change. A rank that asks later, because it was slow
+or has not issued the call yet, finds the same result: survivors agree without another message. Calls are asked about in
+order.
 """
 
 from __future__ import annotations
@@ -52,17 +59,17 @@ from typing import NamedTuple
 from .decision import parts_of
 from .messages import BY_ITSELF, FOREVER, MAY_LIVE, PUT_OUT, Decision, Removal, Start
 
-MAX_WITNESSED_HOSTS = 2  # of those in a lane in which what the dead have left counts
-Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
+MAX_WITNESSED_HOSTS = 2  # hosts of a group in which the contributions left by dead slots count
+Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): whether the contribution of a slot is complete
 
 
 class CallState(NamedTuple):
     """The state of a call. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`.
 
-    `via` are the epochs to which it moves, in order. Whoever hears of several decisions at once goes through all of
-    them, because a call may find its end on the way, and then it ends there for everybody. `rootless`: the epoch in
-    which that is so because its root takes no part; 0: there is none. `without`: slots of its epoch that have no part
-    in it (AMONG).
+    `via` are the epochs to which it moves, in order. A rank that learns several decisions at once applies all of them
+    in order, because a call may end at an intermediate one, and then it ends there on all ranks. `rootless`: the epoch
+    in which the call ends so because its root takes no part; 0: there is none. `without`: slots of its epoch that have
+    no part in it (AMONG).
     """
 
     epoch: int
@@ -74,18 +81,18 @@ class CallState(NamedTuple):
 
 
 class EpochChange:
-    """A decision that concerns the lane.
+    """A decision that concerns the group.
 
     Attributes:
         epoch: the epoch that it began.
-        removed: who left the lane: slot, since when it had taken part, and the last seq that counts.
-        limit: the last seq that anybody had issued; None when nobody told.
+        removed: the slots that left the group: slot, epoch since which it had taken part, and the last seq that counts.
+        limit: the last seq that any member had issued; None when no member reported one.
         cap: calls above it are hit whatever the words say: `limit`, or what a later join settles where that is None.
-        last: calls up to here fail in mode "raise" when they are hit, beside the first that is. Who came in recently
-            does not know whether an older call was the first, so this includes the first call that a newcomer can
-            ask about: its first one, or the one after those that fail because of `past`, the `last` before this.
+        last: calls up to here fail in mode "raise" when they are hit, beside the first that is hit. A recent joiner
+        does not know whether an older call was the first, so this includes the first call that a joiner can ask about:
+        its own first one, or the one after those that fail because of `past`, the `last` before this.
         hit: the first call that moved or failed, once it is known: L + 1.
-        among: a call that those who remain had all begun, and that goes on among them if it is hit; 0 for none.
+        among: a call that all remaining ranks had begun, and that continues among them if it is hit; 0 for none.
     """
 
     def __init__(
@@ -110,15 +117,15 @@ class EpochChange:
         self.among = start.seq - 1 if start is not None and start.among else 0
 
     def limit_to(self, slot: int, cut: int) -> None:
-        """Let a removed slot count up to a cut at most: nobody has learned all that it had done."""
+        """Limit the contributions of a removed slot to calls up to `cut`: no member knows all that it had done."""
         self.removed = tuple((who, since, min(old, cut) if who == slot else old) for who, since, old in self.removed)
 
     def fails(self, seq: int) -> bool:
-        """Return whether call `seq`, which this turn hits, fails in mode "raise"."""
+        """Return whether call `seq`, which this epoch change hits, fails in mode "raise"."""
         return bool(self.removed) and (seq == self.hit or seq <= self.last)
 
     def spoken_for(self, issued: int) -> int:
-        """Return the last call that may fail because of this turn."""
+        """Return the last call that may fail because of this epoch change."""
         if not self.removed:
             return 0
         if self.limit is not None:
@@ -127,15 +134,15 @@ class EpochChange:
 
 
 class Course:
-    """The history of one lane as one process needs it.
+    """The sequence of epoch changes of one group, as one process needs it.
 
     Args:
-        lane: id of the lane.
-        view: the view in which this process begins in the lane: the first one, or the one that took it in.
+        lane: id of the group.
+        view: the first view of this process in the group: the initial one, or the one that added the process.
         raises: mode "raise"; else "mask".
-        slots: the slots that belong to the lane, which may become more; None for all.
-        joined: this process came in with `view`.
-        hosts: slot -> its host, in a lane over several, of members that do not say theirs; None: it is on one host.
+        slots: the slots that belong to the group, which may become more; None for all.
+        joined: this process joined with `view`.
+        hosts: slot -> its host, in a group over several hosts, of members that do not name theirs; None: one host.
     """
 
     def __init__(
@@ -156,7 +163,8 @@ class Course:
         self.turns: list[EpochChange] = []
         self._latest = view.epoch
         self._last = 0
-        self._on_the_way = (0, 0)  # the last call that ended on its way, and the epoch: see `ended_on_the_way`
+        # the last call that ended at an intermediate epoch, and that epoch: see `ended_on_the_way`
+        self._on_the_way = (0, 0)
         self.first_seq = first_seq(view, lane) if joined else 1
         self._members = {
             view.epoch: {
@@ -176,17 +184,18 @@ class Course:
         return self.slots is None or slot in self.slots
 
     def add(self, decision: Decision) -> bool:
-        """Note the next decision; True when it concerns the lane, so pending calls must be asked about again."""
+        """Record the next decision; True when it concerns the group, so the state of pending calls must be asked for
+        again."""
         turn = self.turn_of(decision)
         if turn is not None:
             self.note(turn)
         return turn is not None
 
     def turn_of(self, decision: Decision) -> EpochChange | None:
-        """Return what the next decision means for the lane, for `note`; None when it does not concern it.
+        """Return the effect of the next decision on the group, for `note`; None when it does not concern it.
 
-        `contributors` and `starts` can be asked about its epoch from now on; `place` knows of it only after `note`.
-        Both may be repeated from any line on.
+        `contributors` and `starts` can be asked about its epoch from now on; `place` uses it only after `note`. Both
+        may be repeated from any line on.
         """
         if self.turns and self.turns[-1].epoch == decision.epoch:
             return self.turns[-1]
@@ -207,28 +216,29 @@ class Course:
         alone = [removal.slot for removal in removed if not self._is_witnessed(removal.slot, before, stay)]
         turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last, alone)
         if joins:
-            turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
+            turn.cap = turn.limit or 0  # all members were asked: a group that none of them reported has no issued calls
             for earlier in self.turns:
                 if earlier.cap is None:
-                    earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
+                    earlier.cap = turn.cap - 1  # see `claimed`: no member had issued this call
         self._members[decision.epoch] = after
         return turn
 
     def _note_hosts(self, view: Decision) -> None:
-        """Note where the members of a view run."""
+        """Record the hosts on which the members of a view run."""
         since = parts_of(view, self.lane)
         for member in view.members if self._hosts is not None else ():
             if member.slot in since:
                 self._host_of[member.slot, since[member.slot]] = member.host or (self._hosts or {}).get(member.slot)
 
     def _is_witnessed(self, slot: int, before: Mapping[int, tuple[int, int]], stay: Container[int]) -> bool:
-        """Return whether one of those who stay runs on a slot's host, and so has what the slot has left."""
+        """Return whether a remaining member runs on a slot's host, and so has what the slot has left."""
         if self._hosts is None:
             return True
         host_of = {other: self._host_of.get((other, since)) for other, (since, _) in before.items()}
         hosts = {*host_of.values()}
         if len(hosts) == 1:
-            return True  # of all that are left: they read its memory, as in a lane that was never elsewhere
+            # all remaining members are on one host: they read its memory, as in a group that never spanned hosts
+            return True
         if len(hosts) > MAX_WITNESSED_HOSTS:
             return False
         came = before[slot][0]
@@ -237,14 +247,14 @@ class Course:
         )
 
     def _gone_at(self, view: Decision) -> tuple[Removal, ...]:
-        """Return who left the lane by `view`, as a process sees it that knows no earlier one."""
+        """Return the slots that left the group by `view`, for a process that knows no earlier view."""
         since = {part[1:3]: part.since for part in view.parts if part.lane == self.lane}
         gone = [r for r in view.removed if since.get(r[:2], r.incarnation) > 0]
         gone += [Removal(slot, 0, PUT_OUT) for (slot, _), when in since.items() if when == -view.epoch]
         return tuple(sorted(r for r in gone if self._ours(r.slot)))
 
     def note(self, turn: EpochChange) -> None:
-        """Let calls fall behind a turn from now on."""
+        """Apply an epoch change to the calls from now on."""
         if not self.turns or self.turns[-1] is not turn:
             self.turns.append(turn)
         if turn.removed:
@@ -254,10 +264,11 @@ class Course:
     def place(
         self, seq: int, whole: Whole, epoch: int | None = None, has_root: Callable[[int], bool] = lambda epoch: True
     ) -> CallState:
-        """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far.
+        """Return the state of call `seq`. Ask in order of seq; repeat after `add`, with the `epoch` it ran in so far.
 
-        `has_root`: whether the root of the call takes part in an epoch. Where the call moves to one without it, it ends
-        there, so no later turn hits it: it hits the first call after it, as for those who hear of it later.
+        `has_root`: whether the root of the call takes part in an epoch. A call that moves to an epoch without its root
+        ends there, so no later epoch change hits it: that change hits the first call after it, as for ranks that learn
+        of it later.
         """
         epoch = self.base if epoch is None else max(epoch, self.base)
         via: tuple[int, ...] = ()
@@ -280,13 +291,13 @@ class Course:
         return CallState(epoch, False, (), via, without)
 
     def _goes_on(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> bool:
-        """Return whether a call that runs in `epoch` needs nothing more from those whom `turn` removed."""
+        """Return whether a call that runs in `epoch` needs nothing more from the slots that `turn` removed."""
         if turn.cap is not None and seq > turn.cap:
             return False
         return not self._missing(seq, epoch, turn, whole)
 
     def _missing(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> tuple[int, ...]:
-        """Return those whom `turn` removed that have not contributed to a call which runs in `epoch`."""
+        """Return the slots that `turn` removed and that have not contributed to a call which runs in `epoch`."""
         members, missing = self._members.get(epoch, {}), []
         for slot, incarnation, cut in turn.removed:
             member, start = members.get(slot, (0, 0))
@@ -297,18 +308,19 @@ class Course:
         return tuple(missing)
 
     def ended_on_the_way(self, seq: int, epoch: int) -> None:
-        """Note that call `seq` has ended in `epoch` for everybody (`CallState.rootless`).
+        """Record that call `seq` has ended in `epoch` on all ranks (`CallState.rootless`).
 
-        The next call is planned there, also where a later turn has hit an earlier call, given up and still asked about:
-        who has not heard of that turn cannot plan it elsewhere. It moves on when it is asked about itself.
+        The next call is planned there, also where a later epoch change has hit an earlier call that is aborted and
+        still asked about: a rank that has not learned of that change cannot plan it elsewhere. It moves on when its own
+        state is asked for.
         """
         self._on_the_way = (seq, epoch)
 
     def claimed(self, issued: int) -> int:
-        """Return what to tell as the last call issued, where `issued` is the truth.
+        """Return the seq to report as the last call issued, where `issued` is the last one really issued.
 
-        In mode "raise" a failure that no call has reported yet fails the next one. That call is spoken for: who joins
-        begins after it.
+        In mode "raise" a failure that no call has reported yet fails the next call. That call counts as issued: a
+        joiner begins after it.
         """
         if not self.raises:
             return issued
@@ -319,7 +331,7 @@ class Course:
         return tuple(sorted(slot for slot, (_, start) in self._members[epoch].items() if start <= seq))
 
     def starts(self, epoch: int) -> set[int]:
-        """Return the first calls of those who take part in `epoch`; a founder's is 1."""
+        """Return the first calls of the members that take part in `epoch`; that of an initial member is 1."""
         return {start for _, start in self._members[epoch].values()}
 
     def present(self) -> tuple[int, ...]:
@@ -327,10 +339,10 @@ class Course:
         return tuple(sorted(self._members[self._latest]))
 
     def passes(self, seq: int, epoch: int) -> bool:
-        """Return whether call `seq` runs in `epoch` or later and has not failed on the way, whatever the words say.
+        """Return whether call `seq` runs in `epoch` or later and has not failed before, whatever the words say.
 
-        It is so when every turn up to `epoch` hits it for what is known of the calls issued, and none fails it; in mode
-        "mask" also where it is beyond the cut of somebody who had a part in it.
+        It is so when every epoch change up to `epoch` hits it by what is known of the issued calls, and none fails it;
+        in mode "mask" also where it is beyond the cut of a removed slot that had a part in it.
         """
         before = self.base
         for turn in self.turns:
@@ -345,15 +357,16 @@ class Course:
         return True
 
     def _is_cut(self, seq: int, epoch: int, turn: EpochChange) -> bool:
-        """Return whether somebody who takes part in a call of `epoch` is removed by `turn` with a cut below it."""
+        """Return whether a slot that takes part in a call of `epoch` is removed by `turn` with a cut below the call."""
         members = self._members.get(epoch, {})
         parts = ((members.get(slot, (0, 0)), incarnation, cut) for slot, incarnation, cut in turn.removed)
         return any(part[0] == incarnation and part[1] <= seq and cut < seq for part, incarnation, cut in parts)
 
     def forget(self, done: int, epoch: int = FOREVER) -> None:
-        """Drop what no call after `done` can need: no decision will be asked about those up to `done`.
+        """Drop what no call after `done` can need: no decision will be asked about calls up to `done`.
 
-        Those that are known already run in `epoch` or later; they have yet to go through what has come after that.
+        Calls that are known already run in `epoch` or later; the epoch changes after that still have to be applied to
+        them.
         """
         num_passed = self._num_passed(done + 1, epoch)
         if num_passed:
@@ -365,7 +378,8 @@ class Course:
         self._host_of = {who: host for who, host in self._host_of.items() if who in known}
 
     def planned_in(self, seq: int) -> int:
-        """Return the epoch with whose members call `seq` is planned where all before it have ended, as far as is known.
+        """Return the epoch with whose members call `seq` is planned when all calls before it have ended, as far as is
+        known.
 
         It is later than `base` while an earlier call is still asked about (`forget`).
         """
@@ -373,7 +387,7 @@ class Course:
         return self.turns[num_passed - 1].epoch if num_passed else self.base
 
     def _num_passed(self, seq: int, epoch: int = FOREVER) -> int:
-        """Return of how many turns up to `epoch` it is known that `seq` and all calls after it just move on."""
+        """Return the number of epoch changes up to `epoch` that certainly just move `seq` and all calls after it."""
         passed = [turn.epoch <= epoch and self._is_passed(turn, seq) for turn in self.turns]
         ends = (i + 1 for i in reversed(range(len(passed))) if passed[i] and (not self.raises or all(passed[:i])))
         return next(ends, 0)
@@ -382,14 +396,14 @@ class Course:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
         if turn.hit is None or (self.raises and turn.fails(seq)):
             return False
-        ended, epoch = self._on_the_way  # behind it nobody plans in a later epoch before the next call has ended
+        ended, epoch = self._on_the_way  # no rank plans in a later epoch behind it before the next call has ended
         if turn.epoch > epoch and turn.hit <= ended and seq <= ended + 1:
             return False
         return turn.hit < seq or turn.hit == seq != turn.among
 
 
 def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool = True) -> int:
-    """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
+    """Return the last seq to which a removed slot's contribution counts; `FOREVER`: everything it left complete."""
     if removal.cause in BY_ITSELF or (removal.cause not in (*MAY_LIVE, PUT_OUT) and is_witnessed):
         return FOREVER
     for cut in decision.cuts:
@@ -399,12 +413,12 @@ def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool =
 
 
 def holder_of(decision: Decision, lane: int) -> int:
-    """Return the slot that has all of the removed that counts in a lane, up to its cut; -1 where nobody need ask."""
+    """Return the slot that has all data of the removed slots that counts in a group, up to its cut; -1: not needed."""
     return next((cut.holder for cut in decision.cuts if cut.lane == lane), -1)
 
 
 def loss_of(decision: Decision, slot: int) -> str:
-    """Return why a slot, which had a part in a lane, has none since `decision`."""
+    """Return the cause for which a slot that took part in a group takes no part since `decision`."""
     for removal in decision.removed:
         if removal.slot == slot:
             return removal.cause
@@ -412,18 +426,18 @@ def loss_of(decision: Decision, slot: int) -> str:
 
 
 def start_of(decision: Decision, lane: int) -> Start | None:
-    """Return what a decision says of those who join a lane; None when nobody told of it."""
+    """Return the start that a decision gives to the joiners of a group; None when no member reported the group."""
     return next((start for start in decision.starts if start.lane == lane), None)
 
 
 def issued_before(decision: Decision, lane: int) -> int | None:
-    """Return the last seq that a member had issued when the lanes were frozen; None when nobody told of the lane."""
+    """Return the last seq that any member had issued at the freeze; None when no member reported the group."""
     start = start_of(decision, lane)
     return None if start is None else start.seq - 1
 
 
 def first_seq(decision: Decision, lane: int) -> int:
-    """Return the first call of a lane in which those whom `decision` takes in take part."""
+    """Return the first call of a group in which the joiners of `decision` take part."""
     issued = issued_before(decision, lane)
     return 1 if issued is None else issued + 1
 

@@ -1,10 +1,10 @@
-"""The part of an agent that acts: it notices that the view must change, tells the coordinator or is the coordinator.
+"""The active part of an agent: it notices that the view must change, notifies the coordinator or is the coordinator.
 
-Everybody who knows of a cause acts, the lowest live slot at once and the others later, each at its own time, so that
-one of them gets through when those before it are silent. A ballot that is heard of starts the wait again.
+Every agent that knows of a cause acts, the lowest live slot at once and the others later, each at its own time, so that
+one of them succeeds when those before it are silent. A ballot of another agent restarts the wait.
 
 Time is counted inside: a step may be late or a clock may jump (a suspended machine, a stopped process), and a time in
-which this process did not run is no time in which others were silent.
+which this process did not run does not count as silence of the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NEVER = float("inf")
 
 
 def obituary_of(member: Member, cause: str, board: BoardState | None) -> Obituary:
-    """Return what to tell elsewhere of a member that writes no more; `board` is what was read after that."""
+    """Return the message to other hosts about a member that writes no more; `board` was read after its end."""
     return Obituary(member.nonce, cause, board and board._replace(decided=Decision(board.decided.epoch, ())))
 
 
@@ -80,7 +80,7 @@ class Proposer:
         self.accepted: Decision | None = None
         self.gone: dict[int, str] = {}
         self.boards: dict[int, BoardState] = {}
-        self._read: set[int] = set()  # of `gone`, those whose boards this process has looked at itself
+        self._read: set[int] = set()  # slots of `gone` whose boards this process has read itself
         self.joins = Joins()
         self._out: list[Effect] = []
         self._t = 0.0
@@ -91,21 +91,23 @@ class Proposer:
         self._join_at = NEVER
         self._refusal = ""
         self._tries = 0  # decisions in a row that met no want, because a member did not answer
-        self._no_wants_before = 0.0  # so that these do not hold up everybody's calls again and again
+        self._no_wants_before = 0.0  # so that these do not delay the calls of all members repeatedly
         self._fresh_epoch()
 
     def _fresh_epoch(self) -> None:
-        """Forget what belongs to the step out of one epoch; called when an epoch begins."""
+        """Reset the state of the step out of one epoch; called when an epoch begins."""
         self.campaign: Campaign | None = None
         self._campaign_began = self._resend_at = 0.0
         self._highest = NO_BALLOT
         self._asked_at = 0.0
-        self._owing: dict[int, float] = {}  # per slot since when a question for its promise is not answered
+        self._owing: dict[int, float] = {}  # slot -> time since which a request for its promise is unanswered
         self._accusers: dict[int, dict[int, float]] = {}
-        self._lost: dict[str, dict[int, float]] = {}  # per host who cannot reach it, and when that was heard last
+        # host -> the slots that cannot reach it, with the time of the last report
+        self._lost: dict[str, dict[int, float]] = {}
         self._mourned_at = 0.0
         self._dead_since: float | None = None  # when the first death of this epoch became known
-        self._wants: dict[int, tuple[Want, float]] = {}  # per lane the first that is valid, and when it was heard last
+        # group -> the first valid want, and the time of its last report
+        self._wants: dict[int, tuple[Want, float]] = {}
         self._start_at: float | None = None
         self._report_at = 0.0
         self._trouble_since: float | None = None
@@ -126,7 +128,7 @@ class Proposer:
         self._t += min(max(passed, 0.0), allowed)
         self._now = now
         if passed > allowed + self.settings.patience_s and self.epoch:
-            self._ask_everybody()  # we may have been stopped, and voted out
+            self._ask_everybody()  # this process may have been stopped, and evicted
 
     def _set_tick(self, now: float) -> None:
         """Compute when the next `Tick` is due."""
@@ -161,7 +163,7 @@ class Proposer:
         if is_member and event.epoch >= self.epoch:
             self._note_accusation(event.slot, self.me.slot)
         if self.settings.policy != "evict" or self.promised != NO_BALLOT:
-            self._ask_everybody()  # it may be us who was voted out
+            self._ask_everybody()  # this process may be the one that was evicted
 
     def _note_accusation(self, slot: int, by: int) -> None:
         if self.settings.policy == "evict" and slot != by:
@@ -220,7 +222,7 @@ class Proposer:
         )
 
     def _suspected(self) -> set[int]:
-        """Return the slots that somebody accuses, or whose host somebody cannot reach."""
+        """Return the slots that a member accuses, or whose host a member cannot reach."""
         lost = {slot for slot, member in self.members.items() if member.host in self._lost} if self._lost else set()
         return lost | self._accusers.keys()
 
@@ -230,7 +232,7 @@ class Proposer:
         return [slot for slot in sorted(self.members) if slot not in self.gone and slot not in suspected]
 
     def _join_wait(self) -> float:
-        """Return how long calls may be held up for a joiner or a want: longer when it did not work out before."""
+        """Return the time for which calls may be held up for a joiner or a want: longer after failed tries."""
         if not (self.joins.requests or self._wants):
             return 0.0
         if self._wants and self._tries:
@@ -238,11 +240,11 @@ class Proposer:
         return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
 
     def _position(self) -> int:
-        """Return how many members come before this one as coordinator: those believed alive in lower slots."""
+        """Return the number of coordinators before this member: those believed alive in lower slots."""
         return sum(slot < self.me.slot for slot in self._believed())
 
     def _hurry(self, slot: int) -> None:
-        """A member is gone: if it was the one that is waited for, its successor need not wait."""
+        """Handle the end of a member: if it was the expected coordinator, its successor need not wait."""
         if self._start_at is not None and (self.promised.slot == slot or slot < self.me.slot):
             self._start_at = min(self._start_at, self._due())
 
@@ -250,7 +252,7 @@ class Proposer:
         return self.settings.answer_s * (1 + position) if position else 0.0
 
     def _yield_to(self, ballot: Ballot) -> None:
-        """Another coordinator is at work with `ballot`: give way if ours is lower, and be patient again."""
+        """Yield to another coordinator's `ballot` if this agent's is lower, and restart the wait."""
         if ballot > self._highest:
             self._highest = ballot
         if self.campaign is not None and ballot > self.campaign.ballot:
@@ -261,7 +263,7 @@ class Proposer:
     # ---- what is due
 
     def _drive(self) -> None:
-        """Do what time and the known facts call for. Ends every step."""
+        """Do what the time and the known causes require. Ends every step."""
         if not self.epoch:
             self._drive_join()
             return
@@ -287,11 +289,11 @@ class Proposer:
             self._run(self.campaign)
 
     def _due(self) -> float:
-        """Return when this agent begins a ballot if none before it in the order does."""
+        """Return the time at which this agent begins a ballot if none before it in the order does."""
         return max(self._t, self._window_end()) + self._delay(self._position())
 
     def _window_end(self) -> float:
-        """Return until when this agent begins no ballot, because further deaths may follow the first one."""
+        """Return the time before which this agent begins no ballot, because further deaths may follow the first one."""
         return 0.0 if self._dead_since is None else self._dead_since + self.settings.death_window_s
 
     def _watch_quorum(self, trouble: bool) -> None:
@@ -313,7 +315,7 @@ class Proposer:
                 self._out.append(Send(member, Join(self.me)))
 
     def _probe(self) -> None:
-        """Ask the occupants of slots that somebody else wants; refuse the joiner when they answer."""
+        """Ask the occupants of slots that joiners request; refuse the joiner when they answer."""
         leaving = {*self.gone, *self._suspected()}
         for request in self.joins.unprobed(self.members, leaving):
             request.probed = self._t if request.probed is None else request.probed
@@ -332,7 +334,7 @@ class Proposer:
         self._out.append(Send(joiner, JoinRefused(joiner.slot, joiner.nonce, reason)))
 
     def _settle_joins(self, decision: Decision) -> None:
-        """Forget the requests that `decision` has answered; who lost its slot to another joiner is refused."""
+        """Drop the requests that `decision` has answered; refuse a joiner that lost its slot to another."""
         new = {member.slot: member.nonce for member in decision.members if member.incarnation == decision.epoch}
         for request in list(self.joins.requests.values()):
             request.probed, request.occupant_lives = None, False
@@ -342,7 +344,7 @@ class Proposer:
                     self._refuse(request.member, SLOT_TAKEN)
 
     def _pass_on(self, message: Join) -> None:
-        """Tell the coordinator about an admitted joiner."""
+        """Notify the coordinator of an admitted joiner."""
         slot = self._coordinator()
         if slot != self.me.slot:
             self._out.append(Send(self.members[slot], message))
@@ -365,20 +367,20 @@ class Proposer:
                 Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)), tuple(sorted(facts.wants))))
             )
 
-    # ---- who has died here, for those elsewhere
+    # ---- obituaries of this host's members, for other hosts
 
     def _elsewhere(self) -> list[Member]:
         return [m for slot, m in self.members.items() if m.host != self.me.host and slot not in self.gone]
 
     def _obituaries(self) -> list[Obituary]:
-        """Return what this agent can say of members of its host that are gone, to those on others."""
+        """Return this agent's obituaries of ended members of its host, for members on other hosts."""
         if not self.gone or not self._elsewhere():
             return []
         ours = [(self.members[slot], cause) for slot, cause in self.gone.items() if slot in self._read]
         return [obituary_of(member, cause, self.boards.get(member.slot)) for member, cause in ours]
 
     def _mourn(self) -> None:
-        """Tell those on other hosts who is gone here, again and again: a message may be lost."""
+        """Send the obituaries of this host to other hosts, repeatedly: a message may be lost."""
         obituaries = self._obituaries()
         if obituaries and self._t >= self._mourned_at + self.settings.patience_s / 2:
             self._mourned_at = self._t
@@ -396,7 +398,7 @@ class Proposer:
     # ---- the ballot
 
     def _begin(self) -> None:
-        """Start a ballot above all that are known."""
+        """Start a ballot above all known ones."""
         above = max(self._highest, self.promised)
         ballot = self._highest = Ballot(above.round + 1, self.me.slot)
         self.campaign = self.campaign_type(ballot, self.decided)
@@ -414,7 +416,7 @@ class Proposer:
 
     def _note_asked(self) -> None:
         """Count how long others owe an answer: over several ballots, as a rival may end each one soon."""
-        if self._t > self._asked_at + self.settings.patience_s:  # who is not asked owes nothing
+        if self._t > self._asked_at + self.settings.patience_s:  # a member that is not asked owes nothing
             self._owing.clear()
         self._asked_at = self._t
         for slot in self.members.keys() - {self.me.slot}:
@@ -425,7 +427,7 @@ class Proposer:
             self._owing.pop(self.slot_of[sender], None)
 
     def _run(self, campaign: Campaign) -> None:
-        """Take the ballot as far as it goes."""
+        """Advance the ballot as far as possible."""
         facts = self._facts()
         lost = campaign.lost_to(facts)
         if lost is not None:
@@ -446,9 +448,9 @@ class Proposer:
             self._send_phase(campaign)
 
     def _announce(self, campaign: Campaign) -> None:
-        """A decision is chosen: tell everybody whom it concerns, then take it over.
+        """Send a chosen decision to all members that it concerns, then adopt it.
 
-        Who is removed is told, too, the dead last: it costs nothing if they are.
+        Removed members get it, too, the dead last: it costs nothing if they are dead.
         """
         decision = campaign.proposal
         assert decision is not None

@@ -1,33 +1,37 @@
-"""How a call that a rank gives up ends alike on all: complete everywhere, or failed everywhere. No words, no clocks.
+"""The rule by which an aborted call ends alike on all ranks: complete everywhere, or failed everywhere.
 
-A rank that leaves a call for a time-out or any other error must not just leave: the rank that it waited for may come a
-moment later, find everything in its place and return a result that the others never had. So it withdraws the call
-first, for all to see (with a fence: before what it loads next), and looks then what the others have said of it. Who
-finds a withdrawal in its wait withdraws, too. Who finds the part of every member looks once more for withdrawals; if
-there is none it says that it completes the call, and only then makes use of it. What a peer says, after this rank has
-withdrawn, means:
+Pure functions: no shared memory, no clocks.
 
-    COMPLETES   it had found all parts, and no withdrawal: its result cannot be taken back, and every part is made. This
-                rank completes the call, too.
-    MISSING     its part is not here, so nobody has found it yet; who finds it later finds this rank's withdrawal with
-                it. Nobody completes the call by itself, so there is nobody to follow either.
-    FAILED      it knows that nobody has a result, and that nobody will: it has found so itself, or it refuses the call.
-    GAVE_UP     it completes the call only if it follows another that does. Where all have given it up there is none.
-    OPEN        its part is here, and it may stand between its last look and its word: look again. Who is dead (known
-                before the look: what it said before counts) said nothing, so it has no result, as one that gave up.
-    UNREADABLE  it is through with the call, will say nothing more of it, and its words do not tell how it has ended.
-                Where nobody else can tell, or still may, the call is lost.
+A rank that leaves a call because of a timeout or any other error must not just leave: the rank that it waited for may
+arrive a moment later, find all parts and return a result that the other ranks never had. The rank therefore publishes
+an abort of the call first (with a fence: before its next loads), and then reads what the other ranks have published
+about it. A rank that finds an abort during its wait aborts as well. A rank that finds the part of every member checks
+once more for aborts; if there is none it publishes that it completes the call, and only then uses the result. After
+this rank has aborted, the state of a peer means:
 
-COMPLETES and MISSING exclude each other, but COMPLETES and FAILED do not: a buffer's ranks that have found all rows
-complete the exchange, and raise then alike where one of the rows refuses the call. Who follows them does as they do, so
-COMPLETES comes first.
+    COMPLETES   the peer found all parts and no abort: its result is final, and every part has been made. This rank
+                completes the call, too.
+    MISSING     the part of the peer is not here, so no rank has found it yet; a rank that finds it later finds this
+                rank's abort with it. No rank completes the call by itself, so there is none to follow either.
+    FAILED      the peer knows that no rank has a result, nor will have one: it has found so itself, or it refuses the
+                call.
+    GAVE_UP     the peer completes the call only if it follows another that does. Where all have aborted there is none.
+    OPEN        the part of the peer is here, and the peer may stand between its last check and its announcement: check
+                again. A dead peer (known before the check: what it published before counts) announced nothing, so it
+                has no result, like one that aborted.
+    UNREADABLE  the peer has finished the call, will publish nothing more about it, and its words do not show how the
+                call ended. Where no other rank can show it, now or later, the call is lost.
 
-The two layouts of words say where each of these stands in memory, and why it is true: `engine/withdrawal.py`
-(a part is taken back) and `ep/control/withdrawal.py` (it is not). What is left open: a rank that has stopped between
-its last look and its word has not decided, and nobody can decide for it.
+COMPLETES and MISSING exclude each other, but COMPLETES and FAILED do not: the ranks of a buffer that have found all
+rows complete the exchange, and then raise alike where one of the rows refuses the call. A rank that follows them does
+the same, so COMPLETES comes first.
+
+The two layouts of words define where each state stands in memory, and why it is true: `engine/withdrawal.py` (a part is
+retracted) and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has stopped between its last
+check and its announcement has not decided, and no other rank can decide for it.
 
 `tests/backend/test_withdrawal_model.py` and `tests/ep/test_row_withdrawal.py` run this rule in all orders of the loads
-and stores of either layout; the simulator's lane obeys it while views change.
+and stores of either layout; the group of the simulator follows it while views change.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
-# How long one that has withdrawn waits for those that may just be deciding, before its caller gets an error. With the
-# naps of a wait that is well below the second that a time-out may be late.
+# Time for which a rank that has aborted waits for peers that may just be deciding, before its caller gets an error.
+# With the sleeps of a wait it is well below the second by which a timeout may be late.
 GRACE_S = 0.5
 
 
 class Stance(Enum):
-    """What a peer's words say of a call that this rank has withdrawn."""
+    """The state of a peer in a call that this rank has aborted, as its words show it."""
 
     MISSING = auto()
     OPEN = auto()
@@ -53,7 +57,7 @@ class Stance(Enum):
 
 
 class End(Enum):
-    """How a call ends, as far as one look tells; LOST: nobody can tell any more."""
+    """The end of a call as far as one check shows it; LOST: no rank can determine it any more."""
 
     COMPLETES = auto()
     FAILED = auto()
@@ -62,14 +66,15 @@ class End(Enum):
 
 
 class Look(NamedTuple):
-    """What a rank that has withdrawn a call sees; `ranks` complete it, have not decided, or are unreadable."""
+    """The result of one check by a rank that has aborted a call; `ranks` complete it, have not decided, or are
+    unreadable."""
 
     end: End
     ranks: tuple[int, ...] = ()
 
 
 def end_of(stances: Mapping[int, Stance], dead: Collection[int] = ()) -> Look:
-    """Return how a call ends that this rank has withdrawn, from what all peers with a part in it say."""
+    """Return the end of a call that this rank has aborted, from the states of all peers with a part in it."""
 
     def those(stance: Stance) -> tuple[int, ...]:
         """Return the ranks with a stance."""
@@ -87,10 +92,10 @@ def end_of(stances: Mapping[int, Stance], dead: Collection[int] = ()) -> Look:
 
 
 def gave_up(others: Collection[int]) -> list[str]:
-    """Return what the error of a call that is given up says of ranks that gave it up before."""
+    """Return the part of an abort error that names the ranks that aborted the call before."""
     return [f"rank(s) {names_of(others)} gave the call up"] if others else []
 
 
 def names_of(ranks: Collection[int]) -> str:
-    """Return ranks as messages name them."""
+    """Return ranks in the form in which messages name them."""
     return ", ".join(map(str, ranks))

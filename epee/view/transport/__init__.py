@@ -1,1 +1,1 @@
-"""How agents find and reach each other."""
+"""Discovery of agents, and the connections between them."""

@@ -1,23 +1,24 @@
-"""How two processes of a job prove to each other that they belong to it, and how each frame proves where it comes from.
+"""Mutual authentication of two processes of a job, and authentication of each frame between them.
 
 The job's token is 32 random bytes that only its processes can read. A connection opens with three messages of fixed
-size, so nothing that an unknown peer says decides how much is read:
+size, so nothing that an unknown peer sends decides how much is read:
 
     initiator -> responder   hello: version, job, who I am, whom I want, 32 random bytes
     responder -> initiator   challenge: version, who I am, 32 random bytes, proof over both messages
     initiator -> responder   proof over both messages
 
-A proof is HMAC-SHA256 under the token, with a label that says whose proof it is, so neither can be reflected; both
-sides contribute random bytes, so neither can be replayed; job, slots, incarnations and nonces of the processes are part
-of what is proved, so an answer for one process or job is worth nothing for another. Frames then flow from the initiator
-to the responder only: length, payload, MAC (keyed BLAKE2b under a key of this connection and direction) over a counter,
+A proof is HMAC-SHA256 under the token, with a label that names the prover, so neither can be reflected; both sides
+contribute random bytes, so neither can be replayed; job, slots, incarnations and nonces of the processes are part of
+what is proved, so an answer for one process or job is worth nothing for another. Frames then flow from the initiator to
+the responder only: length, payload, MAC (keyed BLAKE2b under a key of this connection and direction) over a counter,
 the length and the payload. A frame that is changed, repeated, left out or moved does not fit its counter.
 
-What is proved is that a process of the job speaks. Which one, the token cannot tell: there is one for all, and slots
-and nonces are no secret, so whoever holds it could speak as any slot. All who do are of one user, and could do worse.
+The proof shows that the peer is a process of the job. It does not show which one: all share one token, and slots and
+nonces are no secret, so any holder of the token could act as any slot. All holders are processes of one user, and could
+do worse.
 
-Anything else raises `AuthError` or `ProtocolError`; the connection is closed then, and nothing that it said was used.
-There is no secrecy here: the payloads of the control plane are none. A crash leaves nothing.
+Anything else raises `AuthError` or `ProtocolError`; the connection is closed then, and nothing received on it was used.
+Payloads are not encrypted: those of the control plane are not secret. A crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ JOB_ID_BYTES = 16
 _CHALLENGE_BYTES = _PROOF_BYTES = 32
 _MAC_BYTES = 16
 _MAGIC = b"epeectl\0"
-_HEAD = struct.Struct("<8sQ")  # magic, version: the same in every version to come
+_HEAD = struct.Struct("<8sQ")  # magic, version: the same in all future versions
 _HELLO = struct.Struct(f"<{JOB_ID_BYTES}siq{NONCE_BYTES}si{NONCE_BYTES}s{_CHALLENGE_BYTES}s")
 _ANSWER = struct.Struct(f"<iq{NONCE_BYTES}s{_CHALLENGE_BYTES}s")
 _LENGTH = struct.Struct("<I")
@@ -49,7 +50,7 @@ PROOF_BYTES = _PROOF_BYTES
 
 
 class Token:
-    """The secret of a job. It never shows itself: not in `repr`, and it cannot be sent."""
+    """The secret of a job. It is never shown: not in `repr`, and it cannot be sent."""
 
     __slots__ = ("_secret",)
 
@@ -75,12 +76,12 @@ class Token:
 
 
 class Identity(NamedTuple):
-    """Who a process is.
+    """The identity of a process.
 
     Attributes:
         slot: its rank number in the job.
         incarnation: of that slot, 0 as long as it waits to join.
-        nonce: `NONCE_BYTES` random bytes that tell this process from any other.
+        nonce: `NONCE_BYTES` random bytes that distinguish this process from any other.
     """
 
     slot: int
@@ -116,8 +117,8 @@ class Opener:
         """Take bytes from the connection; return the payloads that are complete now.
 
         Raises:
-            AuthError: a MAC does not fit: the bytes were changed, repeated or come from somebody else.
-            ProtocolError: a length that cannot be right.
+            AuthError: a MAC does not fit: the bytes were changed, repeated or come from another sender.
+            ProtocolError: a length is invalid.
         """
         self._pending += data
         payloads = []
@@ -142,7 +143,7 @@ def _mac(key: bytes, counter: int, frame: bytes) -> bytes:
 
 
 class Initiator:
-    """The side that connects, and will send: send `hello()`, give the answer to `answer`, send what it returns."""
+    """The side that connects and will send: send `hello()`, pass the response to `answer`, send what that returns."""
 
     def __init__(self, token: Token, job_id: bytes, me: Identity, peer: Identity) -> None:
         self._token = token
@@ -181,7 +182,7 @@ class Initiator:
 
 
 class Responder:
-    """The side that is connected to, and will receive. Give it the hello, send what it returns, give it the proof."""
+    """The accepting side, which will receive. Pass it the hello, send what it returns, pass it the proof."""
 
     def __init__(self, token: Token, job_id: bytes, me: Identity) -> None:
         self._token, self._job_id, self._me = token, job_id, me
@@ -225,7 +226,7 @@ class Responder:
 
 
 def refusal() -> bytes:
-    """Return what a responder says before it closes: its version, and no proof of anything."""
+    """Return the message of a responder before it closes: its version, and no proof of anything."""
     return _HEAD.pack(_MAGIC, PROTOCOL).ljust(CHALLENGE_BYTES, b"\0")
 
 

@@ -1,8 +1,8 @@
-"""How single values lie in a frame: the bricks of which `wire.py` builds the layout of each message.
+"""The encoding of single values in a frame, from which `wire.py` builds the layout of each message.
 
-Numbers are signed 64-bit, little endian; bytes and texts carry their length, tuples their count. Each brick checks what
+Numbers are signed 64-bit, little endian; bytes and texts carry their length, tuples their count. Each codec checks what
 it writes and what it reads against the same limits, and raises `Wrong`, which the caller turns into `InvalidArgument`
-or `ProtocolError`. Plain bytes in one process: nobody else reads or writes them meanwhile.
+or `ProtocolError`. Plain bytes in one process: no other process reads or writes them meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Wrong(Exception):
 
 
 class Cursor:
-    """A frame and how far it has been read."""
+    """A frame and the position up to which it has been read."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -36,7 +36,7 @@ class Cursor:
 
 
 class Codec:
-    """How one kind of value lies in a frame."""
+    """The encoding of one kind of value."""
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
         """Append `value`; `Wrong` when it breaks a rule."""
@@ -87,7 +87,7 @@ class Flag(Codec):
 
 
 class Bytes(Codec):
-    """From `low` to `high` bytes, behind their number."""
+    """From `low` to `high` bytes, after their number."""
 
     def __init__(self, low: int, high: int) -> None:
         self.length = Number(low, high)

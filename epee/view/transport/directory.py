@@ -1,4 +1,4 @@
-"""The folder of a job: where a new process finds the others and the job's secret, and nobody else does.
+"""The folder of a job: a new process finds the others and the job's secret there, and no other user can read it.
 
     <runtime folder>/job-3-<key>-<host>-<job id>/   0700, ours; every process of the job holds a shared `flock` on it
         token                                0600, 32 random bytes, made by rank 0 (unless EPEE_TOKEN_FILE names one)
@@ -6,24 +6,24 @@
         <slot>-<nonce>                       0600, the socket of one process
 
 A job over several hosts has a folder on each of them, with the key of the host in its name and the same job id and
-token: whichever process comes first there makes it (`enter`), though the hosts may even share a file system.
+token. The first process on a host makes it (`enter`); the hosts may even share a file system.
 
-Who writes: rank 0 makes the folder, each process its own socket; others only connect. Nothing is trusted for its name:
-the folder and the runtime folder must belong to this user, be closed to all others and be no links, and so must the
-token. Paths are opened once; everything below goes through that descriptor, so a folder that is exchanged later does no
-harm.
+Writers and readers: rank 0 makes the folder, each process its own socket; others only connect. Nothing is trusted for
+its name: the folder and the runtime folder must belong to this user, be closed to all others and be no links, and so
+must the token. Paths are opened once; everything below goes through that descriptor, so a folder that is exchanged
+later does no harm.
 
-What orders them: the folder is filled under another name and renamed when it is whole. Whoever can take the lock alone
-knows that no process of the job lives (the kernel drops a dead process's lock) and removes the folder; so does the last
-one that leaves, and so does each new job with what dead ones left. A crash leaves the folder to these. The lock works
-across PID namespaces, where a number in a file would not, and lies on the folder itself: it cannot be lost while the
-folder is there, and systemd's cleaner of temporary files leaves folders alone on which somebody holds one.
+Ordering: the folder is filled under another name and renamed when it is complete. A process that gets the exclusive
+lock knows that no process of the job lives (the kernel drops a dead process's lock) and removes the folder; the last
+process that leaves does so as well, and each new job removes the folders of dead jobs. A crash leaves the folder to
+these. The lock works across PID namespaces, where a number in a file would not, and lies on the folder itself: it
+cannot be lost while the folder exists, and systemd's cleaner of temporary files skips locked folders.
 
-The folder is for being found, not for living. Log-outs and cleaners remove it all the same, so a job that runs does not
-need it: a process that is known is reached through its own descriptor of its socket (`Door`), as its memory is, by
-`/proc/PID/fd/FD` and no name. That serves members and those who wait to become one, costs nothing before there is
-something to say, and a connection that broke can be made again, all of which connections kept from birth on would not.
-Without the folder nobody new finds the job; that is all (`is_there`). The runtime folder lies among the temporary files
+The folder serves discovery only. Log-outs and cleaners may remove it, so a running job does not need it: a known
+process is reached through its own descriptor of its socket (`Door`), as its memory is, by `/proc/PID/fd/FD` and no
+name. This works for members and for processes that wait to become one, costs nothing before there is something to send,
+and a broken connection can be made again; permanent connections would not have these properties. Without the folder new
+processes cannot find the job; nothing else is affected (`is_there`). The runtime folder lies among the temporary files
 and not in XDG_RUNTIME_DIR, which is removed when the user logs out; in /dev/shm where no other temporary folder can be
 written.
 """
@@ -60,12 +60,12 @@ from .wire import MAX_MEMBERS, NONCE_BYTES
 _JOB = re.compile(rf"job-3-([0-9a-f]{{16}})-([0-9a-f]{{{KEY_DIGITS}}})-([0-9a-f]{{{2 * JOB_ID_BYTES}}})")
 _SOCKET = re.compile(rf"(\d{{1,3}})-([0-9a-f]{{{2 * NONCE_BYTES}}})")
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
-_UNFINISHED_S = 60.0  # a folder that is older and not whole was left by a process that died while it made it
+_UNFINISHED_S = 60.0  # an older incomplete folder was left by a process that died while it made it
 MAX_HOME_BYTES = 1024
 _NUM_TRIES = 20  # to open or make a folder that others make and remove
-_NUM_NAMES = 16  # of a folder for jobs, where something is in the way of the first ones
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process is short of something: another folder is no remedy
-_LOOK_S = 1.0  # how long somebody may hold the lock alone to see whether the job lives
+_NUM_NAMES = 16  # of a folder for jobs, where the first names are taken
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process lacks a resource: another folder is no remedy
+_LOOK_S = 1.0  # how long a process may hold the exclusive lock to check whether the job lives
 
 
 def runtime_folder() -> Path:
@@ -74,14 +74,14 @@ def runtime_folder() -> Path:
 
 
 def runtime_folders() -> Iterator[Path]:
-    """Yield the folders that can hold this user's jobs, best first, each made when its turn comes.
+    """Yield the folders that can hold this user's jobs, best first, each made just before it is yielded.
 
     It is EPEE_RUNTIME_DIR alone, where that is set. Else it is `epee-UID` among the temporary files, and in /dev/shm.
-    Where something else is in the way of that name (another user's folder, one that is open to others, a link, a file)
-    the next of `epee-UID-2`, `epee-UID-3` ... takes its place, so that other users cannot stop this one's jobs.
+    Where that name is taken (another user's folder, one that is open to others, a link, a file) the next of
+    `epee-UID-2`, `epee-UID-3` ... is used, so that other users cannot stop this one's jobs.
 
     Raises:
-        AuthError: none is left, and something that is not ours alone is in the way.
+        AuthError: no name is left, and one is taken by something that is not ours alone.
         ResourceError: none can be made.
     """
     refusals: list[OSError] = []
@@ -107,7 +107,7 @@ def runtime_folders() -> Iterator[Path]:
 
 
 def _candidates() -> list[list[Path]]:
-    """Return the paths of `runtime_folders` by place, whatever lies there."""
+    """Return the paths of `runtime_folders`, grouped by parent folder, whether they exist or not."""
     named = str(env.get("EPEE_RUNTIME_DIR"))
     if named:
         return [[Path(named)]]
@@ -117,18 +117,18 @@ def _candidates() -> list[list[Path]]:
 
 
 def _existing_folders() -> Iterator[Path]:
-    """Yield the folders that hold jobs of this user now, those included that are full by now."""
+    """Yield the folders that hold jobs of this user now, including those that are full."""
     if env.get("EPEE_RUNTIME_DIR"):
         yield runtime_folder()
         return
     for path in (path for paths in _candidates() for path in paths):
-        with contextlib.suppress(OSError):  # it is not there, or not ours
+        with contextlib.suppress(OSError):  # it does not exist, or is not ours
             os.close(_open_private(path))
             yield path.resolve()
 
 
 def job_key(name: str) -> str:
-    """Return the part of a job's folder name that stands for `name`, by which a joiner finds it without a store."""
+    """Return the part of a job's folder name that encodes `name`, by which a joiner finds it without a store."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
@@ -138,7 +138,7 @@ def socket_name(slot: int, nonce: bytes) -> str:
 
 
 def job_id_of(path: str) -> bytes:
-    """Return the id of the job whose folder, on whichever host, has a path; `ProtocolError` if it is no such path."""
+    """Return the job id from the path of a job's folder on any host; `ProtocolError` if it is no such path."""
     match = _JOB.fullmatch(Path(path).name)
     if match is None:
         raise ProtocolError(f"{path!r} is not the folder of a job; is the store ours?")
@@ -152,19 +152,19 @@ def find_jobs(name: str | None = None) -> list[Path]:
         match = _JOB.fullmatch(path.name)
         if match is None or match[2] != host or (name is not None and match[1] != job_key(name)):
             continue
-        with contextlib.suppress(OSError):  # it goes just now, or is not ours
+        with contextlib.suppress(OSError):  # it is being removed, or is not ours
             if not _visit(path, is_removed=False):
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 class Door:
-    """A process's listening socket, and the descriptor by which others find it when its name is gone.
+    """A process's listening socket, and the descriptor by which others find it when its name has been removed.
 
     Attributes:
         listener: non-blocking.
         name: in the folder of the job.
-        fd: of the socket's place in the file system; -1 when closed.
+        fd: of the socket's file; -1 when closed.
     """
 
     def __init__(self, listener: socket.socket, name: str, fd: int) -> None:
@@ -181,9 +181,9 @@ class Door:
 
 
 def connect_door(pid: int, fd: int) -> socket.socket:
-    """Return a non-blocking socket connected to the door with descriptor `fd` in process `pid`, or raise `OSError`.
+    """Return a non-blocking socket connected to the `Door` with descriptor `fd` in process `pid`, or raise `OSError`.
 
-    Who has that number now may be another process: whoever connects finds that out by the handshake (`auth.py`).
+    The pid may belong to another process by now: the handshake shows that (`auth.py`).
     """
     return _connect(f"/proc/{pid}/fd/{fd}")
 
@@ -192,7 +192,7 @@ class JobDirectory:
     """A process's hold on the folder of its job. Make one with `create` or `open`.
 
     Attributes:
-        path: of the folder, to be told to other processes; it is no secret.
+        path: of the folder, to be sent to other processes; it is no secret.
         host: key of the host that the folder is for.
         job_id: `JOB_ID_BYTES` random bytes, the same on all hosts of the job.
         token: the job's secret.
@@ -214,7 +214,7 @@ class JobDirectory:
         """Make the folder of a new job, and remove those of jobs that have died.
 
         Args:
-            name: what the processes of the job have in common before they meet (address and port of the rendezvous).
+            name: shared by the processes of the job before they meet (address and port of the rendezvous).
         Raises:
             AuthError: the runtime folder is not ours alone.
             ResourceError: it cannot be written.
@@ -223,13 +223,13 @@ class JobDirectory:
 
     @classmethod
     def enter(cls, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
-        """Open this host's folder of a job that was made on another host; make it if nobody has.
+        """Open this host's folder of a job that was made on another host; make it if it does not exist.
 
         Args:
             name: as for `create`.
             job_id, secret: of the job, `JOB_ID_BYTES` and `TOKEN_BYTES` bytes; EPEE_TOKEN_FILE comes before `secret`.
         Raises:
-            AuthError: as `create`; or the folder that is there holds another secret.
+            AuthError: as `create`; or the existing folder holds another secret.
             InvalidArgument: one of them is of another size.
             ResourceError: as `create`.
         """
@@ -239,9 +239,9 @@ class JobDirectory:
         own_name = _folder_name(name, job_id)
         for _ in range(_NUM_TRIES):
             for folder in _existing_folders():
-                with contextlib.suppress(ResourceError):  # nobody has made it, or the last one has just left it
+                with contextlib.suppress(ResourceError):  # no process has made it, or the last one has just left it
                     return cls.open(folder / own_name)._checked(token)
-            with contextlib.suppress(FileExistsError):  # somebody was faster
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 return cls._make(name, job_id, secret)._checked(token)
         raise ResourceError(f"the folder {own_name} comes and goes; do the processes of its job end all the time?")
 
@@ -253,7 +253,7 @@ class JobDirectory:
 
     @classmethod
     def _make(cls, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
-        """Make a folder in the first place that takes it; `FileExistsError` where it is there already."""
+        """Make a folder in the first runtime folder that accepts it; `FileExistsError` where it exists already."""
         refusal: ResourceError | None = None
         try:
             for parent in runtime_folders():
@@ -281,7 +281,7 @@ class JobDirectory:
                 undo.callback(_empty, folder_fd)
                 _lock_shared(folder_fd)
                 if env.get("EPEE_TOKEN_FILE"):
-                    os.close(_make(folder_fd, "no-token", b""))  # a rename puts itself in the place of an empty folder
+                    os.close(_make(folder_fd, "no-token", b""))  # a rename replaces an empty folder
                 else:
                     os.close(_make(folder_fd, "token", secret))
                 made = cls(path, folder_fd)  # reads the token, before others can find the folder
@@ -305,7 +305,7 @@ class JobDirectory:
         Raises:
             AuthError: it is not ours alone, or its token is not.
             ProtocolError: it is no job's folder.
-            ResourceError: it is gone: the job has ended, or somebody has removed it.
+            ResourceError: it does not exist: the job has ended, or it was removed.
         """
         path = Path(path)
         with contextlib.ExitStack() as undo:
@@ -328,14 +328,14 @@ class JobDirectory:
             return opened
 
     def is_there(self) -> bool:
-        """Return whether others can still find the job: its folder lies where it was made."""
+        """Return whether others can still find the job: its folder is still at its path."""
         return _is_at(self.path, self._fd())
 
     def listen(self, slot: int, nonce: bytes, backlog: int) -> Door:
         """Return a listening socket with a name in the folder.
 
         Raises:
-            ResourceError: no descriptor is left, or the folder is gone.
+            ResourceError: no descriptor is left, or the folder was removed.
         """
         name = socket_name(slot, nonce)
         try:
@@ -345,7 +345,7 @@ class JobDirectory:
         try:
             listener.bind(self._address(name))
             self._sockets.add(name)
-            os.chmod(name, 0o600, dir_fd=self._fd())  # nobody else gets into the folder anyway
+            os.chmod(name, 0o600, dir_fd=self._fd())  # no other user can enter the folder anyway
             listener.listen(backlog)
             fd = os.open(name, os.O_PATH | _FLAGS, dir_fd=self._fd())
         except OSError as exc:
@@ -360,10 +360,10 @@ class JobDirectory:
         return _connect(self._address(name))
 
     def write_home(self, content: bytes) -> None:
-        """Leave a note of at most `MAX_HOME_BYTES` for those who join later; once per job.
+        """Write a note of at most `MAX_HOME_BYTES` for later joiners; once per job.
 
         Raises:
-            ResourceError: no descriptor or room is left, or the folder has gone.
+            ResourceError: no descriptor or room is left, or the folder was removed.
         """
         if len(content) > MAX_HOME_BYTES:
             raise InvalidArgument(f"the note for joiners must have at most {MAX_HOME_BYTES} bytes, got {len(content)}")
@@ -374,7 +374,7 @@ class JobDirectory:
             raise shortage(f"cannot leave a note for joiners in {self.path}", exc) from exc
 
     def read_home(self) -> bytes:
-        """Return the note; empty when there is none. It is for the reader to check.
+        """Return the note; empty when there is none. The reader has to check it.
 
         Raises:
             AuthError: the file is not this user's alone.
@@ -390,7 +390,8 @@ class JobDirectory:
             os.close(fd)
 
     def sockets(self) -> list[tuple[int, bytes, str]]:
-        """Return (slot, nonce, name) of each socket in the folder, that of dead processes included; slots ascending."""
+        """Return (slot, nonce, name) of each socket in the folder, including those of dead processes; slots
+        ascending."""
         found: list[tuple[int, bytes, str]] = []
         try:
             names = os.listdir(self._fd())
@@ -415,14 +416,14 @@ class JobDirectory:
             return
         for name in list(self._sockets):
             self.remove(name)
-        with contextlib.suppress(OSError):  # somebody is still there, or the folder was removed under us
+        with contextlib.suppress(OSError):  # another process still uses it, or the folder was removed meanwhile
             fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _empty(self._folder_fd)
             self.path.rmdir()
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptor and touch nothing else: for a forked child, to which the folder does not belong."""
+        """Close the descriptor only: for a forked child, to which the folder does not belong."""
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
         self._folder_fd = -1
@@ -451,7 +452,7 @@ def remove_stale(parent: Path) -> int:
 
 
 def _visit(path: Path, is_removed: bool) -> bool:
-    """Return whether the job of `path` is dead; remove its folder then, if wanted."""
+    """Return whether the job of `path` is dead; if so, remove its folder where `is_removed` is set."""
     with contextlib.ExitStack() as undo:
         folder_fd = _open_private(path)
         undo.callback(os.close, folder_fd)
@@ -474,7 +475,7 @@ def _lock_shared(folder_fd: int) -> None:
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
-        except BlockingIOError:  # somebody looks whether the job lives, which takes microseconds
+        except BlockingIOError:  # a process checks whether the job lives, which takes microseconds
             if time.monotonic() > deadline:
                 raise
             os.sched_yield()
@@ -499,7 +500,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _empty(folder_fd: int) -> None:
-    """Remove what jobs put into their folders; anything else stays, and then so does the folder."""
+    """Remove the files that jobs put into their folders; other files stay, and then so does the folder."""
     for name in os.listdir(folder_fd):
         if name in ("token", "no-token", "home", "home.new") or _SOCKET.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):

@@ -1,60 +1,63 @@
-"""All connections of one agent: it listens, connects when there is something to send, and never waits for anybody.
+"""All connections of one agent: it listens, connects when there is something to send, and never waits for a peer.
 
-A process whose endpoint is known is reached through it, whatever has become of the job's folder (`directory.py`); one
-that was only found in the folder is reached by its name there. One of another host is reached by TCP, at the address of
-its endpoint; what comes of the attempts is noted in `switchboard.py`, which says when to call again.
+A process whose endpoint is known is reached through it, even if the job's folder was removed (`directory.py`); one that
+was only found in the folder is reached by its name there. A process of another host is reached by TCP, at the address
+of its endpoint; the results of the attempts are recorded in `Reach`, which decides when to connect again.
 
 Data path: `send` puts a message on the connection to a process, which is opened at first use. `handle` is called for a
-descriptor that is ready and returns what came: messages with the nonce of the process that has proved to be their
-sender. The agent thread alone calls all of it.
+ready descriptor and returns the received messages with the nonce of the process that has proved to be their sender. The
+agent thread alone calls all of it.
 
-What a peer can do: nothing but lose its connection. Whoever is of another user, proves nothing in time, sends what
-cannot be right or does not read is dropped and counted (`dropped`), and no message of it reaches the agent. Connections
-are limited in number; when strangers fill the places, the one that has been silent longest makes room.
+Influence of a peer: it can lose its own connection, nothing else. A peer of another user, one that proves nothing in
+time, sends invalid data or does not read is dropped and counted (`dropped`), and no message of it reaches the agent.
+The number of connections is limited; when unauthenticated peers use up the limit, the one that has been silent longest
+is dropped.
 
-Messages may be lost (a full queue, a connection that breaks); the agents say again what matters. A crash closes the
+Messages may be lost (a full queue, a connection that breaks); the agents repeat what matters. A crash closes the
 sockets, which the peers see.
 
-Which hosts can be reached: what the control connections to the agents of other hosts have shown. No sockets here.
+Reachability of hosts (`Reach`): a state derived from the control connections to the agents of other hosts. It has no
+sockets.
 
-Each agent keeps a connection to each agent of another host, from the day that this is a member. What its kernel says
-of it is noted here, by process:
+Each agent keeps a connection to each agent of another host, from the time that this becomes a member. The kernel's
+reports about it are recorded by process:
 
     established    the other kernel answers. Its process may be stopped, or hold its GIL: that is no loss of a host
     proved         and it is the process that is meant
     ended          a reset, or the end of the stream; it is called again, every `AGAIN_S`
-    refused        nobody listens there, or somebody else: the process has ended, or is about to
+    refused        no process listens there, or another one: the process has ended, or is about to
     no answer      to a call, in time
-    silent         the kernel gave up a connection of which nothing came any more (keepalive, TCP_USER_TIMEOUT); it may
-                   also say that it knows no way there
+    silent         the kernel closed a connection on which nothing arrived any more (keepalive, TCP_USER_TIMEOUT); it
+                   may also report that there is no route
 
-Beside that a small message goes out every `ping_s`: a cut in one direction is noticed by the side that sends, if it
-does, as the kernel gives up when nothing confirms what it has sent.
+In addition a small message is sent every `ping_s`: the sending side notices a cut in one direction, as its kernel
+closes the connection when nothing confirms what it has sent.
 
-Silence lasts `timeout_s` at most, from the last word that came: the first message that nothing confirms goes out
-within `ping_s` of that, the kernel gives up `given_up_s` after it, then the process is called for `recall_s`, and the
-three are `timeout_s` together. So half of that time is over before anything is given up, and a new call gets through
-where the old connection had doubled its pauses too often.
+Silence lasts `timeout_s` at most, from the last message that arrived: the first message that nothing confirms is sent
+within `ping_s` of that, the kernel closes the connection `given_up_s` after it, then the process is called for
+`recall_s`, and the three are `timeout_s` together. Half of that time is thus over before a connection is closed, and a
+new call succeeds where the old connection had doubled its retransmission pauses too often.
 
 A host is *lost* when none of its agents can be reached: each has been refused for `REFUSED_S`, silent and then not
-there for `recall_s`, has ended a connection and answered no call for `UNANSWERED_S`, or has never answered within
-`timeout_s`. That is a suspicion (`protocol/events.HostLost`): a host behind a cut cable may
-live. A blip that is over before is none. What goes wrong on this side, such as no descriptor being left, says nothing.
+reached for `recall_s`, has ended a connection and answered no call for `UNANSWERED_S`, or has never answered within
+`timeout_s`. That is a suspicion (`protocol/events.HostLost`): a host behind a cut cable may live. An interruption that
+is over before is none. Errors on this side, such as no descriptor being left, say nothing.
 
-Who calls: the agent thread. Nothing is shared, a crash leaves nothing.
+Callers: the agent thread. Nothing is shared, a crash leaves nothing.
 
-One connection between two agents, as a machine over a non-blocking stream socket: handshake, then frames one way.
+One connection between two agents (`Outgoing`, `Incoming`): a state machine over a non-blocking stream socket;
+handshake, then frames in one direction.
 
-It is a Unix socket inside a host, whose kernel says which process of which user is at the other end, and TCP between
-hosts, where the handshake alone says who it is. The handshake, the frames and their MACs are the same.
+It is a Unix socket inside a host, whose kernel names the process and the user at the other end, and TCP between hosts,
+where only the handshake identifies the peer. The handshake, the frames and their MACs are the same.
 
 Data path: `Outgoing` takes payloads, sends the hello, then the proof, then sealed frames as the socket takes them.
-`Incoming` reads the hello, then the proof, then frames, and hands out payloads. Neither waits for the other, ever: what
-the socket does not take stays in a queue with a limit, and what comes is read when it is there.
+`Incoming` reads the hello, then the proof, then frames, and returns payloads. Neither ever waits for the other: what
+the socket does not take stays in a queue with a limit, and data is read when it is there.
 
-Who may cost what: before its proof a peer has at most the bytes of one handshake message in memory here, and
-`HANDSHAKE_S` seconds; after it one frame. Whoever breaks a rule raises; the owner closes the connection then. A peer
-that dies, stops or stays silent leaves a queue that its owner drops.
+Cost of a peer: before its proof a peer uses at most the bytes of one handshake message in memory here, and
+`HANDSHAKE_S` seconds; after it one frame. A violated rule raises; the owner closes the connection then. A peer that
+dies, stops or stays silent leaves a queue that its owner drops.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process that made the other end, as the kernel knows it; over TCP (0, our own uid)."""
+    """Return (pid, uid) of the process that made the other end, from the kernel; over TCP (0, our own uid)."""
     if connection.family != socket.AF_UNIX:
         return 0, os.geteuid()
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -119,7 +122,7 @@ def call(address: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def watch_silence(connection: socket.socket, timeout_s: float) -> None:
-    """Let the kernel give up a TCP connection when the other kernel has been silent for so long, used or not."""
+    """Let the kernel close a TCP connection when the other kernel has been silent for `timeout_s`, used or not."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -134,8 +137,8 @@ class Outgoing:
         fd: of the socket.
         pid: of the process that listens there.
         deadline: `time.monotonic()` value by which the handshake must be over; infinite afterwards. Over TCP the
-            connection must be there by then, its process may take its time: it may be stopped.
-        is_up: the other kernel has taken the connection.
+        connection must exist by then; its process has no deadline, as it may be stopped.
+        is_up: the other kernel has accepted the connection.
     """
 
     def __init__(self, connection: socket.socket, initiator: Initiator, now: float) -> None:
@@ -157,7 +160,7 @@ class Outgoing:
 
     @property
     def is_proved(self) -> bool:
-        """True once the other side has proved who it is."""
+        """True once the other side has proved its identity."""
         return self._sealer is not None
 
     @property
@@ -199,7 +202,7 @@ class Outgoing:
             del self._out[:count]
 
     def readable(self) -> None:
-        """Read what the responder says: its challenge, nothing else.
+        """Read the responder's challenge, nothing else.
 
         Raises:
             OSError, AuthError, ProtocolError: the connection must end.
@@ -236,7 +239,7 @@ class Incoming:
         fd: of the socket.
         pid: of the process that connected.
         deadline: as for `Outgoing`.
-        peer: who it is; None until it has proved it.
+        peer: its identity; None until it has proved it.
     """
 
     def __init__(self, connection: socket.socket, token: Token, job_id: bytes, me: Identity, now: float) -> None:
@@ -260,7 +263,7 @@ class Incoming:
 
     @property
     def has_spoken(self) -> bool:
-        """True when anything has come."""
+        """True when any data has arrived."""
         return self.peer is not None or bool(self._in) or self._wanted != HELLO_BYTES
 
     def readable(self) -> list[bytes]:
@@ -319,22 +322,22 @@ def ping_s(timeout_s: float) -> float:
 
 
 def recall_s(timeout_s: float) -> float:
-    """Return how long a process is called whose connection the kernel has given up."""
+    """Return how long a process is called whose connection the kernel has closed."""
     return timeout_s / 4
 
 
 def given_up_s(timeout_s: float) -> float:
-    """Return after what time the kernel is to give up a connection when nothing confirms what it has sent."""
+    """Return the time after which the kernel is to close a connection when nothing confirms what it has sent."""
     return timeout_s - ping_s(timeout_s) - recall_s(timeout_s)
 
 
 class _Line:
-    """What is known of the way to one process.
+    """The state of the connection to one process.
 
     Attributes:
-        born: when the line was new; infinite once the other kernel has answered.
+        born: creation time of the line; infinite once the other kernel has answered.
         ended, refused, silent: since when it has been so; infinite where it has not.
-        call_at: when it is to be called; infinite while a connection is there or under way.
+        call_at: when it is to be called; infinite while a connection exists or is being made.
     """
 
     def __init__(self, member: Member, now: float) -> None:
@@ -345,7 +348,7 @@ class _Line:
         self.call_at = now
 
     def lost_at(self, timeout_s: float) -> float:
-        """Return when it counts as unreachable if nothing changes."""
+        """Return the time at which it counts as unreachable if nothing changes."""
         if self.is_up:
             return NEVER
         ends = (self.refused + REFUSED_S, self.silent + recall_s(timeout_s), self.ended + UNANSWERED_S)
@@ -353,14 +356,14 @@ class _Line:
 
 
 class Reach:
-    """See above.
+    """The reachability of other hosts (see the module).
 
     Args:
         host: key of the own host.
         timeout_s: EPEE_HOST_TIMEOUT_S.
 
     Attributes:
-        ping_s: how often a small message is to go out on each connection.
+        ping_s: how often a small message is to be sent on each connection.
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -369,7 +372,7 @@ class Reach:
         self._lines: dict[bytes, _Line] = {}
 
     def follow(self, members: Iterable[Member], now: float) -> None:
-        """Keep a connection to each of these that runs on another host, and to nobody else."""
+        """Keep a connection to each of these members that runs on another host, and to no other."""
         theirs = {member.nonce: member for member in members if member.host != self._host}
         self._lines = {nonce: line for nonce, line in self._lines.items() if nonce in theirs}
         for nonce, member in theirs.items():
@@ -384,16 +387,16 @@ class Reach:
         return nonce in self._lines and self._lines[nonce].is_up
 
     def up(self) -> list[Member]:
-        """Return those to whom there is a connection."""
+        """Return the members to which there is a connection."""
         return [line.member for line in self._lines.values() if line.is_up]
 
     def called(self, nonce: bytes) -> None:
-        """A connection to a process is under way."""
+        """Record that a connection to a process is being made."""
         if nonce in self._lines:
             self._lines[nonce].call_at = NEVER
 
     def note(self, nonce: bytes, what: int, now: float) -> None:
-        """Note what the kernel says of the connection to a process."""
+        """Record the kernel's report about the connection to a process."""
         line = self._lines.get(nonce)
         if line is None:
             return
@@ -416,21 +419,21 @@ class Reach:
             )
 
     def skip(self, seconds: float) -> None:
-        """Let a time not count in which this process did not run: nobody was called, and no answer heard."""
+        """Exclude a time in which this process did not run: it called no peer, and heard no answer."""
         for line in self._lines.values():
-            line.born, line.ended = line.born + seconds, line.ended + seconds  # what has not been stays infinite
+            line.born, line.ended = line.born + seconds, line.ended + seconds  # infinite values stay infinite
             line.refused, line.silent = line.refused + seconds, line.silent + seconds
 
     def due(self, now: float) -> list[Member]:
-        """Return whom to call now."""
+        """Return the members to call now."""
         return [line.member for line in self._lines.values() if line.call_at <= now]
 
     def lost(self, now: float) -> list[str]:
-        """Return the hosts of which nobody can be reached."""
+        """Return the hosts of which no member can be reached."""
         return [host for host, at in self._lost_at().items() if at <= now]
 
     def next(self, now: float) -> float:
-        """Return when `due` or `lost` may say something new."""
+        """Return the time at which `due` or `lost` may change."""
         calls = [line.call_at for line in self._lines.values()]
         return min([*calls, *(at for at in self._lost_at().values() if at > now)], default=NEVER)
 
@@ -446,11 +449,11 @@ MAX_CONNECTIONS = 4 * MAX_MEMBERS  # to this process
 MAX_STRANGERS = MAX_MEMBERS  # of them, before they have proved anything
 BACKLOG = 256
 _AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-_PAUSE_S = 0.1  # how long nobody is let in when descriptors have run out
+_PAUSE_S = 0.1  # pause of accepting connections when descriptors have run out
 
 
 class Switchboard:
-    """See above.
+    """The connections of one agent (see the module).
 
     Attributes:
         dropped: how often a connection or message was dropped, by reason.
@@ -465,9 +468,9 @@ class Switchboard:
         listener: socket.socket | None = None,
         greet: Callable[[Member], list[Message | LaneTold]] = lambda to: [],
     ) -> None:
-        """Take over `door`, which others connect to, and `listener`, where those on other hosts do.
+        """Take over `door`, to which others connect, and `listener`, for processes on other hosts.
 
-        `greet` says what a process of another host is told first on each new connection.
+        `greet` returns the messages to send first on each new connection to a process of another host.
         """
         self._job, self._me, self._poll, self._greet = job, me, poll, greet
         self._door = door
@@ -496,7 +499,7 @@ class Switchboard:
             self._watch(connection, now)
 
     def greet(self, to: Member, now: float) -> None:
-        """Say on a connection to another host that there is already what one begins with: it was not known then."""
+        """Send the first messages on an existing connection to another host: they were not known before."""
         connection = self._outgoing.get(to.nonce)
         if connection is None or not connection.is_remote:
             return
@@ -504,7 +507,7 @@ class Switchboard:
             self._watch(connection, now)
 
     def _put(self, connection: Outgoing, message: Message | LaneTold, now: float) -> bool:
-        """Give a message to a connection; False when that has ended."""
+        """Queue a message on a connection; False when that has ended."""
         try:
             if not connection.send(encode(message)):
                 self.dropped["queue full"] += 1
@@ -515,7 +518,7 @@ class Switchboard:
         return True
 
     def keep_up(self, now: float) -> None:
-        """Call those on other hosts with whom there is no connection and should be one."""
+        """Connect to the processes of other hosts to which there should be a connection and is none."""
         for member in self.abroad.due(now):
             if member.nonce in self._outgoing:
                 self.abroad.called(member.nonce)
@@ -523,7 +526,7 @@ class Switchboard:
                 self._watch(connection, now)
 
     def reach(self, to: Member, now: float) -> int:
-        """Connect to a process if that has not happened yet; return its pid as the kernel knows it, 0 if it is gone."""
+        """Connect to a process if there is no connection yet; return its pid from the kernel, 0 if it has ended."""
         connection = self._outgoing.get(to.nonce) or self._connect(to, now)
         if connection is None:
             return 0
@@ -542,7 +545,7 @@ class Switchboard:
             self._poll.register(listener, select.EPOLLIN)
 
     def handle(self, fd: int, now: float) -> list[tuple[bytes, Message | LaneTold]]:
-        """Do what a ready descriptor calls for; return (sender's nonce, message) pairs."""
+        """Handle a ready descriptor; return (sender's nonce, message) pairs."""
         if fd in self._incoming:
             return self._receive(self._incoming[fd])
         if fd in self._nonce_of:
@@ -552,7 +555,7 @@ class Switchboard:
         return []
 
     def expire(self, now: float) -> float:
-        """Drop who is past its deadline; return the next one."""
+        """Drop connections past their deadlines; return the next deadline."""
         for fd, connection in list(self._incoming.items()):
             if now >= connection.deadline:
                 self._close_incoming(fd, "late")
@@ -568,7 +571,7 @@ class Switchboard:
         return min([self._listen_again, *deadlines])
 
     def pid_of(self, nonce: bytes) -> int:
-        """Return the pid of the process that has proved to be `nonce`, as the kernel knows it; 0 if none has."""
+        """Return the pid, from the kernel, of the process that has proved to be `nonce`; 0 if none has."""
         known = [c.pid for c in self._incoming.values() if c.peer is not None and c.peer.nonce == nonce]
         return known[0] if known else 0
 
@@ -582,7 +585,7 @@ class Switchboard:
                 self._close_incoming(fd, "")
 
     def close(self) -> None:
-        """Close everything, and touch nothing that a forked child shares with its parent; idempotent."""
+        """Close everything, without effect on what a forked child shares with its parent; idempotent."""
         for incoming in self._incoming.values():
             incoming.close()
         for outgoing in self._outgoing.values():
@@ -600,7 +603,7 @@ class Switchboard:
         initiator = Initiator(self._job.token, self._job.job_id, self._me, Identity(*to[:3]))
         try:
             connection = self._call(to)
-        except (OSError, EpeeError) as exc:  # it has gone, or its queue is full of others; the message is lost
+        except (OSError, EpeeError) as exc:  # it has ended, or its queue is full; the message is lost
             self.abroad.note(to.nonce, _seen(exc), now)
             self.dropped["unreachable"] += 1
             return None
@@ -643,21 +646,22 @@ class Switchboard:
         self._watch(connection, now)
 
     def _note(self, connection: Outgoing, exc: Exception, now: float) -> None:
-        """Note how a connection has ended, or was not made."""
+        """Record how a connection has ended, or failed."""
         what = _seen(exc)
         if what == ENDED and not connection.is_up:
             what = REFUSED
         self.abroad.note(self._nonce_of[connection.fd], what, now)
 
     def _watch(self, connection: Outgoing, now: float) -> None:
-        if connection.is_up:  # on a fast way at once, and a stopped process says nothing that would be an event
+        # on a fast network it is up at once, and a stopped process sends nothing that would be an event
+        if connection.is_up:
             self.abroad.note(self._nonce_of[connection.fd], PROVED if connection.is_proved else ESTABLISHED, now)
         mask = select.EPOLLIN | (select.EPOLLOUT if connection.wants_to_write else 0)
         self._poll.modify(connection.fd, mask)
 
     def _close_outgoing(self, fd: int, reason: str) -> None:
         connection = self._outgoing.pop(self._nonce_of.pop(fd))
-        self._poll.unregister(fd)  # closing alone would not do it while a forked child holds a copy
+        self._poll.unregister(fd)  # closing alone would not remove it while a forked child holds a copy
         connection.close()
         if reason:
             self.dropped[reason] += 1
@@ -667,7 +671,7 @@ class Switchboard:
     def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(BACKLOG):
             if self._listen_again < float("inf"):
-                return  # the other listener has met the shortage, in the same round of news
+                return  # the other listener has noticed the shortage, in the same batch of events
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
@@ -716,7 +720,7 @@ class Switchboard:
             return []
 
     def _replace(self, connection: Incoming, nonce: bytes) -> None:
-        """A process has connected anew: its earlier connection is over."""
+        """Close the earlier connection of a process that has connected again."""
         for fd, other in list(self._incoming.items()):
             if other is not connection and other.peer is not None and other.peer.nonce == nonce:
                 self._close_incoming(fd, "")
@@ -733,11 +737,11 @@ def _reason(exc: Exception) -> str:
         return "not proved"
     if isinstance(exc, ProtocolError):
         return "malformed"
-    return "" if isinstance(exc, OSError) else "broken"  # a peer that hangs up is no trouble
+    return "" if isinstance(exc, OSError) else "broken"  # a peer that closes its connection is no error
 
 
 def _seen(exc: Exception) -> int:
-    """Return what an error says of the way to a process on another host (`switchboard.py`)."""
+    """Return the reachability state that an error of a connection to another host implies (`Reach.note`)."""
     if isinstance(exc, AuthError | ProtocolError):
         return REFUSED
     if isinstance(exc, ConnectionRefusedError):
@@ -751,7 +755,7 @@ def _seen(exc: Exception) -> int:
 
 
 def _parts(message: Message | LaneTold) -> list[Message | LaneTold]:
-    """Cut a Commit that could be longer than a frame; its receiver takes decisions one by one anyway."""
+    """Split a Commit that could be longer than a frame; its receiver takes decisions one by one anyway."""
     if not isinstance(message, Commit) or len(message.decisions) < 2:
         return [message]
     if _size(message) <= MAX_FRAME_BYTES // 2:

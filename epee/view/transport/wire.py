@@ -1,14 +1,14 @@
-"""Messages of `messages.py` as bytes and back: a fixed layout, and every number checked before it is believed.
+"""Encoding and decoding of the messages of `messages.py`: a fixed layout, and every number checked before use.
 
-A frame is one byte that says the type, then its fields in the order of the named tuple (`codec.py` says how a number, a
-text, a list lie there). The layout of each type stands once, in the tables below, and both directions read it there;
-nesting is what the tables say, so its depth is fixed.
+A frame is one byte for the type, then its fields in the order of the named tuple (`codec.py` defines the encoding of
+numbers, texts and lists). The layout of each type is defined once, in the tables below, for both directions; nesting is
+given by the tables, so its depth is fixed.
 
-Who writes: the sender's agent thread. Who reads: the receiver's, after the frame's MAC has been checked (`auth.py`);
-and whoever reads a board (`board.py`), where no MAC protects what a dying process has left. Neither is believed: a
-frame that is too short, too long, or holds a number out of range, a list out of order or a proposal of the wrong epoch
-raises `ProtocolError` and nothing of it is used. A count is checked against its limit before anything is read, and
-every item takes bytes of the frame, so a frame of n bytes never makes more than O(n) memory.
+Writers and readers: the sender's agent thread writes; the receiver's reads, after the frame's MAC has been checked
+(`auth.py`), and so does a reader of a board (`board.py`), where no MAC protects what a dying process has left. Neither
+is trusted: a frame that is too short, too long, or holds a number out of range, a list out of order or a proposal of
+the wrong epoch raises `ProtocolError` and nothing of it is used. A count is checked against its limit before anything
+is read, and every item takes bytes of the frame, so a frame of n bytes never makes more than O(n) memory.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from .codec import Bytes, Choice, Cursor, Flag, Many, Maybe, Number, Text, Tuple
 
 MAX_MEMBERS = 64  # of a job; slots are below it
 MAX_LANES = 1024  # in which one process takes part
-MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of every member
+MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision may contain every group of every member
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
 MAX_LOCATOR_BYTES = 96
 MAX_DECISION_BYTES = (
     41 * MAX_ALL_LANES + (48 + MAX_LOCATOR_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
-)  # a cut, a start per lane
-MAX_FRAME_BYTES = 4 << 20  # one decision, and what a Promise tells of the lanes of one process
+)  # a cut and a start per group
+MAX_FRAME_BYTES = 4 << 20  # one decision, or the states of one process's groups in a Promise
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
 NONCE_BYTES = 16
 MAX_HOST_BYTES = 32
-MAX_TOLD_BYTES = 256  # by a process of its part in a lane, to those on other hosts
+MAX_TOLD_BYTES = 256  # of a process's data for a group, sent to other hosts
 EPOCH_LIMIT = ROUND_LIMIT = INCARNATION_LIMIT = 1 << 48  # a joiner's incarnation is the epoch that it joins in
 LANE_LIMIT = (1 << 63) - 1
 
@@ -151,14 +151,15 @@ _STATE = TupleCodec(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), r
 
 
 class LaneTold(NamedTuple):
-    """What a process tells of its part in a lane; inside its host it stands on its board. Not for the agent."""
+    """The data that a process publishes about its part in a group; inside its host it stands on its board. Not for
+    the agent."""
 
     lane: int
     data: bytes
 
 
-PING = LaneTold(LANE_LIMIT, b"")  # of a lane that nobody has
-BEGIN, END = LaneTold(LANE_LIMIT, b"begin"), LaneTold(LANE_LIMIT, b"end")  # around all that a process tells
+PING = LaneTold(LANE_LIMIT, b"")  # of a group id that no group has
+BEGIN, END = LaneTold(LANE_LIMIT, b"begin"), LaneTold(LANE_LIMIT, b"end")  # around all data that a process sends
 
 
 class _Type(NamedTuple):

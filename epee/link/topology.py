@@ -1,14 +1,15 @@
-"""Which ranks share a host, and who receives for whom: pure functions of the host keys that all ranks have told.
+"""The assignment of ranks to hosts, and the receivers between hosts: pure functions of the published host keys.
 
 A *host* is a set of ranks that share memory and see each other's processes (`view/process/machine.py`). Hosts are
-numbered by their lowest rank; the *position* of a rank is its place among the ranks of its host, ascending.
+numbered by their lowest rank; the *position* of a rank is its index among the ranks of its host, ascending.
 
-What rank s tells the ranks of another host goes to one of them, its *gateway* there: the rank at position (position of
-s) modulo (ranks of that host). With equally many ranks on each host every rank is the gateway of one rank per host and
-has it as its own gateway; together they are a *rail*. All of it is the same on all ranks, as they hold the same keys.
+The data of rank s for the ranks of another host goes to one of them, its *gateway* there: the rank at position
+(position of s) modulo (ranks of that host). With equally many ranks on each host every rank is the gateway of one rank
+per host and has it as its own gateway; together they are a *rail*. All of it is the same on all ranks, as they hold the
+same keys.
 
-A view that takes somebody in begins a new placement, of those who are in it (`moved`): who comes knows of no others.
-The numbers of the hosts are each rank's own then; what ranks must agree on rests on ranks alone.
+A view that adds ranks begins a new placement, of its members (`moved`): a joiner knows no other ranks. The numbers of
+the hosts then differ between ranks; what ranks must agree on depends on ranks alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 
 def placement(hosts: Sequence[Sequence[int]]) -> str:
-    """Return who runs where, for messages: "host 0: ranks 0-3; host 1: ranks 4, 6"; ranks are ascending."""
+    """Return the hosts of all ranks, for messages: "host 0: ranks 0-3; host 1: ranks 4, 6"; ranks are ascending."""
     return "; ".join(f"host {host}: {_named(ranks)}" for host, ranks in enumerate(hosts))
 
 
@@ -33,12 +34,12 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class Topology:
-    """Where the ranks of a group are, as one of them sees it.
+    """The hosts of a group's ranks, as one of the ranks sees them.
 
     Attributes:
         rank: this one.
-        hosts: per host its ranks, ascending; at birth hosts by their lowest rank. Nobody may be left of one.
-        host_of: per rank the index of its host; -1 of ranks that have no place.
+        hosts: per host its ranks, ascending; initially hosts by their lowest rank. A host may have no rank left.
+        host_of: per rank the index of its host; -1 of ranks without a host.
         host: the index of this rank's own.
     """
 
@@ -66,7 +67,7 @@ class Topology:
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """Per host that has ranks these, ascending; hosts by their lowest rank."""
+        """The ranks of each host that has any, ascending; hosts by their lowest rank."""
         return tuple(sorted(ranks for ranks in self.hosts if ranks))
 
     @property
@@ -76,7 +77,7 @@ class Topology:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks of this host, this one too, ascending."""
+        """The ranks of this host, including this one, ascending."""
         return self.hosts[self.host]
 
     @property
@@ -89,7 +90,7 @@ class Topology:
         return self.host_of[peer] == self.host
 
     def gateway(self, source: int, host: int) -> int:
-        """Return the rank of `host` that receives what `source`, of another host, tells the ranks there."""
+        """Return the rank of `host` that receives the data of `source`, a rank of another host, for the ranks there."""
         there = self.hosts[host]
         return there[self.hosts[self.host_of[source]].index(source) % len(there)]
 
@@ -106,5 +107,5 @@ class Topology:
         return tuple(sorted((self.rank, *self.sources())))
 
     def partners(self) -> tuple[int, ...]:
-        """Return the ranks that this one has a connection with: its gateways, and those it is the gateway of."""
+        """Return the ranks that this one has a connection with: its gateways, and the ranks whose gateway it is."""
         return tuple(sorted({*self.gateways().values(), *self.sources()}))

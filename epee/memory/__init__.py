@@ -1,1 +1,1 @@
-"""What a rank lends to others: layouts, host regions, signals, slots. Nothing here knows about MoE."""
+"""The memory that a rank lends to others: layouts, cpu regions, signals, slots. Independent of MoE."""

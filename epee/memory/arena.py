@@ -1,24 +1,24 @@
 """An arena: the memory of one layout, cut into equal slots, that a rank lends to its peers for payloads.
 
-Who writes, who reads: a slot is either a landing place (peers write rows into it, the owner reads) or a staging place
-(the owner writes, peers read). Which slot a peer may touch is the owner's word: it travels in every call's exchange
-row. A slot is used by at most one call at a time.
+Writers and readers: a slot is either a landing slot (peers write rows into it, the owner reads) or a staging slot (the
+owner writes, peers read). The owner decides which slot a peer may access: it is part of every call's exchange row. A
+slot is used by at most one call at a time.
 
 States of a slot, seen by its owner:
 
     free -> taken (a call uses it) -> leased (its rows were returned to the user as a view)
-                                   -> cooling (peers may still touch it until they have passed the call)
+                                   -> cooling (peers may still access it until they have passed the call)
     leased -> free when the last tensor that views it has died; cooling -> free when all peers have passed the call
-    leased -> cooling, when a leased staging slot was handed to a combine: free when both have happened
+    leased -> cooling, when a leased staging slot was passed to a combine: free when both have happened
 
 `num_slots` results and as many combine inputs may be leased; beyond them the caller gets ordinary memory. Two more
-slots always serve the call in progress and the one before it: a call takes one slot, and when it starts, all peers
-have passed every call but the last. So `take` never fails.
+slots always serve the call in progress and the one before it: a call takes one slot, and when it starts, all peers have
+passed every call but the last. `take` thus never fails.
 
-A crash between two steps leaves nothing to repair: the pool is private to its process, and a peer's late store can
-only hit a slot that is still cooling.
+A crash between two steps leaves nothing to repair: the pool is private to its process, and a peer's late store can only
+hit a slot that is still cooling.
 
-Releases come from weak-reference callbacks, at any moment and from any thread, so a callback only notes the slot in a
+Releases come from weak-reference callbacks, at any moment and from any thread, so a callback only records the slot in a
 dict; the owner's thread drains it.
 """
 
@@ -41,7 +41,7 @@ SPARE_SLOTS = 2  # for the call in progress and for the one that peers may not h
 
 
 class SlotPool:
-    """Which slots are free. Pure bookkeeping: no memory, no clock; `passed` is told from outside.
+    """The states of slots. Pure bookkeeping: no memory, no clock; the caller reports progress by `passed`.
 
     Args:
         num_slots: how many results, and how many combine inputs, may be leased at once.
@@ -54,7 +54,7 @@ class SlotPool:
         self._taken: set[int] = set()
         self._cooling: dict[int, int] = {}  # slot -> call that all peers must have passed
         self._leased: dict[int, str] = {}  # slot -> "result" | "input"
-        self._released: dict[int, object] = {}  # slots whose tensors have died since the last look
+        self._released: dict[int, object] = {}  # slots whose tensors have died since the last drain
 
     def take(self) -> int:
         """Take a free slot for the call in progress; the lowest one, so that few pages are ever touched."""
@@ -70,12 +70,12 @@ class SlotPool:
             self.cool(slot, seq)
 
     def can_lease(self, purpose: str) -> bool:
-        """Tell whether one more slot may be leased for "result" or "input"."""
+        """Return whether one more slot may be leased for "result" or "input"."""
         self._drain()
         return list(self._leased.values()).count(purpose) < self.num_slots
 
     def lease(self, slot: int, purpose: str) -> Callable[[object], None]:
-        """Lease a taken slot; returns the weak-reference callback that gives it back.
+        """Lease a taken slot; returns the weak-reference callback that releases it.
 
         That is no Python function: an interrupt (Ctrl-C) in one would be printed, and the slot lost.
         """
@@ -89,23 +89,23 @@ class SlotPool:
         return [slot for slot, used in self._leased.items() if used == purpose]
 
     def is_cooling(self, slot: int) -> bool:
-        """Tell whether peers may still touch the slot because of an earlier call."""
+        """Return whether peers may still access the slot because of an earlier call."""
         return slot in self._cooling
 
     def cool(self, slot: int, seq: int) -> None:
-        """Let go of a taken or leased slot that peers may touch until all have passed call `seq`."""
+        """Release a taken or leased slot that peers may access until all have passed call `seq`."""
         self._cooling[slot] = seq
         self._taken.discard(slot)
         self._free.discard(slot)
 
     def give_back(self, slot: int) -> None:
-        """Let go of a slot that no peer can touch; one that is leased stays so until its tensors have died."""
+        """Release a slot that no peer can access; one that is leased stays so until its tensors have died."""
         self._taken.discard(slot)
         if slot not in self._leased:
             self._free.add(slot)
 
     def passed(self, seq: int) -> None:
-        """Note that every peer has finished all calls before `seq`."""
+        """Record that every peer has finished all calls before `seq`."""
         self._drain()
         for slot in [slot for slot, used in self._cooling.items() if used < seq]:
             del self._cooling[slot]
@@ -113,7 +113,7 @@ class SlotPool:
                 self._free.add(slot)
 
     def _drain(self) -> None:
-        for slot in list(self._released):  # an interrupt in between: it is done again
+        for slot in list(self._released):  # after an interrupt in between it is repeated
             self._leased.pop(slot, None)
             if slot not in self._cooling:
                 self._free.add(slot)
@@ -227,6 +227,6 @@ class Arena(Slots):
         return None
 
     def poison(self, slot: int) -> None:
-        """Fill a slot with 0xFF, so that rows nobody wrote read as NaN."""
+        """Fill a slot with 0xFF, so that rows which were never written read as NaN."""
         nbytes = self.slot_layout.nbytes
         self.region.tensor(torch.uint8, slot * nbytes, (nbytes,)).fill_(0xFF)

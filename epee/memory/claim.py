@@ -1,18 +1,18 @@
-"""What a region says of itself, and how far it is believed: the record that opens every blob, on host and GPU.
+"""The record that opens every blob, and its verification: the claims of a region, for cpu and GPU memory.
 
-Data path: the owner of a region packs a `Claim` and gives the bytes to its peers through any store. A peer parses
-them, checks every number against its own limits, and makes sure that the process which has this pid now is the one
-that made the claim, and of this process's own user: before it takes a descriptor from that process, and again
-afterwards, because a pid may change hands in between. The kernel alone would not do: it lets root open everybody's
-descriptors. Only "there is no such process" means that it has ended: where the kernel does not say (no descriptor is
-left, looking is forbidden) nobody is taken for dead. The cookie is random and also lies at the start of the region's
-memory, so a descriptor that was closed and reused is found out once the memory is mapped.
+Data path: the owner of a region packs a `Claim` and passes the bytes to its peers through any store. A peer parses
+them, checks every number against its own limits, and makes sure that the process which has this pid now is the one that
+made the claim, and of this process's own user: before it takes a descriptor from that process, and once more
+afterwards, because a pid may be reused in between. The kernel alone would not suffice: it lets root open all users'
+descriptors. Only "there is no such process" means that it has ended: where the kernel does not answer (no descriptor is
+left, access is forbidden) no process is taken for dead. The cookie is random and also lies at the start of the region's
+memory, so a descriptor that was closed and reused is detected once the memory is mapped.
 
-A crash leaves nothing here: the bytes are plain, and whoever reads them late learns that the owner has ended. An owner
-may also end at any moment while a peer opens its memory. Each step then fails in a way of its own (no such
-descriptor, a refused connection, another start time, an error of the GPU's driver), and some fail while the process
-is still on its way out: the kernel takes its descriptors before it says that the process has ended. `naming_death`
-goes around all those steps and turns what they raise into `OwnerEndedError`, once the owner is proved dead.
+A crash leaves nothing here: the bytes are plain, and a late reader learns that the owner has ended. An owner may also
+end at any moment while a peer opens its memory. Each step then fails in a way of its own (no such descriptor, a refused
+connection, another start time, an error of the GPU's driver), and some fail while the process is still ending: the
+kernel closes its descriptors before it reports that the process has ended. `naming_death` wraps all those steps and
+turns the exceptions they raise into `OwnerEndedError`, once the owner is proved dead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLAIM_BYTES = _CLAIM.size
 COOKIE_BYTES = 16
 MAX_REGION_BYTES = 1 << 46
 _INT_LIMIT = 1 << 31  # pids and descriptors are C ints; a larger number would wrap in a system call
-DYING_S = 5.0  # the longest wait until all threads of a dying process have let go of its memory
+DYING_S = 5.0  # the longest wait until all threads of a dying process have released its memory
 
 
 class OwnerEndedError(ResourceError):
@@ -78,11 +78,11 @@ class Claim(NamedTuple):
 def process_start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, or -1 when it has ended or never was.
 
-    A process that has ended and that its parent has not yet waited for still has its pid and start time, but no
-    memory: it has ended.
+    A process that has ended and that its parent has not yet waited for still has its pid and start time, but no memory:
+    it has ended.
 
     Raises:
-        ResourceError: the kernel does not say: no descriptor or memory is left, or looking is forbidden.
+        ResourceError: the kernel does not answer: no descriptor or memory is left, or access is forbidden.
     """
     fields = _stat_of(pid)
     return -1 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
@@ -95,7 +95,7 @@ def started_at(pid: int) -> int:
 
 
 def has_ended(pid: int, start_time: int) -> bool:
-    """Return whether process `pid`, started at `start_time`, is known to have ended: False where nobody says."""
+    """Return whether process `pid`, started at `start_time`, is known to have ended: False where it is unknown."""
     try:
         return process_start_time(pid) != start_time
     except ResourceError:
@@ -103,7 +103,7 @@ def has_ended(pid: int, start_time: int) -> bool:
 
 
 def _stat_of(pid: int) -> list[bytes]:
-    """Return what /proc says of a process, from its state on; nothing when there is no such process."""
+    """Return the fields in /proc of a process, from its state on; empty when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -116,10 +116,11 @@ def _stat_of(pid: int) -> list[bytes]:
 def is_torn_down(pid: int, start_time: int) -> bool:
     """Return whether process `pid`, started at `start_time`, has threads but no address space: it stores nothing.
 
-    False also when the process has gone altogether; a pidfd says that. One that nobody has waited for counts.
+    False also when the process does not exist any more; a pidfd shows that. One that its parent has not waited for
+    counts.
     """
     try:
-        if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: what all but the dying show
+        if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: non-zero unless the process is dying
             return False
         threads = set(os.listdir(f"/proc/{pid}/task"))
         if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
@@ -131,7 +132,7 @@ def is_torn_down(pid: int, start_time: int) -> bool:
 
 
 def is_leaving(pid: int, start_time: int) -> bool:
-    """Return whether process `pid`, started at `start_time`, has gone, is dead, or has a first thread that is dying.
+    """Return whether process `pid`, started at `start_time`, has ended, is dead, or has a first thread that is dying.
 
     `/proc/PID/fd` of such a process is empty or, since it then belongs to root, closed to others. No proof that it
     stores nothing any more: other threads may go on (`is_torn_down`).
@@ -164,7 +165,8 @@ def is_proved_dead(pid: int, start_time: int, wait_s: float = DYING_S) -> bool:
 
 @contextlib.contextmanager
 def naming_death(claim: Claim) -> Iterator[None]:
-    """Turn every error of the steps inside, which open the memory of `claim`, into its owner's death where it is dead.
+    """Turn every error of the enclosed steps, which open the memory of `claim`, into its owner's death where it is
+    dead.
 
     Raises:
         OwnerEndedError: a step failed, and the owner has ended; the cause is the error of the step.
@@ -186,7 +188,7 @@ def make_claim(magic: bytes, fd: int, nbytes: int) -> Claim:
 
 
 def parse_claim(data: bytes, magic: bytes, num_bytes: int, header_bytes: int, what: str) -> Claim:
-    """Read the claim at the start of a peer's blob.
+    """Parse the claim at the start of a peer's blob.
 
     Args:
         data: the blob, from a peer.
@@ -195,7 +197,7 @@ def parse_claim(data: bytes, magic: bytes, num_bytes: int, header_bytes: int, wh
         header_bytes: a region is larger than this.
         what: the kind in words, for messages.
     Raises:
-        ProtocolError: a wrong length, another kind or version, or a number that cannot be right.
+        ProtocolError: a wrong length, another kind or version, or an invalid number.
     """
     if len(data) != num_bytes:
         raise ProtocolError(f"a {what} blob has {num_bytes} bytes, got {len(data)}; do the ranks run one version?")
@@ -225,7 +227,7 @@ def require_own(pid: int) -> None:
 
     Raises:
         AuthError: it is another user's.
-        ResourceError: it has ended, or the kernel does not say.
+        ResourceError: it has ended, or the kernel does not answer.
     """
     try:
         user = os.stat(f"/proc/{pid}").st_uid
@@ -241,14 +243,14 @@ def require_own(pid: int) -> None:
 
 
 def require_alive(claim: Claim) -> None:
-    """Raise unless the claim's owner runs, in this PID namespace, as this user, and the kernel says so.
+    """Raise unless the claim's owner verifiably runs, in this PID namespace, as this user.
 
-    It is called before a descriptor is taken from the owner, and again before that descriptor is used.
+    It is called before a descriptor is taken from the owner, and once more before that descriptor is used.
 
     Raises:
         OwnerEndedError: the owner has ended; its number may be another process's by now.
         AuthError: it is another user's process.
-        ResourceError: the kernel does not say.
+        ResourceError: the kernel does not answer.
     """
     if process_start_time(claim.pid) != claim.start_time:
         raise OwnerEndedError(claim.pid, claim.start_time)

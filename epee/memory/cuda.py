@@ -1,18 +1,18 @@
 """GPU memory that one process lends to others on the same host.
 
 Data path: the owner allocates and maps memory (`cuda_mapping.py`), writes a random cookie into its first bytes, and
-gives away a `blob` of fixed size. A peer gets the memory's descriptor in one of the ways that the blob offers
+passes on a `blob` of fixed size. A peer gets the memory's descriptor by one of the methods that the blob offers
 (`cuda_share.py`), imports and maps it. Each peer is attached and detached alone, so membership may change; mappings of
 VMM memory outlive their owner: kernels may store into the memory of a killed peer without a fault.
 
-The blob: a `Claim` (pid, start time, descriptor, size, cookie), the ways offered, the owner's descriptor of its
-socket (scm) or 0, the GPU's uuid, and the driver's handle (ipc) or zeros. What is checked before a mapping is used:
-every number; that the process with this pid is the one that made the blob, before and after its descriptor is taken;
-that this GPU can reach the owner's; and that the mapped memory starts with the cookie, so that a reused descriptor is
-found out.
+The blob: a `Claim` (pid, start time, descriptor, size, cookie), the methods offered, the owner's descriptor of its
+socket (scm) or 0, the GPU's uuid, and the driver's handle (ipc) or zeros. Checks before a mapping is used: every
+number; that the process with this pid is the one that made the blob, before and after its descriptor is taken; that
+this GPU can reach the owner's; and that the mapped memory starts with the cookie, so that a reused descriptor is
+detected.
 
-A crash of the owner leaves nothing: no names, and the driver frees memory that nobody maps. Torch's allocator is not
-involved: its blocks cannot be lent one by one.
+A crash of the owner leaves nothing: no names, and the driver frees memory that no process maps. Torch's allocator is
+not involved: its blocks cannot be lent one by one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class _Tail(NamedTuple):
 
 
 class _DeviceBytes:
-    """What torch needs to make a tensor over raw memory; lives as long as the last tensor made from it."""
+    """The interface that torch needs to make a tensor over raw memory; lives as long as the last tensor made from
+    it."""
 
     def __init__(self, address: int, nbytes: int, keep: object, released: Callable[[], None] | None) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -76,7 +77,7 @@ class CudaRegion:
         nbytes: size that users may address.
         address: of the first user byte, as `device` sees it.
         device: index of the GPU that uses the mapping.
-        ways: how peers may attach (own memory), or how this process did (a peer's).
+        ways: the methods by which peers may attach (own memory), or this process did (a peer's).
     """
 
     def __init__(self, mapping: Mapping, blob: bytes, ways: Way, held: contextlib.ExitStack) -> None:
@@ -141,8 +142,8 @@ class CudaRegion:
 
         Raises:
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
-            OwnerEndedError: the owner has ended, be it while its memory was being opened.
-            ResourceError: the system forbids every way to its memory.
+            OwnerEndedError: the owner has ended, possibly while its memory was being opened.
+            ResourceError: the system forbids all methods of access to its memory.
             UnsupportedError: `device` does not reach the owner's GPU.
             InvalidState: `EPEE_CUDA_SHARE` differs between the ranks.
         """
@@ -164,16 +165,16 @@ class CudaRegion:
         return cls(mapping, bytes(data), way, contextlib.ExitStack())
 
     def replace(self, data: bytes) -> None:
-        """Map the region that `data` describes at this one's address, in the place of the peer's that is there.
+        """Map the region that `data` describes at this one's address, replacing the mapped peer's region.
 
-        It is mapped elsewhere first, and checked as by `attach`; then the two change places. Tensors over the old
+        It is mapped elsewhere first, and checked as by `attach`; then the two are exchanged. Tensors over the old
         memory, and graphs that have its address, show the new one. No work of any GPU of this process may use the old
         memory meanwhile, and the region must be a peer's.
 
         Raises:
-            UnsupportedError: the memory is lent by cudaIpc, which does not let anybody choose an address.
+            UnsupportedError: the memory is lent by cudaIpc, which does not allow choosing an address.
             InvalidArgument: it has another size.
-            ResourceError: the driver refuses; what was there is there again. Else as `attach`.
+            ResourceError: the driver refuses; the previous memory is mapped again. Else as `attach`.
         """
         assert self._mapping is not None
         new = CudaRegion.attach(data, self.device)
@@ -200,7 +201,7 @@ class CudaRegion:
         return self.lease(offset, count * dtype.itemsize, None).view(dtype).view(shape)
 
     def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
-        """Return `nbytes` bytes at `offset` as a uint8 tensor; `released` runs when its last view has gone."""
+        """Return `nbytes` bytes at `offset` as a uint8 tensor; `released` runs when its last view has been freed."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
         if self._mapping is None:
             raise InvalidState("the region is closed")

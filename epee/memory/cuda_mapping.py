@@ -1,11 +1,11 @@
-"""Addresses of GPU memory in this process: what the driver gives is given back once, whatever fails in between.
+"""Addresses of GPU memory in this process: each allocation of the driver is freed once, whatever fails in between.
 
-Two kinds of memory can be lent. VMM memory is a physical allocation (`cuMemCreate`) that a descriptor stands for and
-that every process maps for itself. IPC memory is an ordinary allocation (`cuMemAlloc`) that a 64-byte handle stands
-for; the driver maps it at the peer. A mapping is released when its last user has gone, from any thread: it knows its
-context and does not rely on the thread's.
+Two kinds of memory can be lent. VMM memory is a physical allocation (`cuMemCreate`) that a descriptor refers to and
+that every process maps for itself. IPC memory is an ordinary allocation (`cuMemAlloc`) that a 64-byte handle refers to;
+the driver maps it at the peer. A mapping is released with its last user, from any thread: it knows its context and does
+not rely on the thread's.
 
-Every function here either returns a mapping that owns all that was taken, or raises with nothing left. A killed
+Every function here either returns a mapping that owns all resources taken, or raises with nothing left. A killed
 process leaves nothing: the driver ends its mappings, VMM memory lives on while a peer maps it.
 """
 
@@ -21,7 +21,7 @@ from ..errors import ProtocolError, ResourceError, UnsupportedError
 from ..jit.driver import attribute, check, driver, is_not_offered
 from .layout import align_up
 
-IPC_GRANULE_BYTES = 2 << 20  # the driver lends whole blocks of this size, so we never share one with a stranger
+IPC_GRANULE_BYTES = 2 << 20  # the driver lends whole blocks of this size, so we never share one with another allocation
 
 
 class Mapping:
@@ -32,7 +32,7 @@ class Mapping:
         nbytes: its size.
         device: the GPU that uses it.
         is_vmm: whether other memory can be mapped there (`put_in_place`).
-        is_bare: whether what is mapped there, if anything, is not its own memory: a `put_in_place` was broken off.
+        is_bare: whether the memory mapped there, if any, is not its own: a `put_in_place` was interrupted.
     """
 
     is_bare = False
@@ -47,7 +47,7 @@ class Mapping:
         self._release = release
 
     def release(self) -> None:
-        """Give the range back to the driver; idempotent."""
+        """Return the range to the driver; idempotent."""
         if self.address:
             self.address = 0
             self._release()
@@ -57,13 +57,13 @@ class Mapping:
 
 @functools.cache
 def _primary_context(device: int) -> Any:
-    """Return the device's primary context, the one torch uses; retained once and for good."""
+    """Return the device's primary context, the one torch uses; retained once and permanently."""
     return check(driver().cuDevicePrimaryCtxRetain(device), f"open GPU {device}")
 
 
 @contextlib.contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Make the device's primary context current in this thread, and put back another one that was."""
+    """Make the device's primary context current in this thread, and restore the previous one afterwards."""
     cu = driver()
     wanted = _primary_context(device)
     before = check(cu.cuCtxGetCurrent(), "ask for the current context")
@@ -116,7 +116,7 @@ def create_vmm(nbytes: int, device: int) -> tuple[Mapping, int]:
 
 
 def import_vmm(fd: int, nbytes: int, device: int, pid: int) -> Mapping:
-    """Map the VMM memory that `fd` stands for; `nbytes` and `pid` are its owner's words. Does not close `fd`.
+    """Map the VMM memory that `fd` refers to; `nbytes` and `pid` are its owner's claims. Does not close `fd`.
 
     Raises:
         ResourceError: the driver refuses: it is no GPU memory, it is smaller, or it is out of reach.
@@ -162,16 +162,16 @@ def _unmap(cu: Any, address: int, nbytes: int) -> None:
 
 
 def put_in_place(old: Mapping, new: Mapping) -> None:
-    """Map the memory of `new`, of the same size and GPU, at the addresses of `old`, whose own memory is let go.
+    """Map the memory of `new`, of the same size and GPU, at the addresses of `old`, whose own memory is released.
 
     `new` keeps its mapping; the caller releases it. No work of the GPU may use `old` meanwhile. Between the two steps
     nothing is mapped there; when the second one is refused, or interrupted, the first is undone.
 
     Raises:
         UnsupportedError: the driver has chosen one of the addresses itself (cudaIpc).
-        ResourceError: the driver refuses. The old memory is mapped again, as after an interrupt, which is raised as it
-            came; where even that is refused, nothing is (`is_bare`), the next access is a fault, and another attempt
-            may succeed.
+        ResourceError: the driver refuses. The old memory is mapped again, also after an interrupt, which is raised
+        unchanged; where even that is refused, nothing is mapped (`is_bare`), the next access is a fault, and another
+        attempt may succeed.
     """
     if not (old.is_vmm and new.is_vmm):
         raise UnsupportedError("memory that is lent by cudaIpc cannot be mapped where other memory was")
@@ -192,7 +192,7 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
         except BaseException:
             cu.cuMemUnmap(old.address, old.nbytes)  # an interrupt may come when all is mapped; else refused, no harm
             if before is not None:
-                with contextlib.suppress(ResourceError):  # why it came to this is to be told
+                with contextlib.suppress(ResourceError):  # the original error is to be reported
                     _fill(before, old.address, old.nbytes, old.device)
                     old.is_bare = False
             raise
@@ -232,7 +232,7 @@ def create_ipc(nbytes: int, device: int) -> tuple[Mapping, bytes]:
 
 
 def import_ipc(raw: bytes, nbytes: int, device: int, pid: int) -> Mapping:
-    """Map the IPC memory that the 64 bytes `raw` stand for; `nbytes` and `pid` are its owner's words.
+    """Map the IPC memory that the 64 bytes `raw` refer to; `nbytes` and `pid` are its owner's claims.
 
     Raises:
         ProtocolError: the memory is smaller than its owner says.
@@ -255,7 +255,8 @@ def import_ipc(raw: bytes, nbytes: int, device: int, pid: int) -> Mapping:
 
 def _in_context(device: int, give_back: Callable[[int], Any], address: int) -> None:
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ResourceError):  # at interpreter exit the driver may be gone, and its memory with it
+        # at interpreter exit the driver may be unloaded, and its memory with it
+        with contextlib.suppress(ResourceError):
             stack.enter_context(on_device(device))
         give_back(address)
 
@@ -263,7 +264,7 @@ def _in_context(device: int, give_back: Callable[[int], Any], address: int) -> N
 def require_reach(device: int, uuid: bytes, pid: int) -> None:
     """Raise `UnsupportedError` when `device` is known not to reach the GPU `uuid`, which process `pid` uses.
 
-    A GPU that this process does not see (`CUDA_VISIBLE_DEVICES`) cannot be asked about; the driver decides then.
+    A GPU that this process does not see (`CUDA_VISIBLE_DEVICES`) cannot be queried; the driver decides then.
     """
     cu = driver()
     for other in range(int(check(cu.cuDeviceGetCount(), "count GPUs"))):
@@ -277,7 +278,7 @@ def require_reach(device: int, uuid: bytes, pid: int) -> None:
 
 
 def uuid_of(device: int) -> bytes:
-    """Return the 16 bytes that name a GPU, or a MIG slice of one, on every process of this host."""
+    """Return the 16 bytes that identify a GPU, or a MIG slice of one, in every process of this host."""
     return bytes(check(driver().cuDeviceGetUuid(device), f"ask for the name of GPU {device}").bytes)
 
 

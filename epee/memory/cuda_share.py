@@ -1,13 +1,13 @@
-"""How a peer gets at a descriptor of GPU memory, and which ways an owner offers.
+"""The methods by which a peer gets a descriptor of GPU memory, and the choice that an owner offers.
 
     pidfd   the peer copies the descriptor out of the owner's process (`pidfd_getfd`): nothing runs at the owner, but
             the peer needs the right to trace it (ptrace), which Yama and seccomp profiles may refuse
-    scm     the owner hands it over a unix socket (`passing.py`): works without that right, costs a thread
+    scm     the owner passes it over a unix socket (`passing.py`): works without that right, costs a thread
     ipc     no descriptor at all: memory of `cudaMalloc` and a handle of the driver's
 
 An owner offers pidfd, and scm as well where it can see that pidfd may be refused; ipc where the driver exports no
-descriptors. What it offers stands in the blob; each peer takes the first way that works for it. `EPEE_CUDA_SHARE`
-forces one way, on owners and on peers.
+descriptors. The blob contains its offer; each peer takes the first method that works for it. `EPEE_CUDA_SHARE` forces
+one, on owners and on peers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 
 
 class Way(enum.IntFlag):
-    """Ways to lend GPU memory; a blob holds the sum of those that its owner offers."""
+    """Methods to lend GPU memory; a blob holds the sum of those that its owner offers."""
 
     PIDFD = 1
     SCM = 2
@@ -47,13 +47,14 @@ def names_of(ways: Way) -> str:
 
 
 def forced_way() -> Way | None:
-    """Return the way that `EPEE_CUDA_SHARE` forces, or None."""
+    """Return the method that `EPEE_CUDA_SHARE` forces, or None."""
     name = str(env.get("EPEE_CUDA_SHARE"))
     return Way[name.upper()] if name else None
 
 
 def ways_to_offer() -> Way:
-    """Return how this process offers descriptors: pidfd, scm, or both where pidfd may be refused to peers."""
+    """Return the methods by which this process offers descriptors: pidfd, scm, or both where pidfd may be refused to
+    peers."""
     forced = forced_way()
     if forced is not None:
         return forced
@@ -61,9 +62,9 @@ def ways_to_offer() -> Way:
 
 
 def why_pidfd_may_fail(yama: str = _YAMA) -> str:
-    """Return why peers of this user may not copy this process's descriptors, or "" when nothing speaks against it.
+    """Return the reason for which peers of this user may not copy this process's descriptors, or "" when none is known.
 
-    The peers' own system call filter is not visible from here; it is taken to be like ours.
+    The peers' own system call filter is not visible from here; it is assumed to be like ours.
     """
     try:
         pidfd = os.pidfd_open(os.getpid())
@@ -109,7 +110,7 @@ def copy_by_pidfd(pidfd: int, fd: int) -> int:
 
 
 def choose(offered: Way, claim: Claim) -> Way:
-    """Return which of the owner's ways to try here: all that it offers, or the one that `EPEE_CUDA_SHARE` forces."""
+    """Return the owner's methods to try here: all that it offers, or the one that `EPEE_CUDA_SHARE` forces."""
     forced = forced_way()
     if forced is None:
         return offered
@@ -129,10 +130,10 @@ def obtain_descriptor(claim: Claim, ways: Way, socket_fd: int) -> tuple[int, Way
         ways: to try; pidfd first.
         socket_fd: the owner's descriptor of its socket, where it has one.
     Returns:
-        The descriptor, to be closed by the caller, and the way by which it came.
+        The descriptor, to be closed by the caller, and the method by which it came.
     Raises:
         OwnerEndedError: the owner has ended.
-        ResourceError: every way is refused.
+        ResourceError: every method is refused.
         ProtocolError: the owner has no such descriptor.
     """
     with naming_death(claim):

@@ -1,12 +1,12 @@
-"""Tensors that a call makes: uninitialised ones, others over the memory of one that there is, and those made when read.
+"""Creation of tensors by a call: uninitialised ones, others over the memory of an existing one, and lazy ones.
 
-torch's public ways cost the host a few microseconds each, as they look for modes, defaults and gradients. What the
-compiler of torch calls in its generated code does only what is needed, for a fraction of that; it is private, so where
-a torch has no such function the public one is taken, and gives the same tensor.
+torch's public functions cost the cpu a few microseconds each, as they check modes, defaults and gradients. The
+functions that torch's compiler calls in its generated code do only what is needed, for a fraction of that; they are
+private, so where a torch lacks such a function the public one is used, and gives the same tensor.
 
-Who calls: a call of a buffer. Its turn has made the buffer's GPU the current one then, as the private function makes a
-tensor there. In inference mode private ways would make inference tensors of memory that is no such tensor's: there the
-public ones are used.
+Caller: a call of a buffer. It has made the buffer's GPU the current one then, as the private function makes a tensor
+there. In inference mode private functions would make inference tensors of memory that belongs to no such tensor: there
+the public ones are used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Made = TypeVar("_Made")
 def allocator(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
 ) -> Allocate:
-    """Return what makes tensors of a shape, uninitialised; to be made once for many.
+    """Return a function that makes uninitialised tensors of a shape; to be made once for many.
 
     Args:
         shape, dtype: of the tensors.
@@ -45,10 +45,11 @@ def allocator(
 
 
 def first_rows(matrix: torch.Tensor, shape: tuple[int, int], num_rows: int) -> torch.Tensor:
-    """Return a tensor over the first rows of a contiguous matrix: one of its own, which no gradient finds a way into.
+    """Return a tensor over the first rows of a contiguous matrix: a separate one, without a gradient path to the
+    matrix.
 
-    What is done to it does not count as a change of the matrix, or of other such tensors, for autograd. `shape`: of the
-    matrix, as to ask torch takes longer than to know.
+    Operations on it do not count as a change of the matrix, or of other such tensors, for autograd. `shape`: of the
+    matrix, as reading it from torch takes longer.
     """
     rows, columns = shape
     if rows == num_rows:
@@ -59,8 +60,8 @@ def first_rows(matrix: torch.Tensor, shape: tuple[int, int], num_rows: int) -> t
 
 
 class Late(Generic[_Made]):
-    """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, which takes a
-    lock besides. Of two threads that make one, both get the first."""
+    """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, without its
+    lock. Of two threads that make one, both get the first."""
 
     def __init__(self, make: Callable[[Any], _Made]) -> None:
         self._make, self._name = make, make.__name__
@@ -74,5 +75,5 @@ class Late(Generic[_Made]):
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, as torch counts them."""
+    """Return the strides of a contiguous tensor, as torch computes them."""
     return torch.empty(size, dtype=torch.int8, device="meta").stride()

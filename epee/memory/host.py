@@ -1,21 +1,22 @@
-"""Host memory that one process lends to others on the same machine: a sealed memfd, mapped by whoever gets its blob.
+"""CPU memory that one process lends to others on the same machine: a sealed memfd, mapped by each process with its
+blob.
 
 Data path: the owner creates a memfd, seals its size, maps it and writes a random cookie into the first cache line. It
-gives away a `blob` of fixed size (pid, start time, fd, size, cookie). A peer opens `/proc/PID/fd/FD`, which needs the
+passes on a `blob` of fixed size (pid, start time, fd, size, cookie). A peer opens `/proc/PID/fd/FD`, which needs the
 same user and no extra permission, and maps the same pages.
 
-What is checked before anything is opened: the process that has this pid now is the one that made the blob (start time),
-and it is of our own user (root could open everybody's). Before the mapping is used: both again, the file was made by
-our own user, it has the stated size, its size is sealed (so no peer can shrink it under us and cause SIGBUS), and the
-cookie matches (so the fd was not closed and reused).
+Checks before anything is opened: the process that has this pid now is the one that made the blob (start time), and it
+is of our own user (root could open all users' descriptors). Checks before the mapping is used: both once more, the file
+was made by our own user, it has the stated size, its size is sealed (so no peer can shrink it under us and cause
+SIGBUS), and the cookie matches (so the fd was not closed and reused).
 
-Who writes: with `only_owner_writes` the kernel lets nobody map the region writable but who has it mapped already, its
-owner (F_SEAL_FUTURE_WRITE; kernels before 5.1 do not know it, there a region is as it is without). Peers can wait for a
-word of such a region and wake its owner all the same: a futex needs the address only.
+Write access: with `only_owner_writes` the kernel allows new writable mappings to no process; only the owner, which has
+mapped the region before, can write (F_SEAL_FUTURE_WRITE; kernels before 5.1 do not know it, there a region is as it is
+without). Peers can wait for a word of such a region and wake its owner all the same: a futex needs the address only.
 
 Lifetime: pages live as long as any mapping or fd. A killed owner leaves nothing behind: there is no name in /dev/shm,
-and peers keep what they mapped. The mapping itself is reference-counted by Python: it goes when the region object and
-the last tensor made from it have gone. `close` drops the region's own references and its fd.
+and peers keep what they mapped. The mapping itself is reference-counted by Python: it is freed with the region object
+and the last tensor made from it. `close` drops the region's own references and its fd.
 
 Memory model: x86-64 keeps stores in order (TSO), so "write data, then write a flag" needs no fence. aarch64 does not;
 until there are fences, `require_shared_memory` refuses it.
@@ -61,7 +62,7 @@ _SEAL_FUTURE_WRITE = 0x10
 
 
 def require_shared_memory() -> None:
-    """Raise `UnsupportedError` where the shared-memory path is not known to be right."""
+    """Raise `UnsupportedError` where the shared-memory path is not known to be correct."""
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(f"epee's shared memory needs Linux, this is {sys.platform}; use a Linux machine")
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -105,7 +106,7 @@ class HostRegion:
     def create(cls, nbytes: int, name: str, only_owner_writes: bool = False) -> HostRegion:
         """Make and map a new region of at least `nbytes` bytes, all zero; `name` shows in /proc/PID/maps.
 
-        With `only_owner_writes` peers must attach it without `is_writable`, and the kernel sees to it.
+        With `only_owner_writes` peers must attach it without `is_writable`, and the kernel enforces it.
 
         Raises:
             UnsupportedError: this machine cannot share memory safely.
@@ -137,12 +138,12 @@ class HostRegion:
     def attach(cls, data: bytes, is_writable: bool = True) -> HostRegion:
         """Map the region that `data` (a peer's `blob`) describes, after checking every claim in it.
 
-        Without `is_writable` a stray store of this process faults instead of damaging what the peer says.
+        Without `is_writable` a stray store of this process faults instead of damaging the peer's data.
 
         Raises:
             AuthError: the owner is a process of another user, or the memory was made by one.
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
-            OwnerEndedError: the owner has ended, be it while its memory was being opened.
+            OwnerEndedError: the owner has ended, possibly while its memory was being opened.
             ResourceError: the system forbids opening the owner's descriptor, or has no memory or descriptor left.
         """
         claim = parse_claim(data, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
@@ -197,7 +198,7 @@ class HostRegion:
     def array(self, dtype: np.dtype[Any], nbytes: int) -> np.ndarray[Any, Any]:
         """Return the first `nbytes` bytes as a flat array, cut to whole elements; it keeps the mapping alive.
 
-        Where the mapping can only be read the array says so, too. Slices of it may be told otherwise
+        Where the mapping can only be read the array is read-only, too. Slices of it may be marked otherwise
         (`flags.writeable`) for the sake of torch, which warns of tensors over such memory; a store faults all the same.
         """
         self._check_range(0, nbytes)
@@ -208,7 +209,7 @@ class HostRegion:
         return array
 
     def written(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return the parts (offset, bytes) of a range that have pages: what else there is was never written."""
+        """Return the parts (offset, bytes) of a range that have pages: the rest was never written."""
         self._check_range(offset, nbytes)
         with contextlib.ExitStack() as undo:
             fd = self._fd
@@ -222,14 +223,14 @@ class HostRegion:
     def lease(self, offset: int, nbytes: int) -> ctypes.Array[Any]:
         """Return an object over the bytes that supports the buffer protocol and weak references.
 
-        A tensor made from it by `torch.frombuffer` keeps it alive, so a weak-reference callback tells when the last
-        tensor has gone.
+        A tensor made from it by `torch.frombuffer` keeps it alive, so a weak-reference callback reports the end of the
+        last tensor.
         """
         self._check_range(offset, nbytes)
         return (ctypes.c_ubyte * nbytes).from_buffer(self.mapping, HEADER_BYTES + offset)
 
     def hide(self) -> None:
-        """Let nobody attach it any more; who has it mapped keeps it, this process too. Idempotent."""
+        """Allow no process to attach it any more; existing mappings, this process's too, stay. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -270,7 +271,7 @@ def _parts_with_data(fd: int, place: int, end: int) -> Iterator[tuple[int, int]]
 
 
 def _seal(fd: int, only_owner_writes: bool) -> None:
-    """Fix a region's size and, if wanted, who may write it: those who have it mapped so far."""
+    """Fix a region's size and, if wanted, its writers: the processes that have it mapped so far."""
     if only_owner_writes:
         try:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE | _SEAL_FUTURE_WRITE)
@@ -299,7 +300,7 @@ def _open_peer_fd(claim: Claim, is_writable: bool = True) -> int:
 def _check_file(fd: int, claim: Claim) -> None:
     require_alive(claim)
     nbytes, user = os.fstat(fd).st_size, os.fstat(fd).st_uid
-    if user != os.geteuid():  # a process may have been given it by another user's
+    if user != os.geteuid():  # another user's process may have passed it on
         raise AuthError(
             f"the memory that process {claim.pid} lends as descriptor {claim.fd} was made by user {user}; memory of "
             f"user {os.geteuid()} only is used"

@@ -1,7 +1,7 @@
 """One description of a region: named fields in order, from which sizes, offsets and typed views follow.
 
-Nobody adds byte offsets by hand. The same `Layout` gives the total size, every offset and typed torch views on the
-host; kernels will get their struct from it as well, so both sides can only agree.
+No code adds byte offsets by hand. The same `Layout` gives the total size, every offset and typed torch views on the
+cpu; kernels will get their struct from it as well, so both sides always agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CACHE_LINE_BYTES = 64
 
 
 class Region(Protocol):
-    """Memory that a layout describes, on a host or a GPU."""
+    """Memory that a layout describes, on a cpu or a GPU."""
 
     def tensor(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor over the memory at byte `offset`."""

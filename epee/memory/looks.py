@@ -1,8 +1,8 @@
-"""Whether tensors look like others that were looked at before.
+"""A fast comparison of tensors' metadata with that of tensors compared before.
 
-To ask torch for shapes, strides, types and devices, and to compare the answers, costs the host microseconds a call. The
-compiler of torch guards its programs by one function that compares all of it. It is private, so it is used only where
-it proves to tell tensors apart, once in a process. Without it callers compare the answers themselves.
+Reading shapes, strides, types and devices from torch, and comparing the answers, costs the cpu microseconds a call.
+torch's compiler guards its programs by one function that compares all of it. It is private, so it is used only where it
+proves to distinguish tensors, once in a process. Without it callers compare the answers themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 Looks = Callable[..., bool]
-MOST_LOOKS = 4  # kinds of calls that one caller keeps looks of: each that is not it costs a call 0.2 us
+MOST_LOOKS = 4  # kinds of calls for which one caller keeps guards: each that does not match costs a call 0.2 us
 
 
 def looks_of(*tensors: Any) -> Looks | None:
-    """Return what tells whether as many values are tensors that look like these; None where that cannot be told so.
+    """Return a check whether as many values are tensors with the metadata of these; None where that cannot be checked
+    so.
 
-    Alike are class, dtype, device, shape and strides, whether gradients are wanted, and what lazy operations, inference
-    mode and the like make of them. A False may mean no more than that the modes of the thread are others.
+    The metadata is class, dtype, device, shape and strides, whether gradients are required, and the flags of lazy
+    operations, inference mode and the like. False may also mean only that the thread has other modes.
     """
     if any(type(tensor) is not torch.Tensor for tensor in tensors) or not _is_right():
         return None
@@ -39,7 +40,7 @@ def _check_of(*tensors: torch.Tensor) -> Looks | None:
 
 @cache
 def _is_right() -> bool:
-    """Tell whether the function of this torch sees what it must see."""
+    """Return whether the function of this torch detects all required differences."""
     with torch.inference_mode(False):
         first = torch.zeros(4, 8, dtype=torch.float32, device="cpu")
         wide = torch.zeros(4, 16, dtype=torch.float32, device="cpu")

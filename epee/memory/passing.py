@@ -1,17 +1,16 @@
-"""A descriptor handed to other processes of this user over a unix socket (SCM_RIGHTS), where copying it is forbidden.
+"""Passing of a descriptor to other processes of this user over a unix socket (SCM_RIGHTS), where copying is forbidden.
 
-Data path: the owner listens; a peer connects, shows the region's cookie, and gets one descriptor back. The owner's
-side is a thread that sleeps until somebody connects; it lives as long as the region.
+Data path: the owner listens; a peer connects, presents the region's cookie, and gets one descriptor back. The owner's
+side is a thread that sleeps until a peer connects; it lives as long as the region.
 
-Who may: the socket is bound in a private folder (0700) with mode 0600, opened as a path (`O_PATH`), and unlinked at
+Access: the socket is bound in a private folder (0700) with mode 0600, opened as a path (`O_PATH`), and unlinked at
 once, so there is no name that could be guessed, squatted or left behind. Peers connect through the owner's
-`/proc/PID/fd/FD`, which the kernel allows to processes of the same user only. On top of that both sides ask the
-kernel who the other is (`SO_PEERCRED`): the owner wants its own user, the peer wants the pid of the claim, with the
-claim's start time before and after. Whatever fails because the owner ends meanwhile is raised as its death.
+`/proc/PID/fd/FD`, which the kernel allows to processes of the same user only. In addition both sides ask the kernel for
+the other's identity (`SO_PEERCRED`): the owner requires its own user, the peer requires the pid of the claim, with the
+claim's start time before and after. Any failure because the owner ends meanwhile is raised as its death.
 
-Bounds: the owner gives each peer a second, the peer waits a few. A crash of either side ends the connection; a crash
-of the owner closes the socket, and only a crash in the microseconds between bind and unlink could leave an empty
-folder.
+Bounds: the owner gives each peer a second, the peer waits a few. A crash of either side ends the connection; a crash of
+the owner closes the socket, and only a crash in the microseconds between bind and unlink could leave an empty folder.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ _SOL_SOCKET, _KIND = socket.SOL_SOCKET, socket.SOCK_SEQPACKET | socket.SOCK_CLOE
 
 
 class DescriptorServer:
-    """Hands out copies of one descriptor until it is closed.
+    """Passes out copies of one descriptor until it is closed.
 
     Attributes:
         socket_fd: this process's descriptor through which peers find the socket.
     """
 
     def __init__(self, fd: int, cookie: bytes) -> None:
-        """Listen for peers that show `cookie` and give them `fd`, of which it takes a copy.
+        """Listen for peers that present `cookie` and pass them `fd`, of which it takes a copy.
 
         Raises:
-            ResourceError: no folder for temporary files, no descriptor or no thread is to be had.
+            ResourceError: no folder for temporary files, no descriptor or no thread is available.
         """
         self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
@@ -77,7 +76,7 @@ class DescriptorServer:
             undo.pop_all()
 
     def close(self) -> None:
-        """Stop handing out, and wait for the thread; idempotent."""
+        """Stop serving, and wait for the thread; idempotent."""
         if self.socket_fd < 0:
             return
         os.close(self.socket_fd)
@@ -92,7 +91,7 @@ class DescriptorServer:
 
 
 def _bind_unnamed(listener: socket.socket) -> int:
-    """Bind a socket, take its name away again, and return an `O_PATH` descriptor of it."""
+    """Bind a socket, remove its name, and return an `O_PATH` descriptor of it."""
     folder = tempfile.mkdtemp(prefix="epee-", dir=env.temporary_folders()[0])
     try:
         folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -124,7 +123,7 @@ def _serve(listener: socket.socket, stopped: socket.socket, fd: int, cookie: byt
             except OSError:  # no descriptor left, most likely: do not spin, the peer may wait a little
                 time.sleep(_PAUSE_S)
                 continue
-            # a peer that went away, or lied, is its own problem; it learns it from the closed connection
+            # a peer that has closed or failed a check is not served; it sees the closed connection
             with contextlib.suppress(OSError), connection:
                 _bound(connection, _SERVE_S)
                 _answer(connection, fd, cookie)
@@ -218,6 +217,6 @@ def _bound(connection: socket.socket, seconds: float) -> None:
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process at the other end, as the kernel knows it."""
+    """Return (pid, uid) of the process at the other end, from the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(_SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid

@@ -1,16 +1,16 @@
-"""Tagged 64-bit words in shared memory: how ranks of one host tell each other that something is complete.
+"""Tagged 64-bit words in shared memory, by which ranks of one host signal that data is complete.
 
-Who writes, who reads: each word has one writer and one reader. The writer stores its data, then the tag, then wakes
-the word's futex. The reader waits until the word **equals** the tag it expects; tags never repeat within an epoch, so
-a late or doubled store cannot pass for a newer one. Equality needs that a writer never runs ahead of its reader by
+Writers and readers: each word has one writer and one reader. The writer stores its data, then the tag, then wakes the
+word's futex. The reader waits until the word **equals** the tag it expects; tags never repeat within an epoch, so a
+late or doubled store is never taken for a newer one. Equality requires that a writer never runs ahead of its reader by
 more than the words it has; the protocols above say why that holds for them.
 
-A crash between data and tag leaves the tag unset, so half a message is never read.
+A crash between data and tag leaves the tag unset, so an incomplete message is never read.
 
 Waiting costs little at first and nothing later: some hundred loads, then loads with `sched_yield` for about a
 millisecond, then a timed futex. Python's `time.sleep(0)` would cost 69 us, a futex wake 0.6 us. The futex wait has a
-time-out of its own, so a wake-up that is lost to a race (the reader went to sleep just as the writer looked) delays
-but never hangs.
+timeout of its own, so a wake-up that is lost to a race (the reader went to sleep just as the writer checked) delays but
+never hangs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 SPIN_LOADS = 300
 YIELD_S = 0.001  # how long to yield before sleeping in the kernel
-SLEEP_S = 0.005  # longest sleep between two looks at the deadline and at the peers' health
+SLEEP_S = 0.005  # longest sleep between two checks of the deadline and of the peers' health
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # shared futexes: the word lies in a mapping of several processes
 _SYS_FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine(), 98)  # aarch64 is refused before it gets here
@@ -33,7 +33,7 @@ _syscall.restype = ctypes.c_long
 
 
 def usable_cores() -> set[int]:
-    """Return the cores that this thread may run on; all of the machine where a filter refuses to say."""
+    """Return the cores that this thread may run on; all of the machine where a filter forbids the query."""
     try:
         return os.sched_getaffinity(0)
     except OSError:
@@ -70,7 +70,7 @@ _take, _give_back = _fence.acquire, _fence.release
 
 
 def fence() -> None:
-    """Let what this thread has stored be seen before it loads what follows.
+    """Make this thread's stores visible before its later loads.
 
     Taking a lock is one locked instruction. Should an interrupt leave ours taken, or another thread hold it, a fresh
     one does the same.
@@ -82,7 +82,7 @@ def fence() -> None:
 
 
 def futex_wake(address: int) -> None:
-    """Wake whoever sleeps on the 32-bit word at `address`; costs 0.6 us when nobody does."""
+    """Wake the threads that sleep on the 32-bit word at `address`; costs 0.6 us when there are none."""
     _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, 1 << 20, None, None, 0)
 
 
@@ -100,7 +100,7 @@ def futex_sleep(address: int, seen: int) -> None:
 
 
 def futex_error() -> str:
-    """Try a wake on a private word; return what the system says against it, or "" when futexes work."""
+    """Try a wake on a private word; return the system's error, or "" when futexes work."""
     word = ctypes.c_uint32(0)
     if _syscall(_SYS_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1, None, None, 0) >= 0:
         return ""
@@ -114,10 +114,10 @@ def wait_equal(
 
     Args:
         words: 64-bit words (`HostRegion.words`).
-        index: which one.
+        index: index of the word.
         want: the tag to wait for.
         address: address of `words[0]`.
-        deadline: `time.monotonic()` value at which to give up.
+        deadline: `time.monotonic()` value at which the wait ends.
         check: called before each sleep, at least every `SLEEP_S`; raises to end the wait (a dead peer, an abort).
     Returns:
         False when the deadline passed first.

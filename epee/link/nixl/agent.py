@@ -1,15 +1,15 @@
 """One agent of NIXL: the memory it has registered, the peers it knows, the writes it has under way.
 
-An agent serves links of one group; the last one that leaves it drops it, and one that enough have left gets no new
-ones (`engine.py`), so what links leave behind is bounded however often they are made again. That is the fence. A peer
-that has its metadata can write for as long as the agent is there, also into memory that has been deregistered (measured
-over UCX's TCP, 6 of 6: `notes/between_hosts.md`, 1.3). So memory that was lent once is never used for anything else: a
-link that ends leaves it to the agent, still mapped, and it goes with the agent.
+An agent serves links of one group; the last one that leaves it drops it, and after a number of links have left it, it
+gets no new ones (`engine.py`), so the memory that links leave behind is bounded however often they are made again. That
+is the fence. A peer that has its metadata can write for as long as the agent exists, also into memory that has been
+deregistered (measured over UCX's TCP, 6 of 6: `notes/between_hosts.md`, 1.3). Memory that was lent once is therefore
+never used for anything else: a link that ends leaves it to the agent, still mapped, and it is freed with the agent.
 
-An exception of a signal handler may come between any two lines. Each step of a `Transfer` is one call in C that notes
-its own result, so a step that was broken off is done or not done, and `push` goes on where it was.
+An exception of a signal handler may come between any two lines. Each step of a `Transfer` is one call in C that records
+its own result, so an interrupted step is done or not done, and `push` continues from there.
 
-Nothing here makes a thread, and UCX moves bytes when it is called alone (`progress`). The caller holds the lock of its
+Nothing here makes a thread, and UCX moves bytes only when it is called (`progress`). The caller holds the lock of its
 links. NIXL does not survive a fork: a child may neither use nor end its parent's agents, and makes none of its own.
 """
 
@@ -46,7 +46,7 @@ class RingMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, 2 * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_DONTFORK)  # a NIC knows the pages, not who has them after a fork
+        self.memory.madvise(mmap.MADV_DONTFORK)  # a NIC knows the pages, not their owner after a fork
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.ring = memoryview(self.memory)[:nbytes]
@@ -70,11 +70,11 @@ class Transfer:
 
 
 class NixlAgent:
-    """An agent; see above.
+    """An agent of NIXL (see the module).
 
     Attributes:
         num_made: of this process, its parents' included.
-        num_left: links that have left it, each of which leaves a ring behind as long as the agent is there.
+        num_left: links that have left it, each of which leaves a ring behind as long as the agent exists.
 
     Raises:
         UnsupportedError: NIXL is not installed.
@@ -97,7 +97,7 @@ class NixlAgent:
         self.num_left = 0
         self._users: set[object] = set()
         self._regions: list[RingMemory] = []
-        self._peers: dict[str, set[object]] = {}  # by name of a peer's agent: who knows it
+        self._peers: dict[str, set[object]] = {}  # name of a peer's agent -> its users
         config = api.nixlAgentConfig()
         config.useProgThread = config.useListenThread = False
         config.syncMode = api.NIXL_THREAD_SYNC_STRICT
@@ -118,11 +118,11 @@ class NixlAgent:
         _made.agents.add(self)
 
     def join(self, user: object) -> None:
-        """Note that somebody needs the agent."""
+        """Register a user of the agent."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Note that somebody does not any more; without any the agent is dropped, then the memory that it had."""
+        """Unregister a user; without any the agent is dropped, then its memory."""
         self.num_left += user in self._users
         self._users.discard(user)
         if not self._users:
@@ -137,7 +137,7 @@ class NixlAgent:
         """Return new registered memory; the agent keeps it as long as itself, and is needed until `leave(region)`.
 
         Raises:
-            ResourceError: the system does not give or pin that much.
+            ResourceError: the system does not provide or pin that much.
         """
         try:
             region = RingMemory(nbytes)
@@ -162,10 +162,10 @@ class NixlAgent:
         return self._api.nixlRegDList(self._api.DRAM_SEG, [(address, nbytes, 0, b"") for address in addresses])
 
     def meet(self, name: str, metadata: bytes, user: object) -> None:
-        """Take a peer's metadata, again if need be.
+        """Load a peer's metadata, repeatedly if need be.
 
         Raises:
-            ProtocolError: it is not what the agent of this name says.
+            ProtocolError: it is not the metadata of the agent of this name.
             ConnectionError: the peer is not reached.
         """
         try:
@@ -179,11 +179,11 @@ class NixlAgent:
         self._peers.setdefault(name, set()).add(user)
 
     def part(self, name: str, user: object) -> None:
-        """Forget a peer that was met, unless somebody else knows it."""
+        """Drop a peer that was met, unless it has another user."""
         users = self._peers.get(name, set())
         users.discard(user)
         if not users and self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # its connection has failed, so NIXL has forgotten it
+            with contextlib.suppress(*self._errors):  # its connection has failed, so NIXL has dropped it
                 self._agent.invalidateRemoteMD(name)
 
     # ---- writes
@@ -221,7 +221,7 @@ class NixlAgent:
         return bool(state == self._api.NIXL_SUCCESS)
 
     def free(self, transfer: Transfer) -> None:
-        """Let go of a write, whether or not it is done; what it was to send is left to the agent."""
+        """Release a write, whether or not it is done; its source memory is left to the agent."""
         if transfer.handles and not transfer.freed:
             try:
                 transfer.freed.extend(map(self._agent.releaseXferReq, transfer.handles))
@@ -230,7 +230,7 @@ class NixlAgent:
                 logger.info("NIXL has kept a write that was given up: %s", exc)
 
     def progress(self) -> None:
-        """Let UCX move what can be moved; raises as `push`."""
+        """Let UCX move the data that can be moved; raises as `push`."""
         try:
             self._agent.getNotifs({}, self._backends)
         except self._errors as exc:
@@ -239,7 +239,7 @@ class NixlAgent:
     def forget(self) -> None:
         """Never end the agent in this process, a forked child: its connections are the parent's.
 
-        Nor unmap memory that was not inherited: something else may lie at its address.
+        Memory that was not inherited is not unmapped either: something else may lie at its address.
         """
         for each in (self._agent, *(region.memory for region in self._regions)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -247,7 +247,7 @@ class NixlAgent:
 
 @dataclass
 class _Made:
-    """What this process has made, or its parent had before the fork."""
+    """The agents that this process has made, or its parent had before the fork."""
 
     agents: weakref.WeakSet[NixlAgent] = field(default_factory=weakref.WeakSet)
     was_forked: bool = False

@@ -1,14 +1,14 @@
-"""What two ends of a link of NIXL tell each other over the connection on which they have met.
+"""The control messages between the ends of a NIXL link, over the connection on which they have met.
 
-Frames of `link/frames.py`, under keys of their own, so each is proved, in order, and once:
+Frames of `link/frames.py`, under keys of their own, so each is authenticated, in order, and received once:
 
-    introduction   first and once: the name of the agent here, where the ring lies that it has made for the peer, and
-                   what its NIC needs to be known for (NIXL's metadata)
-    counts         how far this end is, as bytes of the streams: posted, done, freed
+    introduction   first and once: the name of the agent here, the address of the ring that it has made for the peer,
+                   and the data that the peer needs about its NIC (NIXL's metadata)
+    counts         the progress of this end, as bytes of the streams: posted, done, freed
 
-`posted` comes before the bytes: a receiver whose memory a NIC cannot write by itself (UCX over TCP) must help them in.
-`done` comes behind them and says that they may be read. `freed` is the credit. What a peer says is checked here and in
-`check` before it is used: counts only grow, and stay in the order and within the size that `ring.py` says.
+`posted` is sent before the bytes: a receiver whose memory a NIC cannot write by itself (UCX over TCP) must help to
+store them. `done` follows them and says that they may be read. `freed` is the credit. A peer's values are checked here
+and in `check` before use: counts only grow, and stay in the order and within the size that `ring.py` defines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class Introduction(NamedTuple):
-    """How a peer's ring is reached.
+    """The data with which a peer's ring is reached.
 
     Attributes:
         name: of its agent.
@@ -43,7 +43,7 @@ class Introduction(NamedTuple):
 
 
 class RingCounts(NamedTuple):
-    """How far one end is, in bytes: posted and done of what it sends, freed of what it has received."""
+    """The progress of one end, in bytes: posted and done of what it sends, freed of what it has received."""
 
     posted: int = 0
     done: int = 0
@@ -51,12 +51,12 @@ class RingCounts(NamedTuple):
 
 
 def pack_introduction(told: Introduction) -> bytes:
-    """Return the payload that says it."""
+    """Return the payload of an introduction."""
     return _HEAD.pack(_MARK, _VERSION, 0, told.address, told.nbytes, told.name.encode()) + told.metadata
 
 
 def parse_introduction(payload: bytes, nbytes: int) -> Introduction:
-    """Return what a peer says of a ring of `nbytes` bytes; `ProtocolError` if that cannot be."""
+    """Return a peer's introduction with a ring of `nbytes` bytes; `ProtocolError` if it is invalid."""
     if not _HEAD.size < len(payload) <= MAX_INTRODUCTION:
         raise ProtocolError(f"an introduction has {_HEAD.size + 1} ... {MAX_INTRODUCTION} bytes, got {len(payload)}")
     mark, version, zero, address, told, raw = _HEAD.unpack_from(payload)
@@ -69,11 +69,11 @@ def parse_introduction(payload: bytes, nbytes: int) -> Introduction:
 
 
 class ControlSink:
-    """Where the frames of a peer go; a `stream.FrameSink`.
+    """The target of the frames of a peer; a `stream.FrameSink`.
 
     Attributes:
-        introduction: as it came; b"" before.
-        counts: as they were told last.
+        introduction: as received; b"" before.
+        counts: the last ones received.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ControlSink:
         if frame.kind != WRITE:
             raise ProtocolError(f"a frame of kind {frame.kind} says nothing about a ring")
         if frame.nbytes:
-            if self.introduction not in (b"", payload):  # the same again: this was broken off
+            if self.introduction not in (b"", payload):  # a repetition of the same: this was interrupted
                 raise ProtocolError("a second introduction")
             self.introduction = bytes(payload)
             return
@@ -105,10 +105,10 @@ class ControlSink:
 
 
 def check(theirs: RingCounts, ours: RingCounts, nbytes: int) -> RingCounts:
-    """Return a peer's counts if they fit what was told to it; else `ProtocolError`.
+    """Return a peer's counts if they fit those sent to it; else `ProtocolError`.
 
     Args:
-        ours: as told last.
+        ours: as last sent.
         nbytes: size of a ring.
     """
     if theirs.posted > ours.freed + nbytes:

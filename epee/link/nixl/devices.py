@@ -1,4 +1,4 @@
-"""The RDMA devices of this machine, as the kernel lists them, and which of them is near a GPU or a NUMA node."""
+"""The RDMA devices of this machine, as the kernel lists them, and their distances to GPUs and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RdmaDevice(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What people call it."""
+        """The usual name of this kind of device."""
         return "EFA" if self.is_efa else {"Ethernet": "RoCE"}.get(self.layer, self.layer or "of an unknown kind")
 
 
@@ -63,7 +63,7 @@ def _number(name: str) -> int:
 def nearest_device(location: str, names: Sequence[str]) -> str:
     """Return the RDMA device among `names` that is nearest to a location; "" without any.
 
-    Near is, first, what shares most bridges of the PCI tree, then what is on the same NUMA node; of equals the first.
+    Near means, first, sharing most bridges of the PCI tree, then being on the same NUMA node; of equals the first.
 
     Args:
         location: "cpu:N" (a NUMA node), "cuda:N" or "gpu:N"; for any other the first device is returned.
@@ -86,7 +86,8 @@ def nearest_device(location: str, names: Sequence[str]) -> str:
 
 
 def _gpu(number: int) -> Path | None:
-    """Return the folder of a GPU: as CUDA counts where it runs in this process, else in the order of PCI addresses."""
+    """Return the folder of a GPU: by CUDA's numbering where CUDA runs in this process, else in the order of PCI
+    addresses."""
     folder = SYSFS / "bus" / "pci" / "devices"
     if torch.cuda.is_initialized():
         if number >= torch.cuda.device_count():
@@ -109,7 +110,7 @@ def _numa_node(device: Path) -> int:
 
 
 def _num_shared(first: Path, second: Path) -> int:
-    """Return how many parts the places of two devices in the PCI tree share, beginning with the same root."""
+    """Return how many parts the PCI paths of two devices share, beginning with the same root."""
     places = [[part for part in path.resolve().parts if ":" in part] for path in (first, second)]
     num_shared = 0
     for one, other in zip(*places, strict=False):

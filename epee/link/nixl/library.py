@@ -1,11 +1,12 @@
-"""NIXL as a wheel brings it: whether it is here, and how it is loaded.
+"""NIXL as a wheel provides it: the check that it is installed, and its loading.
 
-Of the wheel only the compiled module is loaded. What lies around it reconfigures the logging of the whole program when
-it is imported, and turns untrusted bytes into objects.
+Of the wheel only the compiled module is loaded. The Python code around it reconfigures the logging of the whole program
+when it is imported, and turns untrusted bytes into objects.
 
-UCX below it loads all its modules at once. The one for EFA brings a second copy of the system's RDMA libraries into the
+UCX below it loads all its modules at once. The one for EFA loads a second copy of the system's RDMA libraries into the
 process where these are installed, and the process then ends with SIGSEGV, after its work (seen with every wheel up to
-1.5.1). So that module is left out where no EFA device is, unless the user has said what to load (`UCX_MODULES`).
+1.5.1). That module is therefore left out where no EFA device exists, unless the user has chosen the modules
+(`UCX_MODULES`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _REMEDY = "pip install 'epee[nixl]' on every host, or leave EPEE_LINK at tcp"
 
 
 def why_missing() -> str:
-    """Return why the engine cannot be used here, "" if it can be loaded; loads nothing."""
+    """Return the reason for which the engine cannot be used here, "" if it can be loaded; loads nothing."""
     return "" if _compiled() else f"none of {', '.join(WHEELS)} is installed"
 
 
@@ -35,7 +36,7 @@ def load() -> Any:
     """Return NIXL's compiled module.
 
     Raises:
-        UnsupportedError: it is not installed, or does not load; the message says what to do.
+        UnsupportedError: it is not installed, or does not load; the message gives the remedy.
     """
     found = _compiled()
     if found is None:

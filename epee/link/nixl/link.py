@@ -3,19 +3,20 @@
     sender      Outstream -> staging -> NIXL's write ->      ring -> Instream -> FrameSink      receiver
                 counts posted, done ----> the connection of the meeting ----> counts freed
 
-Who writes, who reads: the receiver makes the ring, for one peer and one connection; NIXL stores into it what the peer
-posts; the receiver alone reads. What orders them: the sender tells `done` when NIXL says that the bytes are there, so
-nothing is read before; it fills again only what the receiver has told `freed`. What lies in the ring is a stream of
-bytes and nothing more: MACs, numbers, bounds and trailers are checked as for bytes from a socket (`stream.py`).
+Writers and readers: the receiver makes the ring, for one peer and one connection; NIXL stores into it the bytes that
+the peer posts; only the receiver reads. Ordering: the sender sends `done` when NIXL reports that the bytes are there,
+so nothing is read before; it refills only what the receiver has reported as `freed`. The ring holds a stream of bytes
+and nothing more: MACs, numbers, bounds and trailers are checked as for bytes from a socket (`stream.py`).
 
-A crash between two steps leaves bytes in a ring that nobody is told of, so nobody reads them. Deaths, cuts and the end
-are the connection's to tell, as for `tcp`; what was told to be done before it is read first. A write that fails stops
-the sending; the peer's end of the connection is awaited for `GRACE_S`, because what it has said before counts.
+A crash between two steps leaves bytes in a ring that are never announced, so they are never read. Deaths, cuts and the
+end are detected through the connection, as for `tcp`; bytes announced as done before are read first. A write that fails
+stops the sending; the peer's end of the connection is awaited for `GRACE_S`, because data that it has sent before
+counts.
 
 The fence: `close` stops reading, then leaves the ring to the agent (`agent.py`), which keeps it from any other use.
 
-Who moves bytes: `pump`, like that of `tcp`. While something is under way either way the link says that it is stuck, so
-its writable connection wakes whoever watches it, again and again.
+Progress: `pump` moves the bytes, like that of `tcp`. While data is under way in either direction the link reports that
+it is stuck, so its writable connection wakes the thread that polls it, repeatedly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .ring import InRing, OutRing
 RING_BYTES = 4 << 20  # as much as `tcp` asks of the kernel for a socket
 POST_BYTES = 512 << 10  # of one write
 MAX_POSTS = 4
-CREDIT_BYTES = RING_BYTES // 4  # so much is freed before the peer is told
+CREDIT_BYTES = RING_BYTES // 4  # so much is freed before it is reported to the peer
 GRACE_S = 2.0
 _CONTROL = b"nixl control"
 
@@ -72,7 +73,7 @@ class NixlLink(TcpLink):
         self._posts: deque[Transfer] = deque()
         self._done = 0
         self._told = RingCounts()
-        self._until = 0.0  # the peer's end is awaited until then
+        self._until = 0.0  # time until which the peer's end is awaited
         self._agent: NixlAgent | None = agent
         told = Introduction(agent.name, region.address, RING_BYTES, agent.metadata(region))
         self._control.write(0, pack_introduction(told), NO_WORD, 0, 0)
@@ -80,18 +81,18 @@ class NixlLink(TcpLink):
 
     @property
     def is_flushed(self) -> bool:
-        """True when all that was written is in the peer's memory, and it was told."""
+        """True when all written data is in the peer's memory, and was announced."""
         return not self._out and self._told.done == self._out.position and self._control.is_flushed
 
     @property
     def is_in_hand(self) -> bool:
-        """True until all that was written is in the peer's memory, and it was told."""
+        """True until all written data is in the peer's memory, and was announced."""
         return self.lost is None and self._agent is not None and not self.is_flushed
 
     # ---- sending
 
     def flush(self) -> bool:
-        """Stage what there is room for, `SEND_BYTES` or so, and have it written. False: there was no room."""
+        """Stage the data for which there is room, `SEND_BYTES` or so, and have it written. False: there was no room."""
         has_room = False
         if self.lost is None and self._mute is None and self._agent is not None:
             with contextlib.suppress(BlockingIOError):
@@ -106,12 +107,12 @@ class NixlLink(TcpLink):
         return has_room
 
     def _post(self) -> bool:
-        """Have NIXL write what is staged; return whether something has arrived since the last time."""
+        """Let NIXL write the staged data; return whether any has arrived since the last call."""
         agent, remote, posts, before = self._agent, self._remote, self._posts, self._done
         if agent is None or remote is None:
             return False
         for transfer in posts:
-            self._push(agent, remote, transfer)  # one that was broken off
+            self._push(agent, remote, transfer)  # one that was interrupted
         while posts and agent.is_done(posts[0]):
             self._done = posts[0].end
             agent.free(posts[0])
@@ -132,11 +133,11 @@ class NixlLink(TcpLink):
         return self._posts[-1].end if self._posts else self._done
 
     def _tell(self) -> None:
-        """Tell the peer how far this end is, where that makes a difference to it."""
-        if self.is_finished:  # the connection takes nothing more; all that is here was told
+        """Report the progress of this end to the peer, where that makes a difference to it."""
+        if self.is_finished:  # the connection takes nothing more; all received data was reported
             return
         told, now = self._told, RingCounts(self._posted, self._done, self._in.position)
-        is_idle = told.posted == told.done  # nobody at the peer helps
+        is_idle = told.posted == told.done  # the peer is not pumping for this transfer
         if now.done > told.done or (is_idle and now.posted > told.posted) or now.freed - told.freed >= CREDIT_BYTES:
             self._control.write(now.posted, b"", NO_WORD, now.done, now.freed)
             self._told = now
@@ -183,7 +184,7 @@ class NixlLink(TcpLink):
         return has_moved
 
     def _hear(self, agent: NixlAgent) -> None:
-        """Use what the peer has told, after checks."""
+        """Use the counts from the peer, after checks."""
         theirs = check(self._theirs.counts, self._told, RING_BYTES)
         if self._remote is None and self._theirs.introduction and self._mute is None:
             remote = parse_introduction(self._theirs.introduction, RING_BYTES)
@@ -192,7 +193,7 @@ class NixlLink(TcpLink):
         self._staging.freed, self._ring.done = theirs.freed, theirs.done
 
     def _drain(self) -> bool:
-        """Apply what is in the ring, a bounded amount of it."""
+        """Apply the data in the ring, a bounded amount of it."""
         came = 0
         with contextlib.suppress(BlockingIOError):
             while came < MAX_READS:
@@ -201,7 +202,7 @@ class NixlLink(TcpLink):
         return came > 0
 
     def _look_for_the_end(self) -> None:
-        """End the link when nothing more can come and all that came is applied."""
+        """End the link when no more data can come and all received data is applied."""
         loss = self._control.lost
         if loss is None and self._mute is not None and time.monotonic() > self._until:
             loss = LinkLoss.RESET
@@ -229,7 +230,7 @@ class NixlLink(TcpLink):
             self._agent = None
 
     def forget(self) -> None:
-        """As `TcpLink.forget`; the memory is not there in a child."""
+        """As `TcpLink.forget`; the memory does not exist in a child."""
         self.fd = -1
         self.lost, self._agent = LinkLoss.RESET, None
         self._control.forget()

@@ -1,14 +1,14 @@
 """The two ends of a ring: bytes of a stream on their way through a fixed piece of memory.
 
 Byte p of the stream lies at p modulo the ring's size, in the sender's staging memory and in the receiver's ring alike.
-Who writes: the sender its staging, NIXL the ring. Both know how far each is by counts that travel beside
+The sender writes its staging, NIXL the ring. Both know each other's progress by counts that are sent separately
 (`control.py`):
 
     freed <= consumed <= done <= posted <= filled <= freed + size
 
-The methods are called as those of a socket would be (`stream.Move`), and may be broken off by an exception at any line:
-where they are follows from the stream alone, which notes what a call has returned by the same call. So one that was
-broken off is called again and moves the same bytes to the same places.
+The methods are called as those of a socket would be (`stream.Move`), and may be interrupted by an exception at any
+line: their position follows from the stream alone, which records the result of a call by the same call. An interrupted
+call is thus repeated and moves the same bytes to the same offsets.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class OutRing:
 
     Args:
         memory: the staging.
-        stream: whose bytes they are.
+        stream: the stream of the bytes.
 
     Attributes:
-        freed: how far the peer has read: the memory up to there may be filled again.
+        freed: the peer's read position: the memory up to there may be filled again.
     """
 
     def __init__(self, memory: memoryview, stream: Outstream) -> None:
@@ -35,7 +35,7 @@ class OutRing:
         self.freed = 0
 
     def sendmsg(self, buffers: Sequence[Any], *_: Any) -> int:
-        """Copy what there is room for and return how many bytes; `BlockingIOError`: none."""
+        """Copy the bytes for which there is room and return their number; `BlockingIOError`: none."""
         size, first = len(self._memory), self._stream.position
         end = self.freed + size
         if first >= end:
@@ -52,7 +52,7 @@ class OutRing:
         return at - first
 
     def piece(self, start: int, most: int) -> tuple[int, int]:
-        """Return where the bytes from `start` on lie, at most `most` of them in one piece, and where they end."""
+        """Return the address of the bytes from `start` on, at most `most` of them in one piece, and their end."""
         at = start % len(self._memory)
         return at, min(self._stream.position, start + most, start + len(self._memory) - at)
 
@@ -61,7 +61,7 @@ class InRing:
     """Bytes that the peer has written.
 
     Attributes:
-        done: how far what it has written is complete.
+        done: the position up to which they are complete.
     """
 
     def __init__(self, memory: memoryview, stream: Instream) -> None:
@@ -69,7 +69,7 @@ class InRing:
         self.done = 0
 
     def recv_into(self, place: memoryview) -> int:
-        """Copy the next bytes and return how many; `BlockingIOError`: there are none."""
+        """Copy the next bytes and return their number; `BlockingIOError`: there are none."""
         size, first = len(self._memory), self._stream.position
         start = first % size
         count = min(len(place), self.done - first, size - start)

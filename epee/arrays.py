@@ -1,11 +1,11 @@
-"""Numpy arrays over the memory of CPU tensors, made so that the tensor stays as it was and no mode of torch has a say.
+"""Numpy arrays over the memory of CPU tensors, made without a change of the tensor and independent of torch's modes.
 
-`Tensor.numpy()` does not: it clears the flag that lets the tensor's storage be resized (FSDP frees parameters so), and
-it goes through the dispatch modes of the calling thread, where `FakeTensorMode` gives it other memory. An array made
-here is an address, a dtype, a shape and strides. So it can be read and written by any thread, in and outside inference
-mode, under any dispatch mode, and is the only way in which calls on CPU tensors touch the memory of users.
+`Tensor.numpy()` is different: it clears the flag that lets the tensor's storage be resized (FSDP frees parameters so),
+and it goes through the dispatch modes of the calling thread, where `FakeTensorMode` gives it other memory. An array
+made here is an address, a dtype, a shape and strides. It can therefore be read and written by any thread, in and
+outside inference mode, under any dispatch mode. Calls on CPU tensors access users' memory only by such arrays.
 
-An array keeps its tensor alive. Arrays can be written even where the tensor needs grad or shall only be read.
+An array keeps its tensor alive. Arrays are writable even where the tensor requires grad or is only to be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Addresses(ctypes.c_char * (1 << 47)):  # type: ignore[misc]
-    """All addresses of a process from one on; `np.ndarray` cuts the array out of it."""
+    """All addresses of a process from one on; `np.ndarray` takes the array from it."""
 
     __slots__ = ("tensor",)  # lives as long as the arrays
 
@@ -79,7 +79,7 @@ def flat_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
 def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
     """Return the memory of a CPU tensor as an array with its shape and strides, of a dtype of the same size.
 
-    A lazy conjugation or negation of the tensor is not seen in it.
+    A lazy conjugation or negation of the tensor is not applied.
 
     Raises:
         InvalidArgument: as `flat_array`.
@@ -103,18 +103,18 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 
 def _behind_wrapper(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
-    """Return the memory of the tensor that a subclass with `__torch_dispatch__` wraps, where it shows that to numpy.
+    """Return the memory of the tensor inside a wrapper subclass with `__torch_dispatch__`, where numpy can access it.
 
     Raises:
-        InvalidArgument: it does not, or there is none.
+        InvalidArgument: numpy cannot, or there is none.
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or num_dispatch_modes():
         raise _no_memory(tensor)
     try:
         found: Array = tensor.detach().numpy()
-    except (RuntimeError, TypeError, NotImplementedError):  # a fake tensor, say
+    except (RuntimeError, TypeError, NotImplementedError):  # for example a fake tensor
         raise _no_memory(tensor) from None
-    # numpy allocates where it is given address 0
+    # numpy allocates where the address is 0
     if found.flags.owndata or found.shape != tuple(tensor.shape) or found.dtype.itemsize != dtype.itemsize:
         raise _no_memory(tensor)
     return found.view(dtype)
@@ -128,7 +128,7 @@ def require_memory(tensor: torch.Tensor, name: str) -> None:
 
 def refuse_fake(tensor: torch.Tensor, name: str) -> None:
     """Raise `InvalidArgument` where a tensor is one of `FakeTensorMode`; wrappers around real ones are none."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # there is no public way to ask
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # there is no public check
     if module is not None and isinstance(tensor, module.FakeTensor):
         raise InvalidArgument(f"{name}: {_no_memory(tensor)}")
 
@@ -143,7 +143,7 @@ def _no_memory(tensor: torch.Tensor) -> InvalidArgument:
 def copy_array(destination: Array, source: Array) -> None:
     """Copy between arrays of one shape and dtype, of any strides, and allocate nothing.
 
-    Numpy walks along the destination. Where that means a cache line for each element of a transposed source, the
+    Numpy iterates along the destination. Where that means a cache line for each element of a transposed source, the
     matrix is copied tile by tile.
     """
     if destination.ndim == 2 and source.size > MIN_TRANSPOSED:
@@ -165,9 +165,9 @@ _GUARDS = [getattr(torch._C, name, None) for name in ("_DisableTorchDispatch", "
 
 
 def plain_tensors() -> Any:
-    """Return a context for tensors that are written later: they are of no inference mode and of no dispatch mode.
+    """Return a context for tensors that are written later: independent of inference mode and dispatch modes.
 
-    A tensor made in inference mode could not be written outside of it, be the mode that of the first caller only.
+    A tensor made in inference mode could not be written outside of it, even if only the first caller is in that mode.
     """
     if torch.is_inference_mode_enabled() or num_dispatch_modes():
         return _plain_tensors()
@@ -181,12 +181,12 @@ def _plain_tensors() -> Iterator[None]:
 
 
 def real_tensors() -> Any:
-    """Return a context for calls on GPU tensors: torch's operators copy their memory, whatever modes the thread has."""
+    """Return a context for calls on GPU tensors: torch's operators copy their memory, under all modes of the thread."""
     return without_modes() if num_dispatch_modes() else _AS_IS
 
 
 def writing(tensor: torch.Tensor) -> Any:
-    """Return a context in which `tensor` may be written, be it a tensor of inference mode or not."""
+    """Return a context in which `tensor` may be written, whether or not it is a tensor of inference mode."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return torch.inference_mode()
     return _AS_IS
@@ -194,10 +194,10 @@ def writing(tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Let torch's operators see memory, whatever dispatch and function modes the thread has.
+    """Let torch's operators access memory, under all dispatch and function modes of the thread.
 
-    For a thread that has some (`num_dispatch_modes`, `num_function_modes`). Torch has no public way to leave the modes
-    of others; where it lacks the private one, they stay in force.
+    For a thread that has some (`num_dispatch_modes`, `num_function_modes`). Torch has no public function to leave other
+    code's modes; where it lacks the private one, they stay in force.
     """
     with contextlib.ExitStack() as guards:
         for guard in _GUARDS:

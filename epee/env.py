@@ -1,7 +1,7 @@
 """The one table of environment variables that epee reads.
 
-Every variable has a name, a type, a default and a sentence; `get` parses and checks it, and names it when its
-value is bad. Nothing else in the package reads the environment (a test compares the table with the sources).
+Every variable has a name, a type, a default and a sentence; `get` parses and checks it, and names it when its value is
+bad. No other module of the package reads the environment (a test compares the table with the sources).
 """
 
 from __future__ import annotations
@@ -278,13 +278,13 @@ def get_bool(name: str) -> bool:
 
 
 def temporary_folders() -> list[str]:
-    """Return the folders for temporary files, best first: the user's, if one can be written, and that of memory.
+    """Return the folders for temporary files, best first: the user's, if it is writable, and the one in memory.
 
-    A container with a read-only root may have the second one alone.
+    A container with a read-only root may have only the second one.
     """
     try:
         found = [tempfile.gettempdir()]
-    except OSError:  # none can be written
+    except OSError:  # none is writable
         found = []
     return [*found, SHARED_MEMORY]
 
@@ -296,7 +296,7 @@ def for_child(*python_path: Path) -> dict[str, str]:
 
 
 def put(**values: str) -> None:
-    """Set variables of this process, for what it reads from now on."""
+    """Set variables of this process, for later reads."""
     os.environ.update(values)
 
 

@@ -1,9 +1,9 @@
-"""Every exception that epee raises, in one tree.
+"""All exceptions that epee raises, in one tree.
 
-A message says name, rule, value and remedy; a run-time failure adds op, rank, peer, seq and elapsed time
-(`context` below writes them, so that they always look the same). The classes also derive from the built-in
-exception that a caller would expect (`ValueError`, `TimeoutError`, `PermissionError`), and from `RuntimeError`
-so that code written for torch's own backends catches them.
+A message states name, rule, value and remedy; a run-time failure adds op, rank, peer, seq and elapsed time (`context`
+below formats them, so that they always look the same). The classes also derive from the built-in exception that a
+caller would expect (`ValueError`, `TimeoutError`, `PermissionError`), and from `RuntimeError` so that code written for
+torch's own backends catches them.
 
     EpeeError (RuntimeError)
     ├── InvalidArgument (ValueError)       an argument breaks a rule
@@ -11,17 +11,17 @@ so that code written for torch's own backends catches them.
     │   └── SlotTakenError                 the rank is another process's
     ├── StaleHandleError                   a handle of another buffer or of an earlier epoch
     ├── MismatchError                      the ranks disagree; raised on all of them
-    ├── UnsupportedError                   it does not exist here
+    ├── UnsupportedError                   the feature does not exist here
     ├── CompileError                       a kernel did not compile
     ├── ResourceError                      the system refused memory, a descriptor or a permission
-    ├── ProtocolError                      a peer or a file sent what cannot be right
+    ├── ProtocolError                      a peer or a file sent invalid data
     ├── AuthError (PermissionError)        a peer could not prove that it belongs to the job
-    ├── CommTimeoutError (TimeoutError)    a peer that lives, as far as is known, stayed silent
+    ├── CommTimeoutError (TimeoutError)    a peer that is not known to be dead stayed silent
     ├── AbortedError                       another thread ended the group or buffer
     ├── ForkError                          used in a forked child
     └── PeerError                          another rank cannot take part
         ├── RankFailedError                it is proved dead
-        ├── EvictedError                   this process was voted out
+        ├── EvictedError                   this process was evicted
         └── NoQuorumError                  too few members can be reached to agree on a view
 
 All of them can be imported from `epee`. Names and fields are API.
@@ -37,17 +37,17 @@ _DOCTOR = "epee doctor --pid"
 
 
 class EpeeError(RuntimeError):
-    """Base of everything that epee raises on purpose.
+    """Base of all exceptions that epee raises itself.
 
     Attributes:
-        source: the group or buffer whose call failed, for example "group default_pg"; empty where none is known. It
-            stands in the text.
+        source: the group or buffer whose call failed, for example "group default_pg"; empty where none is known. It is
+        part of the text.
     """
 
     source = ""
 
     def __str__(self) -> str:
-        text = super().__str__()  # the arguments stay as they were given: they are what pickling keeps
+        text = super().__str__()  # the arguments stay unchanged: pickling keeps them
         return f"{text} [{self.source}]" if self.source and f"[{self.source}]" not in text else text
 
 
@@ -60,7 +60,7 @@ class InvalidState(EpeeError):
 
 
 class SlotTakenError(InvalidState):
-    """A process asked for a rank that another process holds, or has just got."""
+    """A process requested a rank that another process holds, or has just got."""
 
 
 class StaleHandleError(EpeeError):
@@ -72,7 +72,7 @@ class MismatchError(EpeeError):
 
 
 class UnsupportedError(EpeeError):
-    """What was asked for does not exist here; the message says what does."""
+    """The requested feature does not exist here; the message names the alternatives."""
 
 
 class CompileError(EpeeError):
@@ -84,7 +84,7 @@ class ResourceError(EpeeError):
 
 
 class ProtocolError(EpeeError):
-    """A peer or a file sent something that cannot be right; it was not used."""
+    """A peer or a file sent invalid data; it was not used."""
 
 
 class AuthError(EpeeError, PermissionError):
@@ -94,16 +94,16 @@ class AuthError(EpeeError, PermissionError):
 class CommTimeoutError(EpeeError, TimeoutError):
     """A peer that is not known to be dead stayed silent for too long.
 
-    The text of one that ends a call ends with the command that shows what all ranks are doing. It may be run on this
-    host while a process of the job lives; `--pid` takes any of them.
+    The text of one that ends a call ends with the command that shows the state of all ranks. It may be run on this host
+    while a process of the job lives; `--pid` takes any of them.
 
     Attributes:
         ranks: the silent ranks, ascending.
-        pid: the process that raised it; 0 where there is no job yet to look at.
+        pid: the process that raised it; 0 where there is no job to inspect yet.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), *, has_job: bool | None = None) -> None:
-        """`has_job`: whether there is a job to look at; None: if there are silent ranks."""
+        """`has_job`: whether there is a job to inspect; None: if there are silent ranks."""
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.pid = os.getpid() if has_job or (has_job is None and ranks) else 0
@@ -131,7 +131,7 @@ class PeerError(EpeeError):
         op: the operation that met the failure.
         seq: its sequence number in the group.
         epoch: the epoch of the view in which it ran.
-        cause: what was seen, in words.
+        cause: the observed cause, in words.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RankFailedError(PeerError):
 
 
 class EvictedError(PeerError):
-    """This process was voted out of the group; it may only come back by joining again."""
+    """This process was evicted from the group; it may only come back by joining again."""
 
 
 class NoQuorumError(PeerError):
@@ -166,9 +166,9 @@ class NoQuorumError(PeerError):
 def is_own(exc: BaseException) -> bool:
     """Return whether an exception is an `EpeeError` that epee's own code has raised.
 
-    Anything else that comes out of a call is an interrupt, of whatever class: an exception of a signal handler, which
-    may be an `EpeeError` too, or a `MemoryError` or `RecursionError`. A handler is told by its frame, which stands in
-    the traceback between the interrupted code and the place of the exception.
+    Any other exception from a call is an interrupt, of whatever class: an exception of a signal handler, which may be
+    an `EpeeError` too, or a `MemoryError` or `RecursionError`. A handler is recognized by its frame, which is in the
+    traceback between the interrupted code and the point of the exception.
     """
     if not isinstance(exc, EpeeError):
         return False
@@ -196,13 +196,13 @@ _FOLDER = is_own.__code__.co_filename.removesuffix("errors.py")
 
 
 def named(error: BaseException, source: str) -> None:
-    """Note the group or buffer in the error of a call that failed between ranks, unless one is noted already."""
+    """Record the group or buffer in the error of a call that failed between ranks, unless one is recorded already."""
     if isinstance(error, (MismatchError, CommTimeoutError, AbortedError, PeerError)) and not error.source:
         error.source = source
 
 
 def context(op: str, **facts: object) -> str:
-    """Format the facts of a run-time failure: `dispatch (rank=0, peer=2, seq=17, waited 10.0 s)`.
+    """Format the values of a run-time failure: `dispatch (rank=0, peer=2, seq=17, waited 10.0 s)`.
 
     A float named `elapsed` is written as `waited ... s`; `None` values are left out.
     """
@@ -228,12 +228,12 @@ _FILTERED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
 def shortage(what: str, exc: OSError, system_call: str = "") -> ResourceError:
-    """Return what to raise where the system refuses something to this process: it names the refusal and a remedy.
+    """Return the error for a refusal of the system to this process; it names the refusal and a remedy.
 
     Args:
-        what: cannot be done.
-        exc: what the system says.
-        system_call: that needs no permission, so that only a filter, or an old kernel, refuses it.
+        what: the operation that is not possible.
+        exc: the system's error.
+        system_call: one that needs no permission, so that only a filter, or an old kernel, refuses it.
     """
     remedy = _REMEDIES.get(exc.errno or 0, "see what the system says of it")
     if system_call and exc.errno in _FILTERED:

@@ -1,7 +1,7 @@
 """The one tree of loggers, below `epee`, and the switch that shows it: EPEE_LOG=info or debug.
 
-A program that sets logging up by itself gets epee's records by the logger `epee`, as any other's. With EPEE_LOG they
-are written to stderr, each with its time, rank and process, and go nowhere else.
+A program that configures logging itself gets epee's records through the logger `epee`, like any other's. With EPEE_LOG
+they are written to stderr, each with its time, rank and process, and to no other handler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FORMAT = "%(asctime)s epee[rank %(rank)s, pid %(process)d] %(levelname)s %(name
 
 
 class _Ranked(logging.Filter):
-    """Notes this process's rank in the default process group, "-" before there is one."""
+    """Adds this process's rank in the default process group, "-" before there is one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record through."""

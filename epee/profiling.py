@@ -1,8 +1,8 @@
 """Calls as ranges of `torch.profiler`, and of NVTX where torch emits it (`torch.autograd.profiler.emit_nvtx`).
 
-A range tells what was called on what (a buffer, a process group), the shape and dtype of its first tensor, and the
+A range names the operation and its object (a buffer, a process group), the shape and dtype of its first tensor, and the
 bytes of its first argument. That of an asynchronous call ends when the call has been issued. While no profiler runs a
-call pays for one question to torch: to open a range that nobody sees takes longer than a launch.
+call costs one query to torch: opening a range that is not recorded takes longer than a launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # as torch asks itself
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # as torch does itself
 
 
 def ranged(call: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,8 +1,8 @@
 """Background threads whose start ends in time, also in a process that has no memory or no thread left.
 
 `threading.Thread.start` waits without a limit for the new thread's first step. Where that step finds no memory the
-thread ends, nobody is told, and the caller waits for ever. Here a bare thread makes that call and the caller waits for
-it with a limit; what it leaves behind after a failure holds no lock of ours and does no work.
+thread ends without a report, and the caller waits for ever. Here a bare thread makes that call and the caller waits for
+it with a limit; its remains after a failure hold no lock of ours and do no work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import ResourceError
 
-START_S = 10.0  # a busy machine lets a new thread wait for its first step
+START_S = 10.0  # on a busy machine a new thread may wait for its first step
 
 
 class BackgroundThread(threading.Thread):
@@ -28,7 +28,7 @@ class BackgroundThread(threading.Thread):
         """Start the thread.
 
         Args:
-            purpose: what the process lacks without it, for the error.
+            purpose: the function that the process lacks without it, for the error.
         Raises:
             ResourceError: the system gives no thread or no memory for one; the target does not run, or not any more.
         """
@@ -61,6 +61,6 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """Run the target, unless the caller of `begin` has given up waiting."""
+        """Run the target, unless the wait in `begin` has timed out."""
         if not self._is_abandoned:
             super().run()

@@ -1,13 +1,14 @@
-"""Keep torch.compile out of calls between ranks: each is a graph break, and runs as it does without compiling.
+"""Exclusion of calls between ranks from torch.compile: each is a graph break, and runs as it does without compiling.
 
-What moves tokens reads words that other processes write, and maps memory by address; a compiler that traces into it
-finds objects it does not know and fails (numpy buffers, process groups), or takes what a peer said once for a constant.
-Between such calls a function is compiled as ever.
+The code that moves tokens reads words that other processes write, and maps memory by address; a compiler that traces
+into it finds objects it does not know and fails (numpy buffers, process groups), or takes a value that a peer wrote
+once for a constant. Between such calls a function is compiled as usual.
 
-`torch.compiler.disable` does that, but imports the compiler (1.4 s, torch 2.13), and takes 0.6 us a call. So a function
-is marked as one that it has made, which costs a call nothing: an attribute, at which the compiler does not trace into
-it, and a word in its code that has the interpreter run it, and all that it calls, as it is. Both are torch's own, and
-not public: where it does not know them, a function is wrapped, and the compiler turned off once it has been imported.
+`torch.compiler.disable` does that, but imports the compiler (1.4 s, torch 2.13), and takes 0.6 us a call. A function is
+therefore marked like one that it has made, which costs nothing per call: an attribute, which keeps the compiler from
+tracing into it, and a word in its code object that makes the interpreter run it, and all that it calls, unchanged. Both
+are torch's own, and not public: where torch does not know them, a function is wrapped, and the compiler turned off once
+it has been imported.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def _mark(function: Any) -> bool:
-    """Have the compiler leave a function alone, and what it calls; False where torch knows no such marks."""
+    """Exclude a function, and the functions it calls, from the compiler; False where torch knows no such marks."""
     try:
         skip = _compiler._FrameAction.SKIP
         _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, skip))
@@ -65,9 +66,10 @@ def _wrapped(function: _Function) -> _Function:
 
 
 def caller() -> str:
-    """Return the module that called the untraced method which the function asking here belongs to.
+    """Return the module that called the untraced method to which the calling function belongs.
 
-    The frames of a call: the one that asks, its method, what is between (`profiling.py`, torch's compiler), who called.
+    The frames of a call: the function that asks, its method, those between (`profiling.py`, torch's compiler), the
+    caller.
     """
     frame = sys._getframe(2).f_back  # behind the method
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
@@ -80,6 +82,6 @@ def untraced_methods(cls: _Class) -> _Class:
     members = [(name, member) for name, member in vars(cls).items() if isinstance(member, FunctionType)]
     made = {member: untraced(member) for name, member in members if not name.startswith("_")}
     for name, member in members:
-        if member in made:  # under all its names, torch's old ones with an underscore as well
+        if member in made:  # under all its names, including torch's old ones with an underscore
             setattr(cls, name, made[member])
     return cls

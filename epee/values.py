@@ -1,4 +1,4 @@
-"""Times and numbers that users give: checked against their rule, and shown in messages."""
+"""Times and numbers given by users: checks against their rules, and their form in messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from datetime import timedelta
 
 from .errors import InvalidArgument
 
-MIN_S, MAX_S = 1e-6, 1e9  # a microsecond to 31 years: what clocks, locks and sockets of all kinds can take
+MIN_S, MAX_S = 1e-6, 1e9  # a microsecond to 31 years: the range that clocks, locks and sockets of all kinds accept
 MAX_US = round(MAX_S * 1e6)
 MAX_SHOWN = 100  # characters of a value in a message
 
 
 def seconds(value: object, name: str) -> float:
-    """Return a time that a user gives, a number of seconds or a `timedelta`.
+    """Return a time given by a user, a number of seconds or a `timedelta`.
 
     Raises:
         InvalidArgument: it is neither, or no time from a microsecond to 1e9 seconds.
@@ -20,7 +20,7 @@ def seconds(value: object, name: str) -> float:
     number = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise InvalidArgument(f"{name} must be a number of seconds or a timedelta, got {shown(value)}")
-    if not MIN_S <= number <= MAX_S:  # before it is made a float: an int may be larger than any
+    if not MIN_S <= number <= MAX_S:  # before it is made a float: an int may be larger than any float
         raise InvalidArgument(f"{name} must be a time of {MIN_S:g} ... {MAX_S:g} seconds, got {shown(value)}")
     return float(number)
 
@@ -39,7 +39,7 @@ def longest(time: timedelta, name: str) -> float:
 
 
 def waiting_time(timeout: timedelta | None) -> float:
-    """Return for how many seconds a `Work` is waited for; 0 where no time-out is given.
+    """Return the seconds to wait for a `Work`; 0 where no timeout is given.
 
     Raises:
         InvalidArgument: it is no `timedelta`.

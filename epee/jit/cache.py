@@ -1,14 +1,14 @@
-"""Compiled kernels on disk, one file per content hash, written so that nobody else's file is ever loaded.
+"""Compiled kernels on disk, one file per content hash, written so that a file of another user is never loaded.
 
     <folder>/<key>.cubin      32 bytes SHA-256 of key and cubin, then the cubin
 
-The folder is ours (owner is the effective user, nobody else may write, neither it nor its parent is a symbolic link,
-and in its parent nobody else can put another in its place), or it is not used and a private temporary folder serves
-this process. What is missing on the way to it is made for us alone. It is opened once and everything in it goes through
+The folder is ours (its owner is the effective user, no other user may write, neither it nor its parent is a symbolic
+link, and no other user can replace it in its parent), or it is not used and a private temporary folder serves this
+process. Missing folders on its path are made for this user alone. It is opened once and everything in it goes through
 that descriptor, so a folder that is exchanged after the check does no harm. An entry is opened without following links,
-checked for owner and mode, and its hash is compared; anything else counts as absent and is compiled again. Entries
-are written to a temporary file, synced and renamed, so two jobs at once, or a crash, leave whole files only. When the
-folder grows over its cap, the entries that were used least recently go.
+checked for owner and mode, and its hash is compared; an entry that fails is ignored, and the kernel is compiled.
+Entries are written to a temporary file, synced and renamed, so two jobs at once, or a crash, leave complete files only.
+When the folder grows over its cap, the least recently used entries are removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STALE_S = 3600.0  # no write of a kernel takes as long
 
 
 def cache_key(source: str, options: tuple[str, ...], version: str) -> str:
-    """Return the name of a compiled text: SHA-256 over all that decides the result."""
+    """Return the name of a compiled text: SHA-256 over all inputs that determine the result."""
     digest = hashlib.sha256()
     for part in (source, *options, version):
         raw = part.encode()
@@ -44,7 +44,7 @@ def cache_key(source: str, options: tuple[str, ...], version: str) -> str:
 
 
 class CubinCache:
-    """A folder of cubins. Never raises for what it finds on disk: a cache that cannot be used only costs time."""
+    """A folder of cubins. Never raises because of files on disk: a cache that cannot be used only costs time."""
 
     def __init__(self, folder: Path | None = None, cap_bytes: int | None = None) -> None:
         """Use `folder` (default: `EPEE_JIT_CACHE_DIR`, else the user's cache folder), at most `cap_bytes` large."""
@@ -130,7 +130,7 @@ def _read(name: str, folder_fd: int) -> bytes | None:
     try:
         if not _is_ours(os.fstat(fd)):
             return None
-        with contextlib.suppress(OSError):  # a read-only disk keeps no times of use
+        with contextlib.suppress(OSError):  # a read-only disk stores no times of use
             os.utime(fd)
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read()
@@ -152,7 +152,7 @@ class _NotOurs(OSError):
 
 
 def _make_and_open(folder: Path) -> int:
-    """Return a descriptor of the folder, which is made if it is missing; `OSError` when it cannot be used."""
+    """Return a descriptor of the folder, which is made if it does not exist; `OSError` when it cannot be used."""
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
@@ -160,7 +160,7 @@ def _make_and_open(folder: Path) -> int:
     if reason:
         raise _NotOurs(0, reason)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
-    reason = _why_not_private(folder, os.fstat(fd))  # it may be another than was looked at
+    reason = _why_not_private(folder, os.fstat(fd))  # it may differ from the one that was checked
     if reason:
         os.close(fd)
         raise _NotOurs(0, reason)
@@ -168,7 +168,7 @@ def _make_and_open(folder: Path) -> int:
 
 
 def why_not_ours(folder: Path) -> str:
-    """Return why compiled kernels in an existing folder cannot be trusted, or "" when they can."""
+    """Return the reason for which compiled kernels in an existing folder cannot be trusted, or "" when they can."""
     for path in (folder, folder.parent):
         if path.is_symlink():
             return f"{path} is a symbolic link"
@@ -186,11 +186,11 @@ def _why_not_private(folder: Path, status: os.stat_result) -> str:
 
 
 def _why_exchangeable(parent: Path) -> str:
-    """Return how somebody else could put another folder in the place of one in `parent`; "" when nobody can."""
+    """Return the means by which another user could replace a folder in `parent`; "" when there are none."""
     status = parent.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"its parent {parent} belongs to user {status.st_uid}"
-    by_group = status.st_mode & 0o020 and status.st_gid != os.getegid()  # one's own group is often one's alone
+    by_group = status.st_mode & 0o020 and status.st_gid != os.getegid()  # a user's own group often has no other member
     if (by_group or status.st_mode & 0o002) and not status.st_mode & stat.S_ISVTX:
         return f"others may write to its parent {parent} (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""

@@ -1,4 +1,4 @@
-"""From source text to cubin with NVRTC, and what the compiler said about it.
+"""Compilation of source text to a cubin with NVRTC, with the compiler's log.
 
 Always a cubin for the exact architecture, never PTX: a driver older than NVRTC would refuse the latter.
 """
@@ -26,7 +26,7 @@ def options(architecture: str) -> tuple[str, ...]:
         "-lineinfo",
         "--ptxas-options=-v",
         "--fmad=false",  # sums are specified operation by operation
-        "--diag-error=1866",  # an ignored attribute would change a struct's layout in silence
+        "--diag-error=1866",  # an ignored attribute would change a struct's layout silently
     )
 
 
@@ -66,6 +66,9 @@ def compile_source(source: str, architecture: str, name: str) -> Compiled:
 
 
 def _room(num_bytes: int) -> bytes:
-    """Return bytes for the compiler to write into, two at least: Python has one object for each single byte, and who
-    writes the NUL of an empty log into that changes what `b" "` is in the whole process."""
+    """Return bytes for the compiler to write into, two at least.
+
+    Python has one object for each single byte: the NUL of an empty log, written into it, would change `b" "` in the
+    whole process.
+    """
     return bytes(max(2, num_bytes))

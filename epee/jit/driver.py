@@ -1,7 +1,7 @@
-"""The one place where `cuda.bindings` is imported and its status codes become exceptions.
+"""The one module that imports `cuda.bindings` and turns its status codes into exceptions.
 
-Importing this module touches no CUDA; the first call of `driver` starts the driver. A machine without the bindings,
-without a driver, or with one that does not start gets one sentence with the way out instead of a foreign error.
+Importing this module does not use CUDA; the first call of `driver` starts the driver. On a machine without the
+bindings, without a driver, or with one that does not start the error is one sentence with the remedy.
 """
 
 from __future__ import annotations
@@ -91,20 +91,21 @@ def nvrtc() -> Any:
 
 
 def version_text(version: int) -> str:
-    """Return `13.0` for 13000, the way in which CUDA counts."""
+    """Return `13.0` for 13000, CUDA's encoding of versions."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def is_not_offered(result: tuple[Any, ...]) -> bool:
-    """Tell whether a driver call failed because this machine does not have, or does not allow, what it asks for."""
+    """Return whether a driver call failed because this machine does not have, or does not allow, the requested
+    feature."""
     return str(result[0].name) in _NOT_OFFERED
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """Return the values of a driver call, or raise `ResourceError` that says what was attempted and the way out.
+    """Return the values of a driver call, or raise `ResourceError` with the attempted operation and the remedy.
 
     Args:
-        result: what the binding returned, status first.
+        result: the binding's return value, status first.
         what: the attempt in words, for the message.
     """
     status = result[0]

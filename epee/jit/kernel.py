@@ -1,9 +1,9 @@
-"""Load compiled kernels and launch them.
+"""Loading and launching of compiled kernels.
 
 A kernel is loaded when its object is made and never inside a call: the driver may synchronise the context for a first
 load, and a kernel that already spins for a peer would then wait for itself. The argument struct lives as long as the
-object; the driver copies it at each launch (and at graph capture). Who launches a kernel with much that stays and
-little that varies makes a launcher of its own for that (`Kernel.bind`), and writes what varies.
+object; the driver copies it at each launch (and at graph capture). For a kernel with mostly constant arguments the
+caller makes a separate launcher (`Kernel.bind`), and writes the varying ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .driver import check, device_architecture, driver
 from .params import kernel_symbol
 from .source import flatten
 
-_STATIC_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this must be asked for
+_STATIC_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this must be requested explicitly
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def cubin_of(path: str, head: str, architecture: str) -> bytes:
 
 
 class Kernel:
-    """One loaded kernel with its argument struct, and the launch that it was asked for last.
+    """One loaded kernel with its argument struct and its last launch configuration.
 
     Args:
         function: of the driver.
@@ -79,7 +79,7 @@ class Kernel:
     def bind(self) -> Kernel:
         """Return another launcher of this kernel; its arguments begin as a copy of these and are its own from then on.
 
-        Cheap beside loading a kernel, dear beside a launch: it is made once for many.
+        Cheap compared with loading a kernel, expensive compared with a launch: it is made once for many.
         """
         return Kernel(self._function, type(self.args).from_buffer_copy(self.args))
 
@@ -87,8 +87,8 @@ class Kernel:
         """Launch `grid` blocks of `block` threads on the raw stream handle `stream`.
 
         Args:
-            mode: "together": no block starts before all fit on the GPU (what a grid barrier needs); "early": blocks
-                may take their places while the kernel before still runs, if that kernel allows it.
+            mode: "together": no block starts before all fit on the GPU (required by a grid barrier); "early": blocks
+            may become resident while the kernel before still runs, if that kernel allows it.
         Raises:
             ResourceError: the blocks do not fit on the GPU, or the driver refuses otherwise.
         """
@@ -100,9 +100,9 @@ class Kernel:
             check(result, f"launch {grid} blocks of {block}")
 
     def _configure(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str) -> None:
-        """Write the launch into the driver's struct: its setters cost more than a look whether it is the last one."""
+        """Write the launch into the driver's struct: its setters cost more than a check whether it is the last one."""
         config, before = self._config, self._configured
-        self._configured = None  # who is interrupted in here begins again
+        self._configured = None  # after an interrupt in here the next launch writes everything
         config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, block, shared_bytes
         if before is None or mode != before[4]:
             config.attrs = _attributes(mode)

@@ -2,7 +2,7 @@
 
 A kernel takes exactly one struct by value. `struct_source` emits its declaration, that of the structs inside it, and a
 `static_assert` on the size; `constants_source` emits compile-time constants; `offsets_source` emits the offsets of a
-`memory.layout.Layout`; `kernel_symbol` is what the compiler calls a kernel.
+`memory.layout.Layout`; `kernel_symbol` returns the compiler's name of a kernel.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def offsets_source(layout: Layout, names: Sequence[str], prefix: str) -> str:
 def kernel_symbol(name: str, params: type[ctypes.Structure]) -> str:
     """Return the symbol of `epee::<name>(params)` in a compiled file.
 
-    Kernels stand in a namespace, their names begin with what they do: profilers show `epee::dispatch_...`, and DeepEP's
-    own benchmarks look for `dispatch` and `combine`, to tell halves of calls apart for `::dispatch` and `::combine`.
-    The symbol is spelled as the C++ ABI of Linux has it.
+    Kernels are in a namespace, and their names begin with their operation: profilers show `epee::dispatch_...`, and
+    DeepEP's own benchmarks search for `dispatch` and `combine`, and for `::dispatch` and `::combine` to separate the
+    phases of calls. The symbol follows the C++ ABI of Linux.
     """
     parts = (NAMESPACE, name)
     return f"_ZN{''.join(f'{len(part)}{part}' for part in parts)}E{len(params.__name__)}{params.__name__}"

@@ -1,7 +1,7 @@
-"""One text per kernel: the file, everything that it includes, and a generated head.
+"""The single text of a kernel: its file, everything that it includes, and a generated head.
 
-`#line` marks keep file and line of every error message. There are no external headers, so the text is all that
-decides the result (with the options and the compiler's version), and its hash names it.
+`#line` marks keep file and line of every error message. There are no external headers, so the text alone determines the
+result (with the options and the compiler's version), and its hash names it.
 """
 
 from __future__ import annotations

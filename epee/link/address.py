@@ -189,7 +189,7 @@ def _is_loopback(place: str) -> bool:
 
 def _rendezvous_of(store: Any) -> str:
     """Return the host of a store that has one."""
-    for _ in range(8):  # prefixes lie around prefixes
+    for _ in range(8):  # prefixes may be nested
         host = getattr(store, "host", "")
         if isinstance(host, str) and host:
             return host

@@ -5,11 +5,10 @@ memory.
 
     gateway   of a source on another host: the rank at the source's original position there (`topology.py`), else the
               next living rank of that host, cyclically. It maintains the mirror of the source for its host.
-    keeper    the gateway of a lost source: it answers for the source's mirror on a host.
-    teller    the rank that sends a source's words to gateways and keepers: the source itself while it is a member,
-              else its successor, the lowest living rank of its host that has not joined after it. Where none of them
-              is left the source is *unwitnessed*, and the decision says what counts of it (`view/protocol/outcome.py`,
-              cuts).
+    `keeper`  the gateway of a lost source: it answers for the source's mirror on a host.
+    `teller`  the rank that sends a source's words to its gateways: the source itself while it is a member, else its
+              successor, the lowest living rank of its host that has not joined after it. Where none of them is left
+              the source is *unwitnessed*, and the decision says what counts of it (`view/protocol/outcome.py`, cuts).
 
 All ranks that know the same view derive the same roles. A rank plays its roles from the moment that it learns of a
 view, whether or not it is in a call.

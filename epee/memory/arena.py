@@ -65,7 +65,7 @@ class SlotPool:
         return slot
 
     def reclaim(self, seq: int) -> None:
-        """Cool slots that a call took and lost track of (an interrupt in the wrong place); call between two calls."""
+        """Cool slots that a call took and lost track of (after an interrupt); call between two calls."""
         for slot in list(self._taken):
             self.cool(slot, seq)
 

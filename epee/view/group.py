@@ -1,4 +1,4 @@
-"""A process group's part in the view of its job, for the code that builds on the group. Plain values."""
+"""The part of a process group in the view of its job, for the code that builds on the group. Plain values."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The board of a process: memory that it alone writes and the others can read, also after its death.
 
-    words: version of the state | decided epoch, has left | turns of the agent thread | one row per group | the data
-           that each group publishes | the name of each group or buffer
+    words: version of the state | decided epoch, has left | iterations of the agent thread | one row per group | the
+           data that each group publishes | the name of each group or buffer
     two copies of the state: length, checksum, bytes
 
-Writers: the agent thread writes the state, the epoch and its turns; the thread that runs a group's calls writes the
-group's row. Readers: agents that coordinate after the owner's death (the state), the owner's engines, which sleep on
-the epoch's word, and processes that make a hang report (all of it).
+Writers: the agent thread writes the state, the epoch and its number of iterations; the thread that runs a group's calls
+writes the group's row. Readers: agents that coordinate after the owner's death (the state), the owner's engines, which
+sleep on the epoch's word, and processes that make a hang report (all of it).
 
 Ordering: a state is written to the copy that is not shown, then the version word is raised, and its lowest bit says
 which copy is shown (stores stay in order on x86-64, see `memory/host.py`). A crash between two stores leaves the old

@@ -16,7 +16,7 @@ this rank has aborted, the state of a peer means:
     FAILED      the peer knows that no rank has a result, nor will have one: it has found so itself, or it refuses the
                 call.
     GAVE_UP     the peer completes the call only if it follows another that does. Where all have aborted there is none.
-    OPEN        the part of the peer is here, and the peer may stand between its last check and its announcement: check
+    OPEN        the part of the peer is here, and the peer may be between its last check and its announcement: check
                 again. A dead peer (known before the check: what it published before counts) announced nothing, so it
                 has no result, like one that aborted.
     UNREADABLE  the peer has finished the call, will publish nothing more about it, and its words do not show how the
@@ -26,9 +26,9 @@ COMPLETES and MISSING exclude each other, but COMPLETES and FAILED do not: the r
 rows complete the exchange, and then raise alike where one of the rows refuses the call. A rank that follows them does
 the same, so COMPLETES comes first.
 
-The two layouts of words define where each state stands in memory, and why it is true: `engine/withdrawal.py` (a part is
-retracted) and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has stopped between its last
-check and its announcement has not decided, and no other rank can decide for it.
+The two layouts of words define the memory of each state, with the proof: `engine/withdrawal.py` (a part is retracted)
+and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has stopped between its last check and its
+announcement has not decided, and no other rank can decide for it.
 
 `tests/backend/test_withdrawal_model.py` and `tests/ep/test_row_withdrawal.py` run this rule in all orders of the loads
 and stores of either layout; the group of the simulator follows it while views change.

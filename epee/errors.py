@@ -68,7 +68,7 @@ class StaleHandleError(EpeeError):
 
 
 class MismatchError(EpeeError):
-    """The ranks of one collective call disagree; raised on every one of them, all live on."""
+    """The ranks of one collective call disagree; raised on every one of them, all continue."""
 
 
 class UnsupportedError(EpeeError):

@@ -71,7 +71,7 @@ def caller() -> str:
     The frames of a call: the function that asks, its method, those between (`profiling.py`, torch's compiler), the
     caller.
     """
-    frame = sys._getframe(2).f_back  # behind the method
+    frame = sys._getframe(2).f_back  # the frame above the method
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")

@@ -139,7 +139,7 @@ class FrameOpener:
 
 
 def payload_mac(key: bytes, number: int, payload: Any) -> bytes:
-    """Return the MAC of the payload of a frame; another than any header's: that has no person."""
+    """Return the MAC of the payload of a frame. It never equals that of a header, whose hash has no personalization."""
     return _payload_digest(_blake2b(key=key, digest_size=_MAC_BYTES, person=_PERSON), number, payload)
 
 

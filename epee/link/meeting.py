@@ -95,7 +95,7 @@ class _Talk:
         return message
 
     def say(self, message: bytes) -> None:
-        """Send a message of the handshake: a fresh socket takes far more."""
+        """Send a message of the handshake: the empty buffer of a new socket takes far more."""
         if self.connection.send(message) != len(message):
             raise ConnectionResetError("the other side does not read")
 

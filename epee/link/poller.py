@@ -73,7 +73,7 @@ class Links:
         self._meeting: Meeting | None = None
         self._on_turn: Callable[[], bool] = bool
         self._pumped = 0.0
-        self._resting = 0.0  # time after which callers pump again
+        self._resting = 0.0  # pumps of callers before this time do nothing
         self._alarm = Alarm()  # set: the thread may wait in the epoll
         self._is_closed = False
         self._linger: Callable[[], bool] | None = None
@@ -90,7 +90,7 @@ class Links:
 
         Args:
             on_loss: called with the peer, the lock held, for each link that has ended.
-            on_idle: called by the thread before it sleeps: to write what has waited for a reason to.
+            on_idle: called by the thread before it sleeps: to write deferred data.
 
         Raises:
             ResourceError: the system has no thread left; the links are closed.
@@ -292,7 +292,7 @@ class Links:
             if any(fd == self._bell for fd, _ in events):
                 os.read(self._bell, 4096)
             if time.monotonic() - self._pumped < STUCK_S:
-                continue  # a caller does it
+                continue  # a caller pumps
             with self.lock:
                 has_moved = self._handle(events)
             if has_moved or not events or not self._writers:

@@ -29,7 +29,7 @@ class Link(Protocol):
     """One process of another host.
 
     Attributes:
-        lost: why the link has ended; None while it works.
+        lost: the reason for which the link has ended; None while it works.
     """
 
     lost: LinkLoss | None
@@ -48,13 +48,13 @@ class Link(Protocol):
         """As `write`, for several small pieces at once, (offset, bytes) each, which are copied."""
 
     def ask(self, words: Any, number: int) -> None:
-        """Ask for words (rank, index) of ranks of the peer's host, behind all that was written before."""
+        """Ask for words (rank, index) of ranks of the peer's host, after all earlier writes."""
 
     def tell(self, number: int, values: Any) -> None:
         """Answer the ASK with this number."""
 
     def say(self, kind: int, source: int, epoch: int) -> None:
-        """Send a FETCH, BEGIN or END about rank `source`, behind all that was written before."""
+        """Send a FETCH, BEGIN or END about rank `source`, after all earlier writes."""
 
     def pump(self) -> bool:
         """Move the data that can be moved now, both ways; return whether any was. Never blocks."""

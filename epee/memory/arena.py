@@ -167,7 +167,7 @@ class Slots:
         return views[slot]
 
     def array(self, slot: int, name: str) -> npt.NDArray[Any]:
-        """Return a field of a slot as a flat numpy array (less to do per call than a tensor)."""
+        """Return a field of a slot as a flat numpy array (cheaper per call than a tensor)."""
         found = self._arrays.get((slot, name))
         if found is None:
             found = self._arrays[slot, name] = array_of(self.field(slot, name))

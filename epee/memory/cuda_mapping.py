@@ -74,7 +74,7 @@ def on_device(device: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if int(before):  # a thread without a context keeps ours, as with its first CUDA call
+        if int(before):  # a thread without a context keeps the primary one, as with its first CUDA call
             cu.cuCtxSetCurrent(before)
 
 

@@ -197,7 +197,7 @@ def _receive_one(connection: socket.socket, pid: int) -> int:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     if not message and not fds:
         raise ProtocolError(f"process {pid} does not know the region; it was closed, or the blob is another's")
-    if message == _GIVEN and not fds and flags & socket.MSG_CTRUNC:  # the kernel had no number to give it
+    if message == _GIVEN and not fds and flags & socket.MSG_CTRUNC:  # the kernel had no free descriptor number for it
         raise ResourceError(
             f"no descriptor is left here for the one that process {pid} has sent; raise the limit on descriptors "
             "(ulimit -n)"

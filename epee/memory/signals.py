@@ -27,7 +27,7 @@ YIELD_S = 0.001  # how long to yield before sleeping in the kernel
 SLEEP_S = 0.005  # longest sleep between two checks of the deadline and of the peers' health
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # shared futexes: the word lies in a mapping of several processes
-_SYS_FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine(), 98)  # aarch64 is refused before it gets here
+_SYS_FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine(), 98)  # aarch64 is refused before this is used
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 

@@ -465,7 +465,7 @@ class Loop:
         if self.agent.decided.members:
             self.step(Tick())
         elif self._is_running and not self.agent.ended:
-            self.ask_to_join()  # the folder may show others by now
+            self.ask_to_join()  # the folder may list others by now
 
     # ---- effects
 

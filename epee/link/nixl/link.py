@@ -51,7 +51,7 @@ class NixlLink(TcpLink):
         peer: rank of the other process.
         met: the connection, past its handshake, and its keys.
         covers_payloads: payloads have trailers.
-        sink: where the peer's frames go.
+        sink: the target of the peer's frames.
         agent: of this group.
 
     Raises:

@@ -52,7 +52,7 @@ _TOLD = _ROWS + MAX_ROWS * _WORDS_PER_LINE
 _TOLD_WORDS = 16  # of a group: the number of bytes, then the bytes
 MAX_TOLD_BYTES = 8 * (_TOLD_WORDS - 1)
 _NAMES = _TOLD + MAX_ROWS * _TOLD_WORDS
-_NAME_WORDS = 8  # of a row: what it belongs to, for people; UTF-8, zeros behind it
+_NAME_WORDS = 8  # of a row: the name of its group or buffer, for people; UTF-8, padded with zeros
 NUM_WORDS = _NAMES + MAX_ROWS * _NAME_WORDS
 _COPIES = 8 * NUM_WORDS
 _HEAD = struct.Struct("<Q16s")
@@ -175,7 +175,7 @@ class Board:
         futex_wake(self._region.address + 8 * _EPOCH)
 
     def wake(self) -> None:
-        """Wake the engines that sleep on the epoch, which stays what it is."""
+        """Wake the engines that sleep on the epoch, which is unchanged."""
         futex_wake(self._region.address + 8 * _EPOCH)
 
     def await_change(self, epoch: int) -> None:

@@ -75,7 +75,7 @@ from .proposer import Proposer, obituary_of
 
 BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
 HISTORY = 64  # decisions kept for processes that lag by more than one: evicted ones, or those put out of a group
-HISTORY_MEMBERS = 1 << 14  # or as many as name so many members, some 4 MB
+HISTORY_MEMBERS = 1 << 14  # or more, as many as name this number of members together, some 4 MB
 COMMIT_LIMIT = 8  # decisions in one message
 MAX_SLOTS = 4096
 

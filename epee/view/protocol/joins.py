@@ -58,13 +58,13 @@ class Joins:
         return True
 
     def expire(self, before: float) -> None:
-        """Forget requests that were not repeated since `before`."""
+        """Drop requests that were not repeated since `before`."""
         stale = [nonce for nonce, request in self.requests.items() if request.heard < before]
         for nonce in stale:
             del self.requests[nonce]
 
     def drop(self, nonce: bytes) -> None:
-        """Forget one request, if it is there."""
+        """Drop one request, if it exists."""
         self.requests.pop(nonce, None)
 
     def admit(self, slots: Collection[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
+FOREVER = (1 << 40) - 1  # a cut above every seq: everything that the removed slot has left complete counts
 
 DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal
 EXITED = "exited"  # another: the process ended without destroying its groups; it reported that itself, as for LEFT

@@ -387,13 +387,13 @@ class Course:
         return self.turns[num_passed - 1].epoch if num_passed else self.base
 
     def _num_passed(self, seq: int, epoch: int = FOREVER) -> int:
-        """Return the number of epoch changes up to `epoch` that certainly just move `seq` and all calls after it."""
+        """Return the number of epoch changes up to `epoch` that certainly only move `seq` and all calls after it."""
         passed = [turn.epoch <= epoch and self._is_passed(turn, seq) for turn in self.turns]
         ends = (i + 1 for i in reversed(range(len(passed))) if passed[i] and (not self.raises or all(passed[:i])))
         return next(ends, 0)
 
     def _is_passed(self, turn: EpochChange, seq: int) -> bool:
-        """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
+        """Return whether `seq` and all calls after it simply move on to the epoch of `turn`."""
         if turn.hit is None or (self.raises and turn.fails(seq)):
             return False
         ended, epoch = self._on_the_way  # no rank plans in a later epoch behind it before the next call has ended

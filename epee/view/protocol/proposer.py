@@ -65,7 +65,7 @@ class Proposer:
     mutants replace methods of either.
     """
 
-    campaign_type = Campaign  # the simulator's mutants put another one here
+    campaign_type = Campaign  # the simulator's mutants replace it
 
     def __init__(self, me: Member, settings: AgentSettings) -> None:
         self.me = me
@@ -496,7 +496,7 @@ class Proposer:
             self.campaign = None
             self._start_at = self._t + self.settings.answer_s * (1 + self._position())
 
-    # ---- the other part, in agent.py
+    # ---- implemented in agent.py
 
     def _ask_for_promise(self, ballot: Ballot) -> None:
         raise NotImplementedError

@@ -100,7 +100,7 @@ class Bytes(Codec):
         out += value
 
     def take(self, frame: Cursor, name: str) -> bytes:
-        """Read as many bytes as the number before them says."""
+        """Read as many bytes as the number before them gives."""
         return frame.take(self.length.take(frame, f"length of {name}"), name)
 
 
@@ -192,7 +192,7 @@ class Maybe(Codec):
 
 
 class TupleCodec(Codec):
-    """The codec of a named tuple: its fields in order; `rule` returns what is wrong with them together, or nothing."""
+    """The codec of a named tuple: its fields in order; `rule` returns the error of their combination, or nothing."""
 
     def __init__(self, kind: Any, *fields: Codec, rule: Callable[[Any], str] | None = None) -> None:
         self.names = tuple(kind.__annotations__)

@@ -186,7 +186,7 @@ class Outgoing:
         return True
 
     def flush(self) -> None:
-        """Give the socket what it takes now.
+        """Give the socket the bytes that it takes now.
 
         Raises:
             OSError: the connection has ended.
@@ -301,7 +301,7 @@ class Incoming:
             self.deadline = float("inf")
 
     def _say(self, data: bytes) -> None:
-        if self._socket.send(data, socket.MSG_NOSIGNAL) != len(data):  # a fresh socket takes far more
+        if self._socket.send(data, socket.MSG_NOSIGNAL) != len(data):  # the empty buffer of a new socket takes far more
             raise ConnectionResetError("the peer does not read")
 
     def close(self) -> None:

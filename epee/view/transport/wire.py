@@ -216,7 +216,7 @@ def decode(data: bytes) -> Message | LaneTold:
 
 
 def encode_state(state: BoardState) -> bytes:
-    """Return what a board holds, at most `MAX_STATE_BYTES`; raises as `encode`."""
+    """Return the bytes of a board's state, at most `MAX_STATE_BYTES`; raises as `encode`."""
     return _written(_STATE, state, b"", MAX_STATE_BYTES)
 
 

@@ -1,1 +1,1 @@
-"""What both kinds of buffers share on GPUs: platform, arguments, reports, share of the GPU."""
+"""GPU support shared by all buffers and groups: platform, kernel arguments, reports, share of the GPU."""

@@ -1,22 +1,23 @@
-"""A thread that tells kernels in flight of ranks that die, so that their waits end long before the time-out.
+"""A thread that notifies running kernels of dead ranks, so that their waits end long before the timeout.
 
-It sleeps until a pidfd says that a process has ended, `PERIOD_S` at most, `WAITING_S` while a kernel waits. A pidfd
-speaks late, when a process has given its memory back; that it stores nothing any more shows in /proc before
-(`view/process/detector.py`), but to look there costs system calls and the interpreter's lock, some 20 us a rank. So
-nobody looks there while no kernel waits, and then first for a sign of dying, which costs 1 us a rank: its first thread
-has no memory. Whoever shows that is looked at closely. Where it matters that its GPU stores nothing any more, either,
-nobody looks: the driver takes a context down later, but before the pidfd speaks.
+The thread sleeps until a pidfd reports that a process has ended, at most `PERIOD_S`, or `WAITING_S` while a kernel
+waits. A pidfd reports late: only after the process has returned its memory. /proc shows earlier that the process stores
+nothing any more (`view/process/detector.py`), but reading it costs system calls and the interpreter's lock, some 20 us
+per rank. So /proc is not read while no kernel waits. While one waits, a cheaper sign of dying is read first (1 us per
+rank): the process's first thread has no memory. Only ranks that show this sign are examined closely. With `needs_end`,
+where the rank's GPU must have stopped storing too, /proc is not read: the driver tears down a context later, but before
+the pidfd reports.
 
-Who says that a kernel waits: the kernels, in one word of pinned host memory, with the time, about every millisecond of
-a wait that has lasted one (`csrc/common/wait.cuh`). Who reads: this thread, when it wakes up; a word that has changed
-since means that somebody waits. Nobody resets it. Nothing orders the two: who reads too early reads again a period
-later. The other way, `tell` writes the dead ranks into the words beside it; the kernels look there.
+Waiting kernels write the time into one word of pinned cpu memory, about every millisecond of a wait that has lasted one
+(`csrc/common/wait.cuh`). This thread reads the word when it wakes up; a changed word means that a kernel waits. The
+word is never reset. Nothing orders write and read: a read that comes too early is repeated a period later. In the other
+direction, `tell` writes the dead ranks into the words beside it, which the kernels read.
 
-Who has a rank now is told by the thread of the calls (`follow`), which also looks itself where a call was lost for no
-death that a kernel had heard of (`look`). Whoever uses the watch, also to sleep on its pidfds,
-holds the lock, so none of them is closed under a sleeper; the gate in front of the lock lets another thread in after
-one sleep at most. When `stop` returns, the thread has ended and the pidfds are closed; a forked child has no such
-thread, there `stop` closes the copies.
+The thread that makes the calls reports when a rank has a new process (`follow`). It also polls by itself when a call
+was lost without a death that a kernel has reported (`look`). Every user of the watch holds the lock, also while
+sleeping on its pidfds, so no pidfd is closed while a thread sleeps on it; the gate in front of the lock lets another
+thread in after one sleep at most. When `stop` returns, the thread has ended and the pidfds are closed. A forked child
+has no such thread; there `stop` closes the copies.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from ..view.process.detector import NUM_LOOKS, DeathWatch, DyingSigns
 
 PERIOD_S = 0.005
 WAITING_S = 0.002
-DYING_S = 0.0005  # at first, and twice as long each time, while one shows a sign of dying and is not proved dead
+DYING_S = 0.0005  # initial period, doubled each time, while a process shows a sign of dying but is not proved dead
 
 
 class DeathNotifier:
-    """Tells of deaths until it is stopped.
+    """Notifies of deaths until it is stopped.
 
     Args:
-        tell: given the ranks that are dead, after each look that finds some; the newest word counts.
+        tell: called with the ranks that are dead, after each check that finds some; the latest call counts.
         waiting: returns the word of the kernels.
         name: of the thread.
-        needs_end: dead is only whose process has ended altogether, its GPU's work as well.
+        needs_end: a rank counts as dead only when its process has ended completely, including its GPU work.
 
     Attributes:
-        told: the ranks that were told last.
+        told: the ranks reported last.
     """
 
     def __init__(
@@ -54,19 +55,19 @@ class DeathNotifier:
         self._needs_end = needs_end
         self._seen = 0  # of the word
         self._sleep_s, self._dying_s = PERIOD_S, DYING_S
-        self._has_dying = False  # somebody shows a sign and is not proved dead
+        self._has_dying = False  # a process shows a sign of dying and is not proved dead
         self._gate, self._lock = threading.Lock(), threading.Lock()
         self._is_stopped = False
         self._thread = BackgroundThread(self._run, name)
 
     def start(self, processes: Mapping[int, tuple[int, int]]) -> None:
-        """Begin with the processes (number, start time) of some ranks; `ResourceError` where no thread is left."""
+        """Start with the processes (number, start time) of some ranks; `ResourceError` if no thread is available."""
         for rank, process in processes.items():
             self._begin(rank, process)
         self._thread.begin("reports of dead ranks to kernels that wait")
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Watch another process for `rank`; when this returns, nobody is told any more that its old one is dead."""
+        """Watch another process for `rank`; after the return its old process is no longer reported as dead."""
         with self._gate, self._lock:
             self._watch.forget(rank)
             self._begin(rank, process)
@@ -74,13 +75,13 @@ class DeathNotifier:
             self._tell(self.told)
 
     def look(self) -> None:
-        """Look at once, as closely as is of use, and tell who is found dead. Any thread; takes a period at most."""
+        """Check at once, as closely as useful, and report the dead ranks. Any thread; takes at most a period."""
         with self._gate, self._lock:
             if not self._is_stopped:
                 self._look(self._watch.dead(), True)
 
     def stop(self) -> None:
-        """End the thread, within a period; nobody follows any more. Idempotent."""
+        """Stop the thread within a period; no process is watched any more. Idempotent."""
         self._is_stopped = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():  # a finalizer may run in it
             self._thread.join()
@@ -98,14 +99,14 @@ class DeathNotifier:
     def _run(self) -> None:
         while not self._is_stopped:
             with self._gate:
-                pass  # after who came while this thread slept with the lock
+                pass  # lets in a thread that arrived while this one slept holding the lock
             with self._lock:
                 self._round()
         with self._lock:
             self._close()
 
     def _round(self) -> None:
-        """Sleep for a period, or until a process ends; then look as closely as is of use."""
+        """Sleep for a period or until a process ends; then check as closely as useful."""
         dead = self._watch.dead(self._sleep_s)
         waiting = self._waiting()
         is_waited = waiting != self._seen
@@ -114,7 +115,7 @@ class DeathNotifier:
         self._look(dead, is_waited or self._has_dying)
 
     def _look(self, dead: tuple[int, ...], is_urgent: bool) -> None:
-        """Tell who is dead, of whom some are known; look at those who may be dying where it is urgent."""
+        """Report the dead ranks, starting from those already found; if urgent, also check ranks that may be dying."""
         if is_urgent and not self._needs_end:
             dead = self._look_closely(dead)
         if dead:
@@ -124,7 +125,7 @@ class DeathNotifier:
             self._tell(dead)
 
     def _look_closely(self, dead: tuple[int, ...]) -> tuple[int, ...]:
-        """Look at those who show a sign of dying, and return who is dead."""
+        """Examine the ranks that show a sign of dying, and return the dead ranks."""
         dying = [rank for rank in self._signs.leaving() if rank not in dead]
         if dying:
             for _ in range(0, len(dying), NUM_LOOKS):

@@ -1,12 +1,12 @@
-"""What one buffer has of a GPU, whatever its calls are: loaded kernels, words in pinned memory, the order of its calls.
+"""The GPU state of one buffer, independent of its calls: loaded kernels, pinned words, order of its calls.
 
-Data path: none. Kernels write reports and how long they have waited into pinned words, and read there whether they are
-to give up and who is dead; the host looks at these words and never waits for them.
+Data path: none. Kernels write reports and the time of their waits into pinned words, and read there whether to abort
+and which ranks are dead. The cpu reads these words and never waits for them.
 
-Protocol on the host: whatever a call puts on a stream runs behind everything that the buffer has put on any other.
-Calls begin with `check`, and between two calls in quiet times nothing is done (`quiet_stream`).
+Protocol on the cpu: whatever a call puts on a stream runs after everything that the buffer has put on any other stream.
+Calls begin with `check`; on the fast path nothing is done between two calls (`quiet_stream`).
 
-A crash of a peer ends no wait by itself: somebody tells the kernels (`mark_dead`), or ends all waits (`abort`).
+A crash of a peer ends no wait by itself: `mark_dead` notifies the kernels, or `abort` ends all waits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .report import NO_REPORTS, KernelReport, take_oldest
 from .share import Share
 
 NUM_MAILBOXES = 16
-HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
-SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
-PAUSE_S = 2e-5  # for which it sleeps then, again and again
+HOST_GRACE_S = 10.0  # how much longer than the kernels the cpu waits for them
+SPIN_S = 1e-3  # how long the cpu's wait for the GPU keeps the interpreter's lock from other threads
+PAUSE_S = 2e-5  # length of each sleep after that
 
 
 class GpuDevice:
-    """A buffer's part of a GPU.
+    """One buffer's state on a GPU.
 
     Args:
         platform: the GPU.
-        head: of the kernels' sources.
+        head: generated head of the kernels' sources.
         kernels: files, and the kernels in them with their arguments.
 
     Attributes:
         platform: as above.
         kernels: by name.
         report: words into which kernels report.
-        codes: of the reports, `NO_REPORTS` where there is none that nobody has read.
+        codes: of the reports; `NO_REPORTS` if there is no unread one.
         share: of the multiprocessors.
         is_closed: nothing is launched any more.
     """
@@ -53,7 +53,7 @@ class GpuDevice:
             self.kernels.update(platform.kernels(path, head, params))
         self.report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self.codes = self.report.words[::REPORT_WORDS]
-        self.news = platform.host_words(NEWS_WORDS)  # give up, who is dead, how long kernels have waited
+        self.news = platform.host_words(NEWS_WORDS)  # abort flag, dead ranks, time of waiting kernels
         self.share = Share(platform.device, platform.limits.num_sms)
         self.is_closed = False
         self._last_stream: int | None = None
@@ -65,11 +65,11 @@ class GpuDevice:
 
     @property
     def has_reports(self) -> bool:
-        """Whether a kernel has reported something that nobody has read; costs a few loads of host memory."""
+        """Whether a kernel has an unread report; costs a few loads of cpu memory."""
         return self.codes != NO_REPORTS
 
     def take_reports(self) -> list[KernelReport]:
-        """Return what kernels have reported since the last look, the oldest first."""
+        """Return the kernel reports since the last call, the oldest first."""
         found = []
         while self.has_reports and (report := take_oldest(self.report.words)) is not None:
             found.append(report)
@@ -78,14 +78,15 @@ class GpuDevice:
     # -- order of calls
 
     def require_open(self) -> None:
-        """Raise where the buffer is closed."""
+        """Raise if the buffer is closed."""
         if self.is_closed:
             raise InvalidState("the buffer is closed; make a new one")
 
     def quiet_stream(self) -> int | None:
-        """Return the current stream where the start of a call would find nothing to do here, else None.
+        """Return the current stream if the fast path is allowed for the start of a call, else None.
 
-        That is: it is the stream of the last call and records no graph, nothing was reported, the buffer is open.
+        It is allowed if the stream is that of the last call and records no graph, nothing was reported, and the buffer
+        is open.
         """
         stream = self.platform.stream()
         is_quiet = (
@@ -97,14 +98,14 @@ class GpuDevice:
         return stream if is_quiet else None
 
     def follow(self, stream: int) -> None:
-        """Let what comes on the current stream, the raw `stream`, run behind what the buffer has put on any other."""
+        """Order later work on the current stream, the raw `stream`, after the buffer's work on any other stream."""
         if stream != self._last_stream:
             if self._last_stream is not None:
                 self.platform.wait(self.platform.mark(self._last_stream))
             self._last_stream = stream
 
     def drain(self, grace_s: float) -> None:
-        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        """Wait for the running kernels; abort them if they take longer than `grace_s`."""
         if self.is_closed or self._last_stream is None or self.platform.is_capturing():
             return
         mark, deadline = self.platform.mark(self._last_stream), time.monotonic() + grace_s
@@ -116,32 +117,32 @@ class GpuDevice:
         self.platform.synchronize()
 
     def close(self) -> None:
-        """Leave the GPU to others. Idempotent; no kernel may be in flight."""
+        """Release this buffer's share of the GPU. Idempotent; no kernel may be running."""
         if not self.is_closed:
             self.is_closed = True
             self.share.leave()
 
-    # -- news for kernels
+    # -- notifications to kernels
 
     def abort(self) -> None:
-        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
+        """End every wait of the running kernels, from any thread; close the buffer afterwards."""
         self.news.words[0] = 1
 
     def mark_dead(self, ranks: Sequence[int]) -> None:
-        """Say which ranks are dead: waits for them end, also in kernels in flight. Any thread, one at a time."""
+        """Report the dead ranks to kernels: waits for them end, also in running kernels. Any thread, one at a time."""
         self.news.words[1] = sum(1 << rank for rank in ranks)
 
     def is_marked(self, rank: int) -> bool:
-        """Tell whether kernels were told that a rank is dead."""
+        """Whether a rank was reported dead to kernels."""
         return bool(self.news.words[1] >> rank & 1)
 
     def waiting(self) -> int:
-        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
+        """Return a number that changes while a kernel waits and has waited for at least a millisecond. Any thread."""
         return self.news.words[2]
 
 
 class Mailboxes:
-    """Pinned words in which kernels answer, and the host's wait for them; used in turn.
+    """Pinned words in which kernels answer, and the cpu's wait for them; used round-robin.
 
     Args:
         platform: the GPU.
@@ -151,11 +152,11 @@ class Mailboxes:
     def __init__(self, platform: Platform, num_words: int) -> None:
         made = platform.host_words(NUM_MAILBOXES * num_words)
         self._words, self._address, self._num_words = made.words, made.address, num_words
-        self._owner = made  # of the memory
+        self._owner = made  # keeps the memory alive
         self._next = 0
 
     def open(self) -> int:
-        """Return the address of a cleared mailbox, to which kernels write."""
+        """Return the address of a cleared mailbox for a kernel to write to."""
         at = self._next * self._num_words
         self._next = (self._next + 1) % NUM_MAILBOXES
         self._words[at] = 0
@@ -164,8 +165,9 @@ class Mailboxes:
     def wait(self, address: int, num_words: int, timeout_s: float, interrupt: Callable[[], None]) -> list[int] | None:
         """Wait for a kernel's answer: its first 64-bit words as 32-bit words, or None when the call has failed.
 
-        Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
-        moment wakes them up in vain, so this one sleeps. `interrupt` is called meanwhile, and may end the kernels.
+        Pure polling would starve the other threads, including the one that reports deaths: releasing the lock for a
+        moment is not enough for them to run, so this wait sleeps. `interrupt` is called meanwhile, and may end the
+        kernels.
         """
         words = self._words
         mailbox = (address - self._address) >> 3

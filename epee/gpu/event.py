@@ -1,8 +1,8 @@
-"""The end of a call, as an event: something that streams, or the host, can wait for.
+"""The end of a call as an event that streams or the cpu can wait for.
 
-A CPU call returns when it is done, so its event is `DONE`. A GPU call returns when its work is on a stream; whoever
-wants the results on another stream waits for the event there. It is recorded right behind the call when that is asked
-for (`async_op`), else when it is first used: later than needed, and right.
+A CPU call returns when it is done, so its event is `DONE`. A GPU call returns when its work is on a stream; another
+stream that uses the results waits for the event. The event is recorded directly after the call if requested
+(`async_op`), else when it is first used: later than needed, but correct.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Event:
     """The end of a call.
 
     Args:
-        device: the GPU that works on it; None when the call is done already.
+        device: the GPU that runs the call; None when the call is done already.
         stream: raw handle of the stream that the work is on.
-        recorded: a CUDA event behind that work, if there is one.
+        recorded: a CUDA event after that work, if there is one.
     """
 
     __slots__ = ("__weakref__", "_device", "_recorded", "_stream")
@@ -36,19 +36,19 @@ class Event:
         self._recorded = recorded
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make `stream` (None: the current one) wait for the call; the host does not wait."""
+        """Make `stream` (None: the current one) wait for the call; the cpu does not wait."""
         recorded = self.recorded()
         if recorded is not None:
             (torch.cuda.current_stream(self._device) if stream is None else stream).wait_event(recorded)
 
     def synchronize(self) -> None:
-        """Make the host wait for the call."""
+        """Block the cpu until the call is done."""
         recorded = self.recorded()
         if recorded is not None:
             recorded.synchronize()
 
     def query(self) -> bool:
-        """Tell whether the call is done."""
+        """Whether the call is done."""
         recorded = self.recorded()
         return recorded is None or recorded.query()
 

@@ -1,7 +1,7 @@
-"""Where a rank's tokens go, counted before the dispatch and without it: one kernel on GPUs, plain torch elsewhere.
+"""Counts of a rank's tokens by destination, without a dispatch: one kernel on GPUs, plain torch elsewhere.
 
-A dispatch counts for itself (`csrc/kernels/throughput/layout.cuh`); this is for callers that want the numbers, or say
-where tokens go by the mask. Local: nothing here communicates, and the host does not wait for the GPU.
+A dispatch counts for itself (`csrc/kernels/throughput/layout.cuh`). This module is for callers that need the numbers or
+that give the destinations as a mask. It is local: nothing communicates, and the cpu does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .platform import CudaPlatform, Platform
 from .turns import current_index, on_gpu
 
 MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
-MAX_EXPERTS = 8192  # whose counters fit into the shared memory of any kernel
+MAX_EXPERTS = 8192  # as many counters as fit into the shared memory of any kernel
 NUM_BLOCKS = 8  # the largest cluster that every GPU has room for
 NUM_THREADS = 1024
-_MOST_SIZES = 1024  # that are remembered: callers may bring new ones all the time
+_MOST_SIZES = 1024  # number of cached sizes: callers may bring new ones all the time
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 class DispatchLayout(NamedTuple):
-    """What `count_layout` counts.
+    """Result of `count_layout`.
 
     Attributes:
         num_tokens_per_rank: `[num_ranks]` int32, each token once per rank.
@@ -69,16 +69,16 @@ def count_head() -> str:
 
 
 def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
-    """Count where tokens go.
+    """Count tokens by destination rank and expert.
 
-    Ids below 0, and ids that do not exist (on GPUs nobody has looked at them yet), count as none.
+    Ids below 0, and ids of experts that do not exist (not checked earlier on GPUs), count as none.
 
     Args:
         topk_idx: `[num_tokens, num_topk]` int64 or int32, -1 for none.
         num_ranks: of the group.
         num_experts: over all ranks.
     Raises:
-        InvalidArgument: `topk_idx` is no integer matrix, or the experts do not part evenly.
+        InvalidArgument: `topk_idx` is no integer matrix, or the experts do not divide evenly among the ranks.
         InvalidState: a CUDA graph is being recorded, and nothing has been counted on this GPU before.
     """
     if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in _INDEX_DTYPES:
@@ -94,13 +94,13 @@ def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> Di
 
 
 def load_counter() -> None:
-    """Load the kernel on the current GPU, where there is one: a first count may then be recorded in a graph."""
+    """Load the kernel on the current GPU, if there is one: a first count may then be recorded in a graph."""
     if torch.cuda.is_available():
         _counter(torch.cuda.current_device())
 
 
 def count_with_torch(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
-    """Return what `count_layout` returns, on any device, by a dozen operations."""
+    """Compute the result of `count_layout` with a dozen torch operations, on any device."""
     topk_idx = topk_idx.to(torch.int64).masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)
     column = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1)  # -1 becomes column 0
     member = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
@@ -139,8 +139,8 @@ class LayoutCounter:
         self._index = platform.device.index
         self._allocators: dict[tuple[int, int, int], tuple[Allocate, Allocate, Allocate]] = {}
         self._allocate: Any = ()
-        self._sizes: tuple[int, int, int, int] | None = None  # of the last count, whose arguments and allocators serve
-        self._lock = threading.Lock()  # the arguments are one for all threads
+        self._sizes: tuple[int, int, int, int] | None = None  # of the last count, whose arguments are reused
+        self._lock = threading.Lock()  # the arguments are shared by all threads
 
     def __call__(self, topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
         """Return what `count_layout` returns."""
@@ -167,16 +167,16 @@ class LayoutCounter:
         return found
 
     def _set_sizes(self, num_tokens: int, num_topk: int, num_ranks: int, num_experts: int) -> None:
-        """Get ready for counts of these sizes, until others come."""
+        """Prepare arguments and allocators for counts of these sizes."""
         args = self._args
         args.num_tokens, args.num_topk, args.num_ranks, args.num_experts = num_tokens, num_topk, num_ranks, num_experts
         args.num_local_experts = num_experts // num_ranks
         args.lanes_per_token = 1 << (max(num_topk, num_ranks) - 1).bit_length()
         self._allocate = self._allocators_of(num_tokens, num_ranks, num_experts)
-        self._sizes = num_tokens, num_topk, num_ranks, num_experts  # last: who is interrupted in here begins again
+        self._sizes = num_tokens, num_topk, num_ranks, num_experts  # last: an interrupt before it repeats all
 
     def _allocators_of(self, num_tokens: int, num_ranks: int, num_experts: int) -> tuple[Allocate, Allocate, Allocate]:
-        """Return what makes the results of a count."""
+        """Return the functions that allocate the results of a count."""
         key = num_tokens, num_ranks, num_experts
         made = self._allocators.get(key)
         if made is None:

@@ -1,13 +1,13 @@
-"""Memory that each rank lends to all others, and how the memory of a process takes the place of another's.
+"""Memory that each rank lends to all others, and the replacement of a process's memory by its successor's.
 
-Kernels get addresses as arguments, and graphs have recorded them. So a rank's memory has one address here for the
-buffer's life: what a newcomer lends is mapped where the process before it had its own (`LentRegion.replace`). A rank
-that lends nothing yet has a stand-in there, this rank's own memory mapped once more; no kernel uses it, because the
-view leaves that rank out. Where the machine cannot map memory at a given address (`Platform.keeps_addresses`) such a
-rank stands at address 0, which kernels refuse, and nobody is replaced.
+Kernels get addresses as arguments, and graphs have recorded them. So a rank's memory keeps one address here for the
+buffer's life: the memory of a joiner is mapped at the address of its predecessor's (`LentRegion.replace`). A rank that
+has lent nothing yet is represented by this rank's own memory mapped once more; no kernel uses it, because the view
+excludes that rank. Where the machine cannot map memory at a given address (`Platform.keeps_addresses`), such a rank has
+address 0, which kernels refuse, and no process is replaced.
 
-Who calls: the thread of a call, while no kernel of this buffer runs on this GPU. Who is broken off between two regions
-repeats it: what is mapped already is recognised by its blob. A crash leaves nothing.
+Called by the thread of a call, while no kernel of this buffer runs on this GPU. A call interrupted between two regions
+is repeated: regions mapped already are recognised by their blobs. A crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DIGEST_BYTES = 32
 
 
 class _Nowhere:
-    """Stands for the region of a rank that did not take part when it was lent."""
+    """Placeholder for the region of a rank that did not take part when it was lent."""
 
     address = nbytes = 0
     blob = b""
 
     def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
-        """Raise: there is nothing."""
+        """Raise: there is no memory."""
         raise InvalidState("a rank that was not in the view lends nothing")
 
     def replace(self, blob: bytes) -> None:
@@ -55,7 +55,7 @@ class Lent(NamedTuple):
 
 
 class Lending:
-    """What one rank lends and has mapped.
+    """Memory that one rank lends and maps.
 
     Args:
         platform: the GPU.
@@ -72,12 +72,12 @@ class Lending:
         self._regions: list[LentRegion] = []
 
     def meet(self, known: list[LentRegion] | None, nbytes: int, all_gather: AllGather) -> Lent:
-        """Lend a region to all members and map theirs, where `known` are or else at new addresses. Collective.
+        """Lend a region to all members and map theirs, at the addresses of `known` or else at new ones. Collective.
 
         Args:
-            known: of all ranks; changed in place.
+            known: regions of all ranks; changed in place.
             nbytes: of a new region.
-            all_gather: gives everybody's bytes in rank order, b"" for ranks that do not take part.
+            all_gather: returns the bytes of all ranks in rank order, b"" for ranks that do not take part.
         """
         own = known[self._rank] if known else self._platform.create(nbytes)
         blobs = all_gather(own.blob)
@@ -91,14 +91,14 @@ class Lending:
         if known is None:
             self.nbytes += own.nbytes
             self._regions += regions
-        all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
+        all_gather(b"attached")  # no rank may leave before every rank has copied its descriptors
         return Lent(regions, frozenset(rank for rank, blob in enumerate(blobs) if blob), digest_of(blobs))
 
     def put(self, regions: list[LentRegion], rank: int, blob: bytes) -> None:
-        """Let a rank's address show what `blob` lends; nothing to do where it does.
+        """Map the memory of `blob` at a rank's address; nothing to do if it is mapped there already.
 
         Raises:
-            ResourceError: it cannot be mapped; what was there is there, and another attempt may succeed.
+            ResourceError: it cannot be mapped; the previous mapping stays, and another attempt may succeed.
             Else as `LentRegion.replace`.
         """
         if regions[rank].blob != blob and rank != self._rank:
@@ -117,11 +117,11 @@ class Lending:
         return region
 
     def close(self) -> None:
-        """Give up all memory; tensors over it keep what they use. Idempotent."""
+        """Release all memory; tensors over it keep what they use. Idempotent."""
         for region in self._regions:
             region.close()
 
 
 def digest_of(blobs: Sequence[bytes]) -> bytes:
-    """Return what tells regions that were lent together from others; no zero word."""
+    """Return the digest that distinguishes regions lent together from others; it has no zero word."""
     return hashlib.sha256(b"".join(blobs)).digest()

@@ -1,7 +1,7 @@
-"""The numbers and structs that the throughput kernels share with the host: control block, arguments, constants.
+"""The numbers and structs that the throughput kernels share with the cpu: control block, arguments, constants.
 
-Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/throughput/*.cuh`.
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. The fields
+are explained here, their use by the kernels in `csrc/kernels/throughput/*.cuh`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ MAX_LAYOUT_BLOCKS = 32
 MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
 MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
-NEWS_WORDS = 3  # in host memory: abort, dead ranks, and the word of kernels that wait (`csrc/common/wait.cuh`)
-REMEMBERED_CALLS = 8  # whose words of a peer outlive the peer's later calls
+NEWS_WORDS = 3  # in cpu memory: abort, dead ranks, and the word of waiting kernels (`csrc/common/wait.cuh`)
+REMEMBERED_CALLS = 8  # calls of a peer whose words are kept while it makes later ones
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
 HAUNTED_WORDS = 2  # a bit for each slot
 SOME_HAUNTED = 1 << 8  # in the view: any of those bits is set
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
 # Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these,
-# of which the number of the call is told to the device only.
+# of which the number of the call is reported to the device only.
 RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_CALL, RECV_INFO_COUNTS = 2, 3, 4, 5
 COMBINE_FACT_BITS = 9  # of a combine's signature; the number of the dispatch that made the handle has the other 7
-GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
-# A call's end waits that much longer than a time-out for its own blocks: other programs' kernels may keep their places.
+GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait at most this long for each other
+# The end of a call waits this much longer than a timeout for its own blocks: other programs' kernels may occupy their
+# multiprocessors.
 OWN_BLOCKS_TIMEOUT_NS = 60_000_000_000
 
 _PTR = ctypes.c_uint64
@@ -49,12 +50,11 @@ OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
 
 
 _WORD = ctypes.c_uint64
-# What a handle keeps: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
-# [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
-# [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and behind it,
-# each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends`, `source_tokens` int32
-# [num_ranks], `num_dropped` int32 [1].
-# They stand side by side in every struct, in this order, so that the host sets them in one go.
+# The parts of a handle: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
+# [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32 [num_ranks,
+# num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and after it, each aligned to
+# 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends`, `source_tokens` int32 [num_ranks],
+# `num_dropped` int32 [1]. They are adjacent in every struct, in this order, so that the cpu sets them with one copy.
 _HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
 _HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
 HANDLE_BYTES = 8 * len(_HANDLE)
@@ -66,11 +66,11 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Call(ctypes.Structure):
-    """What every kernel gets first; its last two words begin those that each call writes (`stage.CallWords`).
+    """First argument of every kernel; its last two words begin those that each call writes (`stage.CallWords`).
 
-    `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned host
-    memory (`abort` as in `common/wait.cuh`); `ordinal`: number of the call on the host, which `exchanged` receives when
-    all ranks have joined the call (0 in graphs); `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned cpu memory
+    (`abort` as in `common/wait.cuh`); `ordinal`: number of the call on the cpu, which `exchanged` receives when all
+    ranks have joined the call (0 in graphs); `timeout_ns`: of one wait; `rank`, `op`: rank and operation, for reports.
     """
 
     _fields_ = (
@@ -84,10 +84,10 @@ class Call(ctypes.Structure):
 class LayoutParams(ctypes.Structure):
     """Arguments of `layout_throughput`.
 
-    In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
-    `topk_weights` float32 or 0; `shape`: `signature.shape_signature`. Out: the handle; `mailbox` is pinned host memory
-    or 0. `capacity` is the caller's or 0; `max_recv_rows` here and below, and `max_rows` of a combine, is the room or,
-    where that is less, the capacity.
+    In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0, `topk_weights`
+    float32 or 0; `shape`: `signature.shape_signature`. Out: the handle; `mailbox` is pinned cpu memory or 0. `capacity`
+    is the caller's or 0; `max_recv_rows` here and below, and `max_rows` of a combine, is the room or the capacity,
+    whichever is less.
     """
 
     _fields_ = (
@@ -121,7 +121,7 @@ class DispatchParams(ctypes.Structure):
 
 
 class FewParams(ctypes.Structure):
-    """Arguments of `dispatch_throughput_few`: those of both kernels that it stands for."""
+    """Arguments of `dispatch_throughput_few`: those of both kernels that it replaces."""
 
     _fields_ = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
 
@@ -193,7 +193,7 @@ CONTROL_LAYOUT = Layout(*_CONTROL_FIELDS)
 def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> str:
     """Return the generated C++ in front of every throughput kernel, for `num_ranks` ranks.
 
-    With `stall_one_in`, for stress tests, one in so many warps stands still for a while at each critical place.
+    With `stall_one_in`, for stress tests, one in that many warps pauses for a while at each critical point.
     """
     constants = {
         "kNumRanks": num_ranks,

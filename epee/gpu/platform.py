@@ -1,7 +1,7 @@
 """The machine below a buffer on GPUs: memory to lend, kernels to launch, streams. One class for GPUs.
 
-The tests have a second implementation in which the same kernels, built by g++, run in the calling process; that is why
-this interface exists and is narrow. Nothing here knows what a dispatch is.
+The tests have a second implementation in which the same kernels, built by g++, run in the calling process; the
+interface exists for that reason and is narrow. It knows nothing of dispatches.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class LentRegion(Protocol):
 
     @property
     def blob(self) -> bytes:
-        """What a peer needs to attach."""
+        """Bytes that a peer needs to attach the memory."""
 
     def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
-        """Bytes as a tensor; `released` runs when the last view has gone."""
+        """Return bytes as a tensor; `released` runs when the last view is deleted."""
 
     def replace(self, blob: bytes) -> None:
-        """Map another process's memory at this address, in the place of a peer's; no kernel may use it meanwhile."""
+        """Map another process's memory at this address instead of a peer's; no kernel may use it meanwhile."""
 
     def close(self) -> None:
-        """Give it up."""
+        """Release the memory."""
 
 
 class Launcher(Protocol):
@@ -51,11 +51,11 @@ class Launcher(Protocol):
         """Launch on a raw stream; `mode` as in `jit.kernel.Kernel`."""
 
     def bind(self) -> Launcher:
-        """Return another launcher of the kernel, whose `args` begin as a copy of these and are its own."""
+        """Return another launcher of the kernel, with its own `args` that begin as a copy of these."""
 
 
 class HostWords(Protocol):
-    """Words in host memory that kernels can write."""
+    """Words in cpu memory that kernels can write."""
 
     address: int
     words: memoryview
@@ -81,7 +81,7 @@ class Platform(Protocol):
         """Compile and load the kernels of one file."""
 
     def host_words(self, count: int) -> HostWords:
-        """Allocate 64-bit words that the device can write and the host can poll, all zero."""
+        """Allocate 64-bit words that the device can write and the cpu can poll, all zero."""
 
     def stream(self) -> int:
         """Return the current stream's raw handle."""
@@ -96,7 +96,7 @@ class Platform(Protocol):
         """Make a raw stream, the current one if none is named, wait for a mark."""
 
     def order(self, first: int, second: int, event: torch.cuda.Event) -> None:
-        """Let what comes on the raw stream `second` run behind what is on `first` now, by an event that is free."""
+        """Order later work on the raw stream `second` after the present work on `first`, by a free event."""
 
     def is_done(self, mark: Any) -> bool:
         """Whether all work before a mark is done."""
@@ -119,7 +119,7 @@ class CudaPlatform:
         device: the GPU.
         limits: its multiprocessors and shared memory, of which some is left to static variables.
         stream: returns the current stream's raw handle.
-        is_capturing: tells whether the current stream is recording a CUDA graph.
+        is_capturing: returns whether the current stream is recording a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class CudaPlatform:
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
         self._index = index
         self._streams: dict[int, torch.cuda.Stream] = {}  # torch's objects by raw handle, which cost more than an event
-        # every call asks both: without a frame of Python around torch's own functions
+        # both are asked in every call: torch's own functions, without a Python frame around them
         self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         events = torch._C._CudaEventBase
@@ -145,7 +145,7 @@ class CudaPlatform:
         """Whether memory is lent by descriptors (VMM), not by cudaIpc.
 
         Raises:
-            ResourceError: no memory or descriptor is left.
+            ResourceError: no memory or descriptor is available.
         """
         return lends_descriptors(self.device.index)
 
@@ -166,7 +166,7 @@ class CudaPlatform:
         return _PinnedWords(count)
 
     def mark(self, stream: int) -> Any:
-        """Return an event at the present end of a stream: what `torch.cuda.Event` is made of, which costs less."""
+        """Return an event at the present end of a stream: the base class of `torch.cuda.Event`, which costs less."""
         event = self._new_event()
         self._record(event, self._streams.get(stream) or self._stream_of(stream))
         return event
@@ -176,7 +176,7 @@ class CudaPlatform:
         self._wait(mark, self._stream_of(self.stream() if stream is None else stream))
 
     def order(self, first: int, second: int, event: torch.cuda.Event) -> None:
-        """Let what comes on the raw stream `second` run behind what is on `first` now, by an event that is free."""
+        """Order later work on the raw stream `second` after the present work on `first`, by a free event."""
         streams = self._streams
         self._record(event, streams.get(first) or self._stream_of(first))
         self._wait(event, streams.get(second) or self._stream_of(second))

@@ -1,4 +1,4 @@
-"""From a kernel's report (numbers in pinned host memory) to an exception with the facts in words."""
+"""Conversion of a kernel's report (numbers in pinned cpu memory) to an exception with a readable message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .payload import overflow
 from .signature import describe_difference, is_of_losses
 
 TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)
-# Why a rank's call was refused; the code travels, the words stay at home.
+# Reasons why a rank's call was refused; only the code is sent, the texts stay local.
 REFUSED_INVALID_ARGUMENT = 1
 OTHER_CALL = 2  # no refusal: that rank makes another kind of call
 GAVE_UP = 3  # that rank has left the call without waiting for this one
@@ -56,15 +56,15 @@ _WAITS = {
 
 
 class NoRoomError(MismatchError):
-    """A rank's call needs a larger buffer. All ranks get it in the same call, so that they can make one together."""
+    """A rank's call needs a larger buffer. All ranks raise it in the same call and can create one together."""
 
 
 NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `REPORT_WORDS`th word, when all are read
-ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
+ReasonOf = Callable[[int, int], str]  # (rank, call) -> the reason why that rank refused it, "" if unknown
 
 
 class KernelReport(NamedTuple):
-    """What a kernel says of a failure, in the order of its words (`csrc/common/report.cuh`)."""
+    """A kernel's report of a failure, with the words in their order (`csrc/common/report.cuh`)."""
 
     code: int
     tag: int
@@ -92,7 +92,7 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     Args:
         words: pinned memory.
         rank: this rank.
-        reason_of: knows what peers have said about calls that they refused.
+        reason_of: returns the reasons that peers have sent for calls that they refused.
     """
     report = take_oldest(words)
     if report is None:
@@ -160,12 +160,12 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
 
 
 def is_echo(error: EpeeError) -> bool:
-    """Tell whether `error` only says that a peer has left the call: it may have met a death first."""
+    """Whether `error` only says that a peer has left the call: that peer may have detected a death first."""
     return any(words in str(error) for words in _ECHOES)
 
 
 def blame(error: EpeeError, dead: Sequence[int], rank: int) -> RankFailedError:
-    """Return what is to be raised in place of an echo when `dead` ranks are its cause."""
+    """Return the error to raise instead of an echo when the `dead` ranks are its cause."""
     names = ", ".join(str(peer) for peer in dead)
     return RankFailedError(
         f"{context('call', rank=rank, peer=dead[0])}: rank {names} is dead (its process ended), and others left the "
@@ -213,9 +213,10 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
 
 
 def given_up(where: str) -> str:
-    """Return why no call follows one that has timed out here, before the ranks have met in `sync`.
+    """Return why no call follows one that has timed out here, before the ranks have synchronised in `sync`.
 
-    Its kernels may have ended well elsewhere, and nobody there can tell: later calls would pair with the wrong ones.
+    Its kernels may have completed on other ranks, which cannot detect the timeout: later calls would be matched
+    wrongly.
     """
     return (
         f"{where}: this call has timed out on this rank and may have ended well on others, so the ranks may stand "

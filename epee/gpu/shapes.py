@@ -1,6 +1,6 @@
-"""Sizes of the throughput kernels: slots, launch shapes, and what a dispatch remembers.
+"""Sizes of the throughput kernels: slots, launch shapes, and the parts of a dispatch's handle.
 
-Everything here is arithmetic on shapes; no memory is touched and no kernel is known.
+Everything here is arithmetic on shapes, independent of memory and kernels.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ MAX_SLOTS = 100  # a slot number has seven bits in the kernels' words
 BULK_BYTES = 16  # bulk copies move multiples of this
 MAX_CHUNK_BYTES = 16 << 10
 TOKENS_PER_LAYOUT_BLOCK = 128
-FEW_TOKENS = MAX_FEW_TOKENS  # up to here one kernel does a dispatch
+FEW_TOKENS = MAX_FEW_TOKENS  # up to this number one kernel does a dispatch
 PAYLOADS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _ALIGN = 256
 
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """What the memory is sized for; equal on all ranks.
+    """The sizes that determine the memory; equal on all ranks.
 
     Attributes:
         max_recv_rows: rows that a rank may receive in one call (rank layout, and staging of the expert layout).
         max_expanded_rows: rows of an expert-layout result, without padding.
         num_slots: results or combine inputs that may live in the region at once.
-        room_slot_bytes: of a slot, where it is a container for calls of several shapes; 0: what this shape needs.
+        room_slot_bytes: of a slot, if it is a container for calls of several shapes; 0: the need of this shape.
         room_expert_slot_bytes: of a slot for expert-layout rows that is lent at construction; 0: at the first combine
-            that needs one, and as large as that needs it.
+            that needs one, with the size that it needs.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class ThroughputConfig:
     room_expert_slot_bytes: int = 0
 
     def check(self) -> None:
-        """Raise `InvalidArgument` for what the kernels cannot do."""
+        """Raise `InvalidArgument` for sizes that the kernels do not support."""
         if not 1 <= self.num_ranks <= MAX_RANKS:
             raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {self.num_ranks}")
         if not 1 <= self.num_experts <= MAX_EXPERTS or self.num_experts % self.num_ranks:
@@ -96,15 +96,15 @@ class ThroughputConfig:
 
     @property
     def num_counters(self) -> int:
-        """Numbers that a rank tells the others: slots per expert, tokens per rank."""
+        """Numbers that a rank sends to the others: slots per expert, tokens per rank."""
         return self.num_experts + self.num_ranks
 
     @cached_property
     def slot_layout(self) -> Layout:
         """Fields of one slot of the receive region; rows lie at their payload's own stride from the start.
 
-        FP8 rows take the first byte of each element's room alone; their scales, which travel beside no other payload,
-        lie in the rest of it (at most a quarter of a byte for each element: `BufferConfig.scale_words`).
+        FP8 rows use only the first byte of each element's room; their scales, sent with no other payload, lie in the
+        rest (at most a quarter of a byte for each element: `BufferConfig.scale_words`).
         """
         rows, slots = self.max_recv_rows, self.max_recv_rows * self.num_topk
         return Layout(
@@ -128,11 +128,11 @@ class ThroughputConfig:
 
     @property
     def fits(self) -> bool:
-        """Whether a slot has room for this shape, and begins where fields may."""
+        """Whether a slot has room for this shape, and its start is aligned for its fields."""
         return self.needed_slot_bytes <= self.slot_bytes and self.slot_bytes % _ALIGN == 0
 
     def recv_rows(self, capacity: int | None) -> int:
-        """Rows that a rank-layout result can have: the room, or less where the call has a `capacity`."""
+        """Rows that a rank-layout result can have: the room, or the call's `capacity` if that is less."""
         return self.max_recv_rows if capacity is None else min(capacity, self.max_recv_rows)
 
     def expanded_rows(self, expert_alignment: int) -> int:
@@ -163,7 +163,7 @@ class ThroughputConfig:
 
     @cached_property
     def most_info_words(self) -> int:
-        """The same in the shape with the most experts."""
+        """`info_words` of the shape with the most experts."""
         return align_up(RECV_INFO_COUNTS + MAX_EXPERTS // self.num_ranks, 2)
 
 
@@ -177,7 +177,7 @@ def slots_of(room_bytes: int, num_slots: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a machine allows: multiprocessors, dynamic shared memory of a block, warps of a block doing one thing."""
+    """Limits of a machine: multiprocessors, dynamic shared memory of a block, warps of a block with one role."""
 
     num_sms: int
     shared_bytes: int
@@ -236,19 +236,19 @@ def layout_shape(
 def few_shape(
     num_tokens: int, row_bytes: int, num_counters: int, num_sms: int, limits: Limits
 ) -> tuple[LaunchShape, int] | None:
-    """Return the launch of the one-kernel dispatch and its moving warps per block; None when that cannot be."""
+    """Return the launch of the one-kernel dispatch and its moving warps per block; None if it is not possible."""
     stage = align_up(row_bytes, 128)
     movers = min(num_sms - 1, max(1, num_tokens))
     if num_tokens > FEW_TOKENS or movers < 1 or stage > limits.shared_bytes:
         return None
     warps = min(MAX_FEW_WARPS, limits.max_warps, limits.shared_bytes // stage, max(1, _ceil_div(num_tokens, movers)))
-    shared_bytes = max(warps * stage, 8 * (num_counters + 1))  # two numbers per expert in the end
+    shared_bytes = max(warps * stage, 8 * (num_counters + 1))  # two numbers per expert at the end
     return LaunchShape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
 
 
 @lru_cache(maxsize=256)
 def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int) -> LaunchShape:
-    """Return the launch of the payload kernel: as many warps as have `num_stages` stages of shared memory."""
+    """Return the launch of the payload kernel: as many warps as fit `num_stages` stages each into shared memory."""
     chunk = chunk_of(row_bytes, min(MAX_CHUNK_BYTES, limits.shared_bytes // (2 * num_stages)))
     warps = min(limits.max_warps, limits.shared_bytes // (num_stages * chunk))
     return LaunchShape(num_sms, 32 * warps, warps * num_stages * chunk, chunk, num_stages)
@@ -265,10 +265,10 @@ def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits
 
 
 def num_senders(wanted: int, num_sms: int, num_ranks: int, num_warps: int) -> int:
-    """Return how many of `num_sms` blocks send rows, at most `wanted`; the others expand what comes.
+    """Return how many of `num_sms` blocks send rows, at most `wanted`; the others expand received rows.
 
-    A sending block has half as many channels as warps, and each expanding warp can watch 32 of the streams that as many
-    channels of every rank are.
+    A sending block has half as many channels as warps, and each expanding warp can watch 32 of the streams; every rank
+    has that many channels, each a stream.
 
     Raises:
         InvalidArgument: a single block cannot do both.
@@ -292,7 +292,7 @@ class HandleSpace:
     count_matrix: int
     row_base: int
     recv_info: int
-    slot_ends: int  # these lie behind `recv_info` for the kernels, and are only read on the GPU
+    slot_ends: int  # these lie after `recv_info` for the kernels, and are only read on the GPU
     recv_slots: int
     token_ends: int
     source_tokens: int
@@ -301,9 +301,9 @@ class HandleSpace:
 
     @cached_property
     def read_at(self) -> tuple[int, ...]:
-        """Where the parts that kernels read and write by themselves begin, in bytes, in the order of their arguments.
+        """Byte offsets of the parts that kernels read and write by themselves, in the order of their arguments.
 
-        See `gpu/params._HANDLE_NAMES`.
+        The names are in `gpu/params._HANDLE_NAMES`.
         """
         parts = self.send_prefix, self.expert_of, self.weights_of, self.ordinals
         return tuple(4 * at for at in (*parts, self.count_matrix, self.row_base, self.recv_info))

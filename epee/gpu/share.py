@@ -1,11 +1,11 @@
-"""How many multiprocessors a buffer may take while other buffers of this process use the same GPU.
+"""Limit on the multiprocessors of a buffer while other buffers of this process use the same GPU.
 
 Blocks of a call wait for other ranks and keep their multiprocessor meanwhile. So two buffers in use at once could
-starve each other: on one GPU all places belong to one, on the other GPU to the other, and both wait. On one stream that
-cannot happen, as their kernels run one after another. So a buffer that finds others on other streams (or in graphs,
-which may be replayed anywhere) takes so little that all of them but the widest fit together and leave `RESERVE`
-multiprocessors. Then the widest always finds that many places, which is enough for all its blocks in turn: only those
-that have their place already wait for anybody, see the kernels. It ends, and so do the others.
+starve each other: on one GPU all multiprocessors belong to one, on the other GPU to the other, and both wait. On one
+stream this cannot happen, as the kernels run one after another. So a buffer that finds others on other streams (or in
+graphs, which may be replayed anywhere) takes so little that all of them but the widest fit together and leave `RESERVE`
+multiprocessors. Then the widest buffer always finds that many, which is enough for all its blocks one after the other:
+only blocks that already run wait for other ranks (see the kernels). It ends, and so do the others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ RESERVE = 26  # the blocks that a default call sends with, and two
 
 
 class Share:
-    """One buffer's part of a GPU.
+    """One buffer's share of a GPU.
 
     Attributes:
         stream: of its last call, None before the first.
         width: the most multiprocessors that its kernels have taken at once.
         in_graphs: whether a graph has recorded its kernels.
-        num_changes: of anything that `limit` looks at, in this process.
-        seen: how many there were when `limit` looked last. While it is the same, `limit` would return for the same
-            stream what it returned then; a buffer less changes nothing that matters: this one may then take more, and
-            does so later.
+        num_changes: changes of any input of `limit`, in this process.
+        seen: `num_changes` when `limit` read it last. While it is the same, `limit` would return the same for the same
+            stream. The end of a buffer is not counted: this one may then take more, and does so later.
     """
 
     num_changes: ClassVar[int] = 0
@@ -43,7 +42,7 @@ class Share:
         self._in_graphs = False
         self._num_sms = num_sms
         self.seen = -1
-        self._asked: tuple[int, bool] | None = None  # by the last look, and its answer
+        self._asked: tuple[int, bool] | None = None  # at the last call of `limit`, and its answer
         self._answer = num_sms, True
         with _lock:
             self._all = _shares.setdefault(str(device), {})
@@ -53,7 +52,7 @@ class Share:
 
     @property
     def stream(self) -> int | None:
-        """See above."""
+        """Stream of the last call, None before the first."""
         return self._stream
 
     @stream.setter
@@ -69,7 +68,7 @@ class Share:
 
     @property
     def in_graphs(self) -> bool:
-        """See above."""
+        """Whether a graph has recorded the buffer's kernels."""
         return self._in_graphs
 
     @in_graphs.setter
@@ -79,13 +78,13 @@ class Share:
             _note_change()
 
     def still(self, stream: int) -> tuple[int, bool] | None:
-        """Return what `limit` returned last where it would return it again for an eager call on `stream`, the stream of
-        the last launch; else None."""
+        """Return the last result of `limit` if it would be the same for an eager call on `stream`, the stream of the
+        last launch; else None."""
         is_same = self.seen == Share.num_changes and self._stream == stream
         return self._answer if is_same and self._asked == (stream, False) else None
 
     def limit(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
-        """Return how many multiprocessors a call on `stream` may take, and whether it has the GPU for itself.
+        """Return how many multiprocessors a call on `stream` may take, and whether it has the GPU to itself.
 
         Raises:
             ResourceError: too many buffers are in use at once.
@@ -93,7 +92,7 @@ class Share:
         asked = stream, is_capturing
         if self.seen == Share.num_changes and asked == self._asked:
             return self._answer
-        seen = Share.num_changes  # before the look: what changes meanwhile is looked at again
+        seen = Share.num_changes  # before the reads below: a change meanwhile is read by the next call
         answer = self._look(stream, is_capturing)
         self._answer, self._asked, self.seen = answer, asked, seen
         return answer
@@ -111,7 +110,7 @@ class Share:
         return width_beside(widths, self._num_sms), not widths
 
     def leave(self) -> None:
-        """The buffer is closed."""
+        """Note that the buffer is closed."""
         with _lock:
             self._all.pop(id(self), None)
         _note_change()

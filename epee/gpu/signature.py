@@ -1,11 +1,11 @@
-"""What a call is, in the few bits that every rank sends along and all ranks compare.
+"""The signature of a call: a few bits that every rank sends along and all ranks compare.
 
-The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
-A dispatch has two words of 32 bits, a combine has 16 bits. The first word of a dispatch names the handle of a cached
-call, or else the shape: the sizes that say where the fields of a slot lie, how many counts travel, and the capacity.
-That word alone is a hash. Neither a cached dispatch nor a combine says its shape: its handle does, as all ranks were in
-one shape when it was made. Which handle is in use the kernels add themselves, by the number of the dispatch that made
-it, and which calls have failed: they count calls, the host does not see those of graphs.
+The bits are fields, not a hash, so that a rank that receives other bits than its own can report which field differs. A
+dispatch has two words of 32 bits, a combine has 16 bits. The first word of a dispatch names the handle of a cached
+call, or else the shape: the sizes that determine the fields of a slot, the number of counts that are sent, and the
+capacity. Only that word is a hash. Neither a cached dispatch nor a combine sends its shape: its handle implies it, as
+all ranks had one shape when the handle was made. The kernels add the handle in use, as the number of the dispatch that
+made it, and which calls have failed: kernels count all calls, the cpu does not see those of graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHAPE = (
     "that there is room for, and capacity)"
 )
 _WEIGHTS = "topk_weights (1 with, 0 without)"
-# (what a user would call it, bits), from the lowest bit on
+# (name of the field for users, bits), from the lowest bit on
 _DISPATCH_FIELDS = (
     ("layout", 1),
     ("expert_alignment", 13),
@@ -44,8 +44,10 @@ _COMBINE_FACTS = (
 )
 _LOSS_BITS = 2  # the highest, to which the kernels add which calls have failed before
 _COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
-_SHAPE_BIT = 1 << 31  # tells a shape from the number of a handle
-WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(3)  # which word differs, as kernels say; any other value: a combine's
+_SHAPE_BIT = 1 << 31  # distinguishes a shape from the number of a handle
+WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(
+    3
+)  # the word that differs, in kernels' reports; other values: a combine's
 
 
 def shape_signature(*sizes: int) -> int:
@@ -85,7 +87,7 @@ def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ord
 
 
 def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, str]:
-    """Return what differs first between two words, and both values, as a user would write them."""
+    """Return the first difference between two words, and both values, in the user's terms."""
     if where == WHERE_CALL and mine & other & _SHAPE_BIT:
         return _SHAPE, str(mine ^ _SHAPE_BIT), str(other ^ _SHAPE_BIT)
     if where == WHERE_CALL:
@@ -100,7 +102,7 @@ def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, st
 
 
 def is_of_losses(where: int, mine: int, other: int) -> bool:
-    """Tell whether two words differ in which calls have failed before; of a combine, whether in nothing else."""
+    """Whether two words differ in which calls have failed before; of a combine, whether in nothing else."""
     if where in (WHERE_CALL, WHERE_FACTS):
         return False
     return where == WHERE_LOSSES or (mine ^ other) & ((1 << 16 - _LOSS_BITS) - 1) == 0

@@ -1,9 +1,9 @@
-"""One kernel of a prepared call: its arguments, of which a call writes only what is its own.
+"""One kernel of a prepared call: its arguments, of which a call writes only those of its own.
 
-Data path: a plan (`throughput/gpu/dispatch.py`, `combine.py`) makes its stages once for calls that are alike, with all
-arguments that follow from what makes them alike; a call writes addresses and numbers of its own (`call_words`), then
-launches. The driver, and a graph that is recorded, copy the arguments at the launch, so the next call may write them at
-once.
+Data path: a plan (`throughput/gpu/dispatch.py`, `combine.py`) makes its stages once for calls with the same cache key,
+with all arguments that follow from the key; a call writes its own addresses and numbers (`call_words`), then launches.
+The driver, or a graph that is being recorded, copies the arguments at the launch, so the next call may overwrite them
+at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FIRST_OF_HANDLE = "send_prefix"
 
 
 class Stage:
-    """A kernel and how it is launched.
+    """A kernel and its launch parameters.
 
     Args:
-        kernel: of which this makes a launcher with arguments of its own.
+        kernel: for which this makes a launcher with its own arguments.
         grid: blocks.
         shape: of a block.
         mode: as in `Launcher`.
@@ -44,11 +44,11 @@ class Stage:
 
 
 def call_words(args: Any, fields: str) -> Callable[..., None]:
-    """Return what writes the words that are a call's own, all at once: its number, its time-out, then `fields`.
+    """Return the function that writes a call's own words in one copy: its number, its timeout, then `fields`.
 
     Args:
-        args: the struct of a kernel, which has all of them side by side, behind the constants of its `Call`.
-        fields: names in the order in which they stand there; "handle" is the addresses of a handle's parts, as bytes.
+        args: the struct of a kernel, which has all of them adjacent, after the constants of its `Call`.
+        fields: names in the order of the struct; "handle" is the addresses of a handle's parts, as bytes.
     """
     kind, start = type(args), type(args).call.offset + Call.ordinal.offset
     at, form = start + 16, "=QQ"
@@ -62,5 +62,5 @@ def call_words(args: Any, fields: str) -> Callable[..., None]:
 
 
 def first_part(args: Any) -> Any:
-    """Return the arguments that begin with the `Call`: of a kernel that stands for two, those of the first."""
+    """Return the arguments that begin with the `Call`: of a kernel that replaces two, those of the first."""
     return args if hasattr(args, "call") else args.layout

@@ -1,13 +1,13 @@
-"""One call at a time on a buffer, on its device, and the end of the buffer.
+"""Serialisation of a buffer's calls on its device, and the end of the buffer.
 
 Threads queue for the lock. A call from within a call (a signal handler, a callback) is refused. `close` may come from
-any thread at any moment: it leaves a note that every wait looks at, so that a call in progress ends, and gives the
-memory back once no call is in progress; from within a call, that call does it on its way out.
+any thread at any moment: it sets a flag that every wait checks, so that a call in progress ends, and frees the memory
+once no call is in progress; from within a call, that call frees it at its end.
 
 Interrupts (an exception from a signal handler) may come between any two steps, also when `__enter__` or `__exit__` has
-been entered and has done nothing yet. So who is in a call is known by the lock alone, which `with` takes and gives back
-by itself, and which knows its owner. What `__exit__` leaves undone is done later: a close that was asked for meanwhile
-by the next call or `close`; a GPU that was made the current one stays that.
+been entered and has done nothing yet. So only the lock records which thread is in a call: `with` takes and releases it
+by itself, and it knows its owner. Steps that an interrupted `__exit__` leaves undone are done later: a close that was
+requested meanwhile by the next call or `close`; a GPU that was made the current one stays current.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..view.label import Label
 
 
 class Closing:
-    """Whether somebody asked to close; apart from the buffer, so that nothing keeps a dropped buffer alive."""
+    """Whether a close was requested; separate from the buffer, so that nothing keeps a dropped buffer alive."""
 
     asked = False
 
@@ -40,7 +40,7 @@ class Closing:
 current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-_NOTHING = nullcontext()  # keeps nothing, so it serves all
+_NOTHING = nullcontext()  # has no state, so all share it
 
 
 def on_gpu(index: int | None) -> AbstractContextManager[object]:
@@ -51,32 +51,32 @@ def on_gpu(index: int | None) -> AbstractContextManager[object]:
 
 
 class Turns:
-    """What takes calls one at a time: `with turns.queue(), turns:`.
+    """The context manager that admits one call at a time: `with turns.queue(), turns:`.
 
     Attributes:
-        closing: the note.
+        closing: the flag.
         label: the buffer's name.
-        is_closed: the memory is given back, or not yet made.
+        is_closed: the memory is freed, or not yet allocated.
     """
 
     def __init__(self) -> None:
         self.closing = Closing()
         self.label = Label()
         self.is_closed = True  # until `open`
-        self._lock = threading.RLock()  # knows who holds it: no word of ours that an interrupt could leave behind
+        self._lock = threading.RLock()  # knows its holder: no flag of ours that an interrupt could leave set
         self._pid = os.getpid()
         _forget_in_children()
         self._index: int | None = None
-        self._gpu: AbstractContextManager[object] | None = None  # gives the thread its own one back
-        self._modes: AbstractContextManager[object] | None = None  # gives the thread its dispatch modes back
+        self._gpu: AbstractContextManager[object] | None = None  # restores the thread's own current GPU
+        self._modes: AbstractContextManager[object] | None = None  # restores the thread's dispatch modes
 
     def open(self, index: int | None, end_waits: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Let calls in.
+        """Admit calls.
 
         Args:
             index: of the GPU that is the current one during a call.
-            end_waits: ends what a call in another thread waits for, where looking at `closing` is not enough.
-            give_back: returns all memory; called once, by `close`. Neither may keep the buffer alive.
+            end_waits: ends the waits of a call in another thread, where checking `closing` is not enough.
+            give_back: frees all memory; called once, by `close`. Neither may keep the buffer alive.
         """
         self._index, self._end_waits, self._give_back = index, end_waits, give_back
         self.is_closed = False
@@ -95,9 +95,10 @@ class Turns:
         return self._lock
 
     def queue_here(self) -> AbstractContextManager[object] | None:
-        """Return the lock of calls that `queue` returns; None where that raises, or `with turns` has more to do.
+        """Return the lock of calls that `queue` returns; None if that raises, or if `with turns` has more to do.
 
-        For calls that do the rest of `with turns` themselves: they look at `closing` behind the lock and at their end.
+        For calls that do the rest of `with turns` themselves: they check `closing` after taking the lock and at their
+        end.
         """
         if _process() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
             return None
@@ -138,21 +139,21 @@ class Turns:
                 self._close()
 
     def close(self) -> None:
-        """Give back all memory, at once or when the call in progress ends; idempotent, never waits for peers."""
+        """Free all memory, at once or when the call in progress ends; idempotent, never waits for peers."""
         self.closing.asked = True
         if self._pid != os.getpid():
-            return  # a forked child: the mappings are the parent's business
+            return  # a forked child: the mappings belong to the parent
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
-            return  # called from a signal handler inside a call: that call ends and closes on its way out
+            return  # called from a signal handler inside a call: that call closes at its end
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
-            self._end_waits()  # of a call that began before it could see the note
+            self._end_waits()  # of a call that began before it could see the flag
         with self._lock:
             self._close()
 
     def _close(self) -> None:
-        """Give back all memory, once. With the lock held."""
+        """Free all memory, once. With the lock held."""
         if not self.is_closed:
             self.is_closed = True
             self._give_back()
@@ -160,11 +161,11 @@ class Turns:
 
 @cache
 def _process() -> int:
-    """Return the number of this process; the system is asked once, as that costs a call more than all else here."""
+    """Return the number of this process; cached, as the system call costs more than all else here."""
     return os.getpid()
 
 
 @cache
 def _forget_in_children() -> None:
-    """Let children of this process ask anew."""
+    """Make forked children read their number anew."""
     os.register_at_fork(after_in_child=_process.cache_clear)

@@ -105,7 +105,7 @@ class GpuDevice:
             self._last_stream = stream
 
     def drain(self, grace_s: float) -> None:
-        """Wait for the running kernels; abort them if they take longer than `grace_s`."""
+        """Wait for the unfinished kernels; abort them if they take longer than `grace_s`."""
         if self.is_closed or self._last_stream is None or self.platform.is_capturing():
             return
         mark, deadline = self.platform.mark(self._last_stream), time.monotonic() + grace_s
@@ -117,7 +117,7 @@ class GpuDevice:
         self.platform.synchronize()
 
     def close(self) -> None:
-        """Release this buffer's share of the GPU. Idempotent; no kernel may be running."""
+        """Release this buffer's share of the GPU. Idempotent; no kernel may be unfinished."""
         if not self.is_closed:
             self.is_closed = True
             self.share.leave()

@@ -1,8 +1,8 @@
 """The CUDA backend of a group: collectives and messages on CUDA tensors of one host, made by kernels over NVLink.
 
-A group or a call that is not served here sends CUDA tensors through CPU memory (`backend/staging.py`). Which of the two
-a call takes follows from what is equal on all ranks: the group's options, its size, its hosts, and the call. Both ends
-of a message take the same way.
+A group or a call that is not served here sends CUDA tensors through cpu memory (`backend/staging.py`). The path of a
+call follows from values that are equal on all ranks: the group's options, its size, its hosts, and the call. Both ends
+of a message take the same path.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) -> DeviceHalf | None:
-    """Create the collectives of a group; None where its CUDA tensors go through CPU memory. Opens no device."""
-    # Not by the size: a process that joins a grown group must meet the others, to hear that the group is too large.
+    """Create the collectives of a group; None if its CUDA tensors go through cpu memory. Opens no device."""
+    # Not by the size: a process that joins a grown group must take part in the meeting, to learn that the group is too
+    # large.
     if options.mode not in MODES or size <= 0 or engine.box.exports is not None:
         return None
     if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is no NVML
@@ -37,9 +38,9 @@ def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) ->
 def make_messages(
     engine: Engine, rank: int, options: BackendOptions, store: Any, check_peer: Callable[[int, str], None]
 ) -> MessageHalf | None:
-    """Create the messages of a group; None where those of its CUDA tensors go through CPU memory. Opens no device.
+    """Create the messages of a group; None if those of its CUDA tensors go through cpu memory. Opens no device.
 
-    Every mode is served in which a kernel waits for no decision about a rank that lives, as for collectives.
+    Served are all modes in which no kernel waits for a decision about a living rank, as for collectives.
     """
     if options.mode not in MODES or engine.box.exports is not None:
         return None

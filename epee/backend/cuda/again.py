@@ -1,17 +1,17 @@
-"""Calls of a group on CUDA tensors that look like an earlier one, in quiet times: facts, addresses, a launch.
+"""Fast path for a group's calls on CUDA tensors that match an earlier call: cache key, addresses, a launch.
 
-Almost all calls of a model look like one before: the same method, types, sizes and options. What the checks
-(`calls.py`) and the choice of a kernel (`machine.py`) come to then is a plan with a launcher of its own, whose
-arguments hold all that stays; a call writes its addresses and launches. A key holds all that the checks look at but
-addresses; what depends on those (whether input and output meet) is looked at in each call.
+Almost all calls of a model match an earlier one: the same method, dtypes, sizes and options. The results of the checks
+(`calls.py`) and of the choice of a kernel (`machine.py`) are cached as a plan with its own launcher, whose arguments
+hold everything that does not change; a call writes its addresses and launches. A cache key holds all that the checks
+read except addresses; what depends on those (whether input and output overlap) is checked in each call.
 
-Whatever is not as it was (another stream or GPU, a graph, a report, other buffers on the GPU, arguments that look
-otherwise) gives None, before anything has happened: the call goes the ordinary way, which checks it and makes it, or
-raises. It tells what was made (`remember`), where that was one move of the tensors as they came: one kernel, or the
-two of a large call of mode "mask", with memory for a copy of a sum in place. A plan is made when a key comes for
-the second time, as it costs more than it saves once. At most `MAX_PLANS` are kept, then it begins anew.
+Any other difference (another stream or GPU, a graph, a report, other buffers on the GPU, other arguments) gives None
+before anything has happened: the call then takes the ordinary path, which checks and makes it, or raises. The ordinary
+path passes what was made to `remember` if it was one move of the tensors as given: one kernel, or the two of a large
+call of mode "mask", with memory for a copy of an in-place sum. A plan is made when a key comes for the second time, as
+it costs more than it saves once. At most `MAX_PLANS` are kept, then the cache starts empty.
 
-Who calls: the thread of a call, with the lock of the group's device half.
+Called by the thread of a call, with the lock of the group's CUDA backend.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .params import COUNTED_FORM, COUNTED_OFFSET, MAX_RANKS, CollectiveParams
 from .plan import Fitted
 
 MAX_PLANS = 512
-NO_KEY = (AttributeError, TypeError, ValueError, RuntimeError)  # of what is no tensor, or not the usual arguments
+NO_KEY = (AttributeError, TypeError, ValueError, RuntimeError)  # raised for arguments that are no tensors, or unusual
 _STRIDED, _SUM = torch.strided, dist.ReduceOp.SUM
-_Found = tuple["ReadyCall", tuple[int, ...], torch.Tensor]  # of the call: its addresses, the tensor it writes
+_Found = tuple["ReadyCall", tuple[int, ...], torch.Tensor]  # of the call: its addresses, the tensor that it writes
 _put_counted = COUNTED_FORM.pack_into
 
 
@@ -42,7 +42,7 @@ class ReadyCall:
 
     Args:
         machine: that made one of them.
-        move: that one.
+        move: the move of that call.
         most_sms: multiprocessors that they take.
     """
 
@@ -63,13 +63,13 @@ class ReadyCall:
     def launch(
         self, stream: int, timeout_s: float, addresses: tuple[int, ...], written: torch.Tensor, count: Count | None
     ) -> bool:
-        """Launch on a raw stream, the one of the last launch; False, and nothing has happened, where it cannot be.
+        """Launch on a raw stream, that of the last launch; False, without any effect, if that is not possible.
 
         Args:
             stream: a raw handle.
             timeout_s: of the call's waits.
             addresses: of this rank's inputs for all ranks, then of its outputs.
-            written: the tensor that this rank's output lies in, alone where it may be summed in place.
+            written: the tensor that this rank's output lies in, alone if it may be summed in place.
             count: as in `Collectives.run`.
         """
         answer = self._share.still(stream)
@@ -79,13 +79,13 @@ class ReadyCall:
             if answer is None:
                 return False
             launches = self._fit(answer, timeout_s)
-        copy = None  # lives until the call is queued
+        copy = None  # kept alive until the call is queued
         if self._is_tried:
             again, own, place = addresses, addresses[self._rank], 0
             if self._is_sum and own == addresses[self._num_ranks + self._rank]:
                 try:
                     copy = torch.empty_like(written)
-                except RuntimeError:  # no memory: peers must hear of it
+                except RuntimeError:  # no memory: peers must be notified
                     return False
                 place = copy.data_ptr()
                 again = tuple([place if at == own else at for at in addresses[: self._num_ranks]])
@@ -101,7 +101,7 @@ class ReadyCall:
 
     def _fit(self, answer: tuple[int, bool], timeout_s: float) -> list[Fitted]:
         machine = self._machine
-        self._launches = []  # who is interrupted in here begins again
+        self._launches = []  # an interrupt after this line makes the next call start anew
         machine.timeout_s, machine.most_sms = timeout_s, self._most_sms
         launches = [fitted._replace(kernel=self._own(fitted)) for fitted in machine.fit(self._move, *answer)]
         machine.fill(launches, self._move, self._move)
@@ -117,7 +117,7 @@ class ReadyCall:
 
 
 class KnownCalls:
-    """Makes the calls of one group that look like earlier ones.
+    """The cached calls of one group.
 
     Args:
         machine: of the group.
@@ -142,7 +142,7 @@ class KnownCalls:
         }
 
     def run(self, method: str, args: Sequence[Any], timeout_s: float, count: Count | None = None) -> int | None:
-        """Make a call, if it looks like an earlier one; returns its stream, or None, and nothing has happened.
+        """Make a call if its cache key has a plan; returns its stream, or None, without any effect.
 
         Args:
             method, args: of the group, without keywords.
@@ -164,11 +164,11 @@ class KnownCalls:
         return stream if ready.launch(stream, timeout_s, addresses, written, count) else None
 
     def skip(self) -> None:
-        """Note that a call is made without `run`: it is not the one that `run` has missed last."""
+        """Note that a call is made without `run`: it is not the last one that `run` found no plan for."""
         self._missed = None
 
     def remember(self, move: Move) -> None:
-        """Note the only move of the call that `run` has just returned None for; it is on the tensors as they came."""
+        """Note the only move of the call for which `run` has just returned None; it uses the tensors as given."""
         key, self._missed = self._missed, None
         if key is None:
             return
@@ -246,6 +246,6 @@ class KnownCalls:
         return self._ready((*key, x.get_device(), output.get_device(), more, self._is_in_pool(x)))
 
     def _is_in_pool(self, x: torch.Tensor) -> bool:
-        """Whether what peers would read lies in the pool, on which the kernel's arguments depend."""
+        """Whether the memory that peers would read lies in the pool, on which the kernel's arguments depend."""
         pool = self._machine.pool
         return pool is not None and pool.holds(x.data_ptr(), x.nbytes)

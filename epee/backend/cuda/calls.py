@@ -1,9 +1,10 @@
-"""From the arguments of a group's methods to what the kernels move: the checks of CUDA tensors are here.
+"""Checks of CUDA tensors, and the conversion of a group method's arguments to what the kernels move.
 
-Strided tensors are copied on the current stream, into contiguous ones before the call, back behind it; so is an input
+Strided tensors are copied on the current stream, into contiguous ones before the call and back after it; so is an input
 that shares memory with an output in a way that the kernels do not allow. Nothing waits for the GPU.
 
-PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM in its facts only.
+PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM in its cache key
+only.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _SAME_BITS = ("sum", "product", "and", "or", "xor")  # whether integers have a s
 
 
 class NotServed(Exception):
-    """No kernel makes this call, on no rank: it goes through host memory."""
+    """No kernel makes this call, on any rank: it goes through cpu memory."""
 
 
 class Prepared:
-    """A call of one rank: what is moved, in this order, and what is copied back then.
+    """A call of one rank: its moves, in this order, and what is copied back afterwards.
 
     Attributes:
         device: of all tensors.
-        outputs: what the call's work shows.
-        is_plain: all tensors are used as they came.
+        outputs: the tensors that the call's work returns.
+        is_plain: all tensors are used as given.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -48,7 +49,7 @@ class Prepared:
         self.outputs: Any = None
         self.is_plain = True
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._kept: list[torch.Tensor] = []  # until the call is queued
+        self._kept: list[torch.Tensor] = []  # kept alive until the call is queued
         self._given: list[torch.Tensor] = []
 
     def copy_back(self) -> None:
@@ -58,7 +59,8 @@ class Prepared:
                 tensor.copy_(scratch)
 
     def again(self, move: Move) -> Move:
-        """Return a move as it may be made again: what it writes over from other memory, to which its kernel copies."""
+        """Return a move that may be repeated: an input that it overwrites is read from a copy, which its kernel
+        makes."""
         own, is_taker = move.inputs[self.rank], move.takers >> self.rank & 1
         if move.kind == moves.MOVED or not own or not is_taker or own != move.outputs[self.rank]:
             return move
@@ -94,7 +96,7 @@ class Prepared:
         return plain
 
     def give(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a place for results that belong into `tensor`; it holds what `tensor` does."""
+        """Return memory for the results of `tensor`, with the same contents."""
         self._check(tensor, name)
         plain = tensor.detach()
         if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
@@ -135,17 +137,17 @@ class Prepared:
         return root
 
     def listed(self, tensors: Sequence[Any], name: str) -> Sequence[Any]:
-        """Check that there is a tensor for each rank."""
+        """Check that the list has a tensor for each rank."""
         if len(tensors) != self.num_ranks:
             raise InvalidArgument(f"{name} must have one tensor per rank ({self.num_ranks}), got {len(tensors)}")
         return tensors
 
 
 def kind_of(opts: Any, dtype: torch.dtype, name: str) -> Kind:
-    """Return which kernels reduce a dtype.
+    """Return the kind of kernels that reduce a dtype.
 
     Raises:
-        InvalidArgument: nobody does. NotServed: the kernels do not.
+        InvalidArgument: the reduction does not exist for the dtype. NotServed: the kernels do not support it.
     """
     code = reduce_code(opts.reduceOp) if opts is not None else 0
     reductions.check(code, dtype, name)
@@ -169,7 +171,7 @@ def _fit(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> Non
         raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
-# ---- one function per method of the group: what it writes, what it reads, torch's options
+# ---- one function per method of the group: outputs, inputs, torch's options
 
 
 def _allreduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
@@ -420,7 +422,7 @@ def prepare(method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs:
         args, kwargs: of the method.
 
     Raises:
-        InvalidArgument: an argument cannot be right. NotServed: the kernels do not make it.
+        InvalidArgument: an argument is invalid. NotServed: the kernels do not support the call.
     """
     make = _METHODS.get(method)
     if make is None:

@@ -1,17 +1,17 @@
-"""The device half of a group: its collectives on CUDA tensors, beside its engine, which makes those on CPU tensors.
+"""The CUDA backend of a group: its collectives on CUDA tensors, beside its engine, which makes those on CPU tensors.
 
 Data path: a call's arguments become rows of memory (`calls.py`, `moves.py`), which kernels move (`machine.py`); those
-of a call that looks like an earlier one are known (`again.py`). The host launches and waits for nobody, except where
-the ranks' hosts meet (`meeting.py`).
+of a call that matches an earlier one are cached (`again.py`). The cpu launches and waits for no rank, except in
+meetings of the ranks (`meeting.py`).
 
-Failures. Kernels report (`report.py`); the error is raised at the next touch of the host: a call, or the `wait` of one.
-A rank that has lost a call lets the next one fail on all (`csrc/kernels/collective/call.cuh`), so all hear of it, and
-all meet before their next call. A death is told to the kernels by a thread (`gpu/death_notifier.py`), at different
-times on different ranks; so kernels tell each other for whose death a call was lost, and all hosts raise the same,
-whenever their own thread hears of it. Nobody waits for that: behind a report that names no death the host looks once
-who is dead. The engine hears of a death by its own means: the meeting is its first call without the rank, which in
-mode "raise" would raise the loss; it does only where the host has not raised it before. A call that is refused here is
-made all the same, as one that is like no other, so that peers hear at once.
+Failures. Kernels report (`report.py`); the error is raised at the next entry from the cpu: a call, or the `wait` of
+one. A rank that has lost a call makes the next one fail on all ranks (`csrc/kernels/collective/call.cuh`), so all ranks
+are notified, and all meet before their next call. A thread reports a death to the kernels (`gpu/death_notifier.py`), at
+different times on different ranks; so kernels send each other the rank whose death lost a call, and all ranks raise the
+same error, whenever their own thread detects the death. Nothing waits for that: after a report that names no death the
+cpu polls once for dead ranks. The engine detects a death by its own means: the meeting is its first call without the
+rank, which in mode "raise" would raise the loss; it does so only if the error has not been raised here before. A call
+that is refused here is still made, with a key that matches no other, so that peers are notified at once.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from .work import DeviceWork, note_use
 
 logger = logging.getLogger("epee")
 
-_REFUSED = 1 << 62  # facts of no call
-_Before = tuple[set[int], Count | None]  # the ranks that took part when a call was made, and who is in its result
+_REFUSED = 1 << 62  # key of no call
+_Before = tuple[set[int], Count | None]  # the ranks that took part at the call, the word for those in its result
 
 
 class DeviceHalf(MeetingHalf):
@@ -59,7 +59,7 @@ class DeviceHalf(MeetingHalf):
     Args:
         engine: of the group.
         rank: this process's.
-        staging_bytes: by which the memory is sized; equal on all ranks.
+        staging_bytes: determines the size of the memory; equal on all ranks.
         policy: of the group.
     """
 
@@ -69,9 +69,9 @@ class DeviceHalf(MeetingHalf):
         """Make a call, or return `NOT_SERVED`.
 
         Raises:
-            InvalidArgument: an argument is refused. InvalidState: a graph is being recorded, and the call would have to
-                meet the other ranks, or to load kernels. RankFailedError, CommTimeoutError, MismatchError: an earlier
-                call was lost; this one is not made. Else as a call of the engine, where the hosts meet.
+            InvalidArgument: an argument is refused. InvalidState: a graph is being recorded, and the call would need a
+                meeting with the other ranks, or to load kernels. RankFailedError, CommTimeoutError, MismatchError: an
+                earlier call was lost; this one is not made. Else as a call of the engine, if the ranks meet.
         """
         if not self._off and self._epoch < 0 and not meeting.has_gpu():
             self._off = "this process has no GPU"
@@ -114,7 +114,7 @@ class DeviceHalf(MeetingHalf):
             self._losses.look(self._machine)
 
     def _before(self, is_async: bool) -> _Before | None:
-        """Return what the work of a call that is to be made tells of its ranks; None where it does not."""
+        """Return what the work of a call needs to report its ranks; None if it reports none."""
         if self._losses is None or self._machine is None or not is_async:
             return None
         return self._present(), self._machine.counts.take()
@@ -190,7 +190,7 @@ class DeviceHalf(MeetingHalf):
         try:
             call = prepare(method, self._rank, entries, args, kwargs)
         except InvalidArgument:
-            for number in range(least, size + 1):  # the program may know of a loss, or have asked before one showed
+            for number in range(least, size + 1):  # the lists may be made with or without a recent loss
                 with contextlib.suppress(InvalidArgument):
                     call, entries = prepare(method, self._rank, number, args, kwargs), number
                     break
@@ -201,12 +201,12 @@ class DeviceHalf(MeetingHalf):
         return call
 
     def _queue(self, machine: Collectives, made: list[Move], again: list[Move], count: Count | None) -> int:
-        """Put a call on the current stream of the group's GPU; returns the stream.
+        """Queue a call on the current stream of the group's GPU; returns the stream.
 
         Args:
             machine: of the group.
-            made: the moves, of the last of which `count` tells: who is in that is in all of them.
-            again: these as they may be made again.
+            made: the moves; `count` is written for the last one: a rank in it is in all of them.
+            again: the same moves in the form that may be repeated.
             count: as in `Collectives.run`.
         """
         if (
@@ -232,7 +232,7 @@ class DeviceHalf(MeetingHalf):
         with self._lock:
             reports = machine.reports()
             if not reports or self._is_lost:
-                return  # another thread has raised it; what follows a loss is told by it
+                return  # another thread has raised it; the effects of a loss are reported by it
             self._is_lost = True
             error = self._error_of(machine, reports[0])
             for report in reports[1:]:
@@ -259,7 +259,7 @@ class DeviceHalf(MeetingHalf):
         return [rank for rank in self._members if rank != self._rank and machine.device.is_marked(rank)]
 
     def contributors(self) -> tuple[int, ...] | None:
-        """Return who is in the result of the last call, None if the engine made that; waits for the GPU."""
+        """Return the ranks in the result of the last call, None if the engine made that; waits for the GPU."""
         machine = self._machine
         if machine is None or self._last_seq != self._engine.seq:
             return None
@@ -270,7 +270,7 @@ class DeviceHalf(MeetingHalf):
         return ranks_of(bits) if self._in is None else self._in
 
     def lost(self) -> tuple[int, ...]:
-        """Return ranks that calls here have left out since the hosts met last."""
+        """Return the ranks that calls here have left out since the last meeting."""
         if self._losses is None or self._machine is None:
             return ()
         self._losses.look(self._machine)
@@ -279,11 +279,11 @@ class DeviceHalf(MeetingHalf):
     # --- pools
 
     def memory_pool(self, nbytes: int) -> MemoryPool:
-        """Return this rank's pool, made if there is none; all members call it. See `ProcessGroup.memory_pool`."""
+        """Return this rank's pool, created if there is none; all members call it. See `ProcessGroup.memory_pool`."""
         if self._policy.is_masked:
             raise UnsupportedError('memory_pool: groups with fault_mode="mask" read no tensors of peers; use "raise"')
         with self._lock:
-            refusal = self._refusal_of_pool(nbytes)  # raised behind the meeting, in which the peers hear of it
+            refusal = self._refusal_of_pool(nbytes)  # raised after the meeting, in which the peers are notified
             if not self._off and not meeting.has_gpu():
                 self._off = "this process has no GPU"
             self._pool_bytes, self._why_no_pool = 0 if refusal else nbytes, refusal
@@ -302,7 +302,7 @@ class DeviceHalf(MeetingHalf):
             return machine.pool
 
     def _refusal_of_pool(self, nbytes: int) -> InvalidArgument | None:
-        """Return what is wrong with the size of a pool here, if anything is."""
+        """Return the error for an invalid pool size, or None."""
         pool = None if self._machine is None else self._machine.pool
         if nbytes < 1:
             return InvalidArgument(f"nbytes must be 1 or more, got {nbytes}")
@@ -313,7 +313,7 @@ class DeviceHalf(MeetingHalf):
     # --- end
 
     def close(self, is_aborted: bool) -> None:
-        """End. Waits for the kernels in flight, or ends their waits if `is_aborted`. Idempotent."""
+        """Close. Waits for the unfinished kernels, or ends their waits if `is_aborted`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -322,7 +322,7 @@ class DeviceHalf(MeetingHalf):
 
 
 def _is_asynchronous(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns before its results may be used: who gives no options waits for nothing."""
+    """Whether a call returns before its results may be used: a call without options does not wait."""
     opts = kwargs.get("opts") if "opts" in kwargs else None
     if opts is None:
         opts = args[-1] if args and hasattr(args[-1], "asyncOp") else None

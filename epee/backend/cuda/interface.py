@@ -1,6 +1,6 @@
 """The parts of the CUDA backend that the backend needs before a group has a GPU: types, marks, one exchange.
 
-`meet` is the exchange: a call of the group's engine like any other, with a name of its own, so that a rank that makes
+`meet` is the exchange: a call of the group's engine like any other, with its own name, so that a rank that makes
 another call gets an error that names both.
 """
 
@@ -22,10 +22,10 @@ MEETING = "device_meeting"
 
 
 class Policy(NamedTuple):
-    """What of a group's options matters on the device.
+    """The options of a group that matter on the device.
 
     Attributes:
-        is_masked: a call that loses a rank succeeds over those who are left.
+        is_masked: a call that loses a rank succeeds over the remaining ranks.
         counts_present: as in `BackendOptions`.
     """
 
@@ -33,7 +33,7 @@ class Policy(NamedTuple):
     counts_present: bool = False
 
 
-MODES = ("raise/error", "mask/error", "mask/evict")  # a kernel waits for no decision about a rank that lives
+MODES = ("raise/error", "mask/error", "mask/evict")  # modes in which no kernel waits for a decision about a living rank
 MAX_RANKS = 8
 
 
@@ -48,7 +48,7 @@ def is_on_gpu(args: Any) -> bool:
 
 
 def meet(engine: Engine, row: bytes) -> tuple[Outboxes, dict[int, bytes]]:
-    """Give `row`, as long on all ranks, to all members, and return theirs by rank, and the outboxes it ran with.
+    """Send `row`, of the same length on all ranks, to all members; return theirs by rank, and the peer regions used.
 
     Raises:
         As any collective.

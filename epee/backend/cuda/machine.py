@@ -1,16 +1,16 @@
-"""Launches the collective kernels on one rank: memory, plans, order of streams. No groups, no checks of tensors.
+"""Launches of the collective kernels on one rank: memory, plans, order of streams. No groups, no checks of tensors.
 
-Data path: `csrc/kernels/collective/call.cuh` and the heads of the kernel files. This module owns the lent region
-and, in its `GpuDevice`, the words of the host; it decides by size which kernel does a call, and launches it on the
-platform's current stream: one kernel, in mode "mask" two for a large call. A call returns when they are queued. All
-ranks make the same calls in the same order; a call on another stream than the last one runs behind that. In a graph
-nothing but launches is recorded: numbers, view and addresses of peers are read from memory.
+Data path: `csrc/kernels/collective/call.cuh` and the heads of the kernel files. This module owns the lent region and,
+in its `GpuDevice`, the words in cpu memory; it chooses the kernel of a call by size and launches it on the platform's
+current stream: one kernel, in mode "mask" two for a large call. A call returns when they are queued. All ranks make the
+same calls in the same order; a call on another stream than the last one runs after that. In a graph nothing but
+launches is recorded: numbers, view and addresses of peers are read from memory.
 
-Members: the memory of each is mapped (`admit`) and the words of a new start are written (`begin`) while no call is in
-flight on any of them, nor begins before all have done so: `meeting.py` sees to that. Both are how a group
-begins, how it goes on without a rank or with a new one, and how it goes on when a call was lost.
+Members: the memory of each is mapped (`admit`) and the words of a new start are written (`begin`) while no call is
+unfinished on any member, and none begins before all have done so: `meeting.py` ensures that. Both are used when a group
+begins, when it continues without a rank or with a new one, and when it continues after a lost call.
 
-What kernels report is read by `reports`. A rank that has lost a call makes none until the next `begin`.
+Kernels' reports are read by `reports`. A rank that has lost a call makes none until the next `begin`.
 
 The platform is `ep.gpu.platform.CudaPlatform`, or the tests' emulation.
 """
@@ -57,8 +57,8 @@ from .params import (
 from .plan import CollectivePlan, Fitted
 from .pool import MemoryPool
 
-MOST_GROUPS = 8  # that share a GPU on streams of their own without crowding each other out
-BESIDE = 2  # a call beside others' kernels takes one of so many parts of the GPU
+MOST_GROUPS = 8  # that share a GPU on streams of their own without starving each other
+BESIDE = 2  # a call beside other groups' kernels takes this fraction of the GPU
 UNEVEN_CHUNK_BYTES = 16 << 10  # of rows whose lengths only two ranks know
 MIN_STAGE_BYTES = 4096  # four stages of 128 bytes for each of seven peers, at least
 
@@ -67,7 +67,7 @@ _NO_SIZES = (0,) * 9
 
 
 def _roles_of(move: Move, rank: int) -> int:
-    """Return what a rank does in a pipeline: at least one of the roles, the same if some of the others are dead."""
+    """Return the roles of a rank in a pipeline: at least one, and the same if some of the other ranks are dead."""
     others = ~(1 << rank)
     sends, owns = move.sources >> rank & 1 and move.takers & others, move.takers >> rank & 1
     roles = (SENDER if sends else 0) | (OWNER if owns else 0)
@@ -81,18 +81,18 @@ class Collectives:
         platform: the GPU.
         config: sizes, equal on all ranks.
         kinds: (dtype, reduction) pairs whose kernels are loaded at construction, others at their first call.
-        plan: see there.
+        plan: a `CollectivePlan`.
         stall_one_in: for stress tests, as in `ep.gpu.params.kernel_head`.
 
     Attributes:
-        device: reports, order of calls, news for kernels.
+        device: reports, order of calls, notifications to kernels.
         timeout_s: of one wait of a kernel.
         most_sms: multiprocessors that the next calls take at most.
         told: mode "mask": a pinned word, a bit for each rank that kernels have left out since `begin`.
         shown: mode "mask": address and length of the program's mask on this GPU, or 0.
-        fills_absent: mode "mask": places of ranks that take no part are filled with zeros.
-        counts: mode "mask": words for who is in a call.
-        pool: memory for tensors that peers read where they lie, if there is one.
+        fills_absent: mode "mask": output rows of ranks that take no part are filled with zeros.
+        counts: mode "mask": words for the ranks in a call.
+        pool: memory for tensors that peers read in place, if there is one.
         no_pools: why this rank neither reads pools nor lets its own be read; empty if it does.
     """
 
@@ -136,7 +136,7 @@ class Collectives:
 
     @property
     def blob(self) -> bytes:
-        """By which other processes map this rank's memory."""
+        """Bytes with which other processes map this rank's memory."""
         return self._own.blob
 
     # --- calls
@@ -177,11 +177,12 @@ class Collectives:
 
         Args:
             move: the call.
-            again: the same from memory for a copy of the row that it writes over, needed where `is_tried`.
-            count: mode "mask": is told who is in the result.
+            again: the same from memory for a copy of the row that it overwrites, needed if `is_tried`.
+            count: mode "mask": word that receives the ranks in the result.
 
         Raises:
-            InvalidState: closed, or kernels are missing while a graph is recorded. InvalidArgument: no such reduction.
+            InvalidState: closed, or kernels are not loaded while a graph is recorded. InvalidArgument: no such
+                reduction.
             ResourceError: other buffers of this process leave too little of the GPU.
         """
         self.load(move.kind)
@@ -200,7 +201,7 @@ class Collectives:
         return stream
 
     def is_tried(self, move: Move) -> bool:
-        """Whether a call takes a try, and a vote with what makes it again: two kernels (`mask/tries.cuh`)."""
+        """Whether a call takes two kernels: a try, and a vote with the kernel that repeats it (`mask/tries.cuh`)."""
         return self.config.is_masked and not self.is_small(move)
 
     def _vote_here(self) -> Move:
@@ -213,9 +214,10 @@ class Collectives:
         """Choose the launches of a call, one or (`is_tried`) two; its kernels are loaded.
 
         Args:
-            move: the call; in mode "mask" it only matters of its rows whether this rank's is written over.
+            move: the call; in mode "mask" the only property of its rows that matters is whether this rank's is
+                overwritten.
             num_sms: most multiprocessors.
-            is_alone: nobody else is to find room beside it.
+            is_alone: no other kernels need room beside it.
         """
         launches = [self._fit(move, num_sms, is_alone)]
         if self.is_tried(move):
@@ -223,10 +225,10 @@ class Collectives:
         return launches
 
     def _fit(self, move: Move, num_sms: int, is_alone: bool, is_again: bool = False) -> Fitted:
-        """Choose one kernel and its launch; `is_again`: the one that makes the call again, if it must be."""
+        """Choose one kernel and its launch; `is_again`: the kernel that repeats the call if needed."""
         plan, share = self.plan, self.device.share
         num_sms = min(num_sms, self.most_sms)
-        if not is_alone:  # others need room, too, and more of them may come
+        if not is_alone:  # others need room, too, and more of them may start
             num_sms = min(num_sms, max(1, self.platform.limits.num_sms // MOST_GROUPS))
         per_sm = 1 if is_again else self._blocks_per_sm(num_sms)
         name, grid, block, sizes = self._shape(move, num_sms, per_sm)
@@ -237,7 +239,7 @@ class Collectives:
         mode, width = plan.launch, -(-grid // per_sm) if sizes is not _NO_SIZES else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
-                width *= 2  # the next kernel's blocks take their places beside this one's
+                width *= 2  # the next kernel's blocks run beside this one's
             else:
                 mode = "plain"
         if share.width < width:
@@ -245,7 +247,7 @@ class Collectives:
         return Fitted(plan, name, self._kernels[move.kind][name], grid, block, sizes[-2], mode, sizes)
 
     def fill(self, launches: Sequence[Fitted], move: Move, again: Move, count: Count | None = None) -> None:
-        """Write a call's own arguments; the rest as in `run`. The last kernel tells who is in the result."""
+        """Write a call's own arguments; the rest as in `run`. The last kernel writes the ranks in the result."""
         told = NOBODY_ASKS if count is None else (count.address, count.stamp)
         if len(launches) == 1:
             self._fill(launches[0], move, told)
@@ -281,7 +283,7 @@ class Collectives:
             MASKED_FORM.pack_into(fitted.kernel.args, at + MASKED_OFFSET, *masked)
 
     def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:
-        """Return which kernel does a call, its blocks, their threads, and the last words of its arguments."""
+        """Return the kernel of a call, its blocks, their threads, and the last words of its arguments."""
         plan, config, size = self.plan, self.config, move.num_bytes
         if move.op == "barrier":
             return "collective_barrier", 1, 32, _NO_SIZES
@@ -306,7 +308,7 @@ class Collectives:
             parts = lanes * (max(1, move.takers.bit_count()) if has_gather else 1) * plan.min_chunks
             chunk = min(config.chunk_bytes, plan.chunk_bytes, max(1024, -(-size // parts)))
         vecs, direct = -(-chunk // 128) * 8, plan.direct_lanes[is_both]
-        cut = max(1, config.chunk_bytes // (16 * vecs))  # a slot has room for so many chunks
+        cut = max(1, config.chunk_bytes // (16 * vecs))  # a slot has room for this many chunks
         num_slots = cut * config.num_slots
         sizes = config.chunk_bytes // cut // 128 * 128, lanes, num_slots, vecs, int(has_gather), roles
         slots = num_slots * (config.num_ranks if move.sources.bit_count() == 1 else 1)
@@ -319,11 +321,11 @@ class Collectives:
         return f"collective_{way}_{kind}", grid, plan.pipeline[0], (*sizes, 0, stage, slots)
 
     def _blocks_per_sm(self, num_sms: int) -> int:
-        """Return how many blocks of a pipeline count for a multiprocessor.
+        """Return how many blocks of a pipeline count as one multiprocessor.
 
-        The hardware deals blocks out to all of them, one to each first. A kernel of others that wants another split of
-        L1 and shared memory does not start beside a block, so who is to leave room must leave multiprocessors empty
-        (measured on H100: with a block on each, an addition waited for the pipeline's end).
+        The hardware distributes blocks over all multiprocessors, one to each first. A kernel of others that wants
+        another split of L1 and shared memory does not start beside a block, so a pipeline that must leave room must
+        leave multiprocessors empty (measured on H100: with a block on each, an addition waited for the pipeline's end).
         """
         return self.plan.pipeline[1] if num_sms >= self.platform.limits.num_sms else 1
 
@@ -332,7 +334,7 @@ class Collectives:
         return 0 <= move.num_bytes <= self.config.packet_bytes
 
     def lies_in_pool(self, move: Move) -> bool:
-        """Whether what peers read of this rank in a large call, if it is anything, lies in its pool."""
+        """Whether the memory of this rank that peers read in a large call, if any, lies in its pool."""
         pool, me = self.pool, 1 << self.config.rank
         if pool is None or self.no_pools or self.config.is_masked:
             return False
@@ -351,7 +353,7 @@ class Collectives:
     # --- members
 
     def lend(self, nbytes: int) -> None:
-        """Make this rank's pool; peers know it behind the next `admit` and `begin` of all.
+        """Create this rank's pool; peers can use it after the next `admit` and `begin` of all ranks.
 
         Raises:
             ResourceError, UnsupportedError: there is no such memory.
@@ -360,10 +362,11 @@ class Collectives:
         self._files = {**self._files, **DIRECT_KERNELS}
 
     def admit(self, blobs: Mapping[int, bytes], pools: Mapping[int, bytes] | None = None) -> None:
-        """Map what the members lend (rank -> its `blob`, and that of its pool), as far as it is not; forget others'.
+        """Map the memory lent by the members (rank -> its `blob`, and that of its pool) if it is not mapped; unmap
+        others'.
 
-        A pool that cannot be mapped is no error: this rank then says in each call, until the next time, that its rows
-        lie in none (`begin`), so all ranks make it as without pools; `no_pools` has the reason.
+        A pool that cannot be mapped is no error: this rank then reports in each call, until the next time, that its
+        rows lie in no pool (`begin`), so all ranks make the call as without pools; `no_pools` has the reason.
 
         Raises:
             ProtocolError, AuthError, ResourceError, UnsupportedError: memory cannot be mapped; may be repeated.
@@ -394,13 +397,13 @@ class Collectives:
         return int(self._words("tags").max())
 
     def begin(self, members: Sequence[int], number: int) -> None:
-        """Let the next call be `number` + 1, of the members. All say the same, `number` is above all calls made."""
+        """Let the next call be `number` + 1, of the members. All pass the same; `number` is above all calls made."""
         self.platform.synchronize()
         own = self.config.rank
         addresses = [0 if region is None else region.address for region in self._regions]
         self._set("peers", addresses)
         pools: list[LentRegion | MemoryPool | None] = [*self._pools]
-        pools[own] = None if self.no_pools else self.pool  # what kernels in graphs go by
+        pools[own] = None if self.no_pools else self.pool  # used by kernels in graphs
         self._set("pools", [0 if pool is None else pool.address for pool in pools])
         self._set("pool_bytes", [0 if pool is None else pool.nbytes for pool in pools])
         self._words("view").fill_(sum(1 << rank for rank in {*members, own}))
@@ -411,13 +414,13 @@ class Collectives:
             self._words(name).fill_(0)
         self.told.words[0] = 0
         self.platform.synchronize()
-        self.reports()  # of the time before
+        self.reports()  # discards reports of earlier calls
 
     def _set(self, name: str, words: Sequence[int]) -> None:
         self._words(name)[: len(words)].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
     def leave(self) -> None:
-        """Tell the peers' kernels that this rank makes no more calls; none is in flight. Waits for the GPU."""
+        """Notify the peers' kernels that this rank makes no more calls; none is unfinished. Waits for the GPU."""
         layout, own = self.config.region_layout, self.config.rank
         for rank, region in enumerate(self._regions):
             if region is not None and rank != own:
@@ -442,11 +445,11 @@ class Collectives:
     # --- state
 
     def reports(self) -> list[KernelReport]:
-        """Return what kernels have reported since the last look, the oldest first."""
+        """Return the kernel reports since the last call, the oldest first."""
         return self.device.take_reports()
 
     def close(self) -> None:
-        """Give up all memory. No kernel may be in flight on this rank. Idempotent."""
+        """Release all memory. No kernel may be unfinished on this rank. Idempotent."""
         if not self.device.is_closed:
             self.device.close()
             for region in (*self._regions, *self._pools, self.pool):
@@ -455,11 +458,11 @@ class Collectives:
 
 
 def saved_at(move: Move, again: Move, rank: int) -> int:
-    """Return where a rank's row of `move` is when `again` is made, if that is another place, else 0."""
+    """Return the address of a rank's row of `move` when `again` is made, if it is a different address, else 0."""
     return again.inputs[rank] if again.inputs[rank] != move.inputs[rank] else 0
 
 
 def most_sms(machine: Collectives, is_async: bool) -> int:
-    """Return how many multiprocessors a call takes at most: an asynchronous one leaves room for what runs beside it."""
+    """Return the most multiprocessors of a call: an asynchronous one leaves room for work beside it."""
     num_sms = machine.platform.limits.num_sms
     return max(1, num_sms // BESIDE) if is_async else num_sms

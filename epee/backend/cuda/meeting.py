@@ -1,14 +1,15 @@
-"""Where the hosts of a group's device half meet: what each tells the others, and what they make of it (`half.py`).
+"""Meetings of the ranks of a group's CUDA backend on the cpu: the rows that they exchange, and what follows
+(`half.py`).
 
 Meetings. Before the first call, and before the next one after the group's members have changed or a call was lost, all
-members make a call of the engine (`interface.meet`), twice: first each tells its memory, GPU, process and
-the number of its last call, when its GPU has done all that was queued; then each has mapped the others' memory and set
-view and number (`Collectives.begin`), and tells whether that went well. So when the second call has ended nothing of
-earlier calls is under way, and all may store everywhere. Where it went wrong on one, CUDA tensors take the way through
-host memory, on all. A rank that cannot map the pool of another one (`pool.py`) tells that as well: all warn, and no
-call reads pools until a later meeting, or `memory_pool` called again, has mapped it.
+members make a call of the engine (`interface.meet`), twice. In the first, each sends its memory, GPU, process and the
+number of its last call, after its GPU has done all that was queued. Before the second, each maps the others' memory and
+sets view and number (`Collectives.begin`); in it, each sends whether that succeeded. So when the second call has ended
+nothing of earlier calls is unfinished, and all may store everywhere. If it failed on one rank, CUDA tensors go through
+cpu memory on all ranks. A rank that cannot map the pool of another one (`pool.py`) sends that as well: all warn, and no
+call reads pools until a later meeting, or `memory_pool` called once more, has mapped it.
 
-A crash between the two calls of a meeting ends them, like any call of the engine; those who are left meet again.
+A crash between the two calls of a meeting ends them, like any call of the engine; the remaining ranks meet once more.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _MOST_CALLS = 1 << 38
 
 
 class MeetingRow(NamedTuple):
-    """What a rank tells at a meeting.
+    """The data that a rank sends at a meeting.
 
     Attributes:
-        phase: 0 before it has mapped the others' memory, 1 behind that.
-        pool: by which others map the rank's pool; empty if it has none.
+        phase: 0 before it has mapped the others' memory, 1 after that.
+        pool: bytes with which others map the rank's pool; empty if it has none.
         no_pools: in phase 1, why this rank reads no pools, though all may have one; empty if it does.
     """
 
@@ -80,7 +81,7 @@ class MeetingRow(NamedTuple):
         """Read it; nothing is used before it has been checked.
 
         Raises:
-            ProtocolError: a number cannot be right.
+            ProtocolError: a number is invalid.
         """
         ok, phase, sms, gpu, pid, start, number, num_ranks, length, extent, blob, pool, *texts = _ROW.unpack(data)
         if not (
@@ -98,7 +99,7 @@ class MeetingRow(NamedTuple):
 
 
 def flaw_in(rows: Mapping[int, MeetingRow]) -> str:
-    """Return why host memory is the way, the same on all ranks; empty where it is not."""
+    """Return why calls go through cpu memory, the same on all ranks; empty if they do not."""
     flaws = [row.reason or "no reason" for row in rows.values() if not row.is_ok]
     sizes = {row.num_ranks for row in rows.values()}
     if not flaws and len(sizes) > 1:
@@ -107,7 +108,7 @@ def flaw_in(rows: Mapping[int, MeetingRow]) -> str:
 
 
 def platform_of(device: torch.device) -> Platform:
-    """Return the machine below; the tests put their own in its place."""
+    """Return the platform of a device; the tests replace it by their own."""
     return CudaPlatform(device)
 
 
@@ -122,18 +123,17 @@ def current_device() -> torch.device:
 
 
 def gpu_name(device: torch.device) -> bytes:
-    """Return 16 bytes that all processes call a GPU by."""
+    """Return 16 bytes by which all processes identify a GPU."""
     return uuid_of(device.index) if device.type == "cuda" else bytes(16)
 
 
 class MeetingHalf:
-    """What a group has on its GPU, made and renewed where its hosts meet; `DeviceHalf` makes the calls. One thread at a
-    time.
+    """A group's state on its GPU, created and renewed at meetings; `DeviceHalf` makes the calls. One thread at a time.
 
     Args:
         engine: of the group.
         rank: this process's.
-        staging_bytes: by which the memory is sized; equal on all ranks.
+        staging_bytes: determines the size of the memory; equal on all ranks.
         policy: of the group.
     """
 
@@ -146,31 +146,31 @@ class MeetingHalf:
         self._device: torch.device | None = None
         self._epoch = -1  # of the engine's members that the view is made of
         self._is_lost = False  # a call was lost since the last meeting
-        self._off = ""  # why calls go through host memory
+        self._off = ""  # why calls go through cpu memory
         self._told: set[int] = set()  # ranks whose loss was raised here, and not by the engine
         self._members: tuple[int, ...] = ()  # of the last meeting
         self._last_seq = -1  # of the engine, when the last call was made here
-        self._in: tuple[int, ...] | None = ()  # who was in that call; None: the kernels know
+        self._in: tuple[int, ...] | None = ()  # the ranks in that call; None: the kernels know
         self._processes: dict[int, tuple[int, int]] = {}
         self._notifier: DeathNotifier | None = None
-        self._pool_bytes = 0  # that were asked for
+        self._pool_bytes = 0  # requested size
         self._why_no_pool: Exception | None = None
         self._poor: list[int] = []  # members of the last meeting that have no pool
-        self._no_pools = ""  # why the members make calls as without pools, as they told at the last meeting
+        self._no_pools = ""  # why the members make calls as without pools, as sent at the last meeting
         self._lock = threading.RLock()
         self._is_closed = False
 
     def _lend(self, machine: Collectives) -> bytes:
-        """Return by what peers map this rank's pool, made if it was asked for; empty if there is none."""
+        """Return the bytes with which peers map this rank's pool, created if requested; empty if there is none."""
         if machine.pool is None and self._pool_bytes:
             try:
                 machine.lend(self._pool_bytes)
-            except (EpeeError, RuntimeError) as exc:  # the others must hear that there is none
+            except (EpeeError, RuntimeError) as exc:  # the others must be notified that there is none
                 self._why_no_pool = exc
         return b"" if machine.pool is None else machine.pool.blob
 
     def _must_meet(self) -> bool:
-        """Whether the hosts must meet before the next call, which all find alike."""
+        """Whether the ranks must meet before the next call; the same on all ranks."""
         if self._is_lost or self._epoch < 0:
             return True
         epoch = self._engine.members.epoch
@@ -182,7 +182,7 @@ class MeetingHalf:
         return False
 
     def _meet(self, device: torch.device, method: str) -> None:
-        """Meet all members, until all have begun anew in one epoch or know that host memory is the way."""
+        """Meet all members, until all have begun anew in one epoch or know that calls go through cpu memory."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidState(
                 f"{method}: the ranks' hosts must meet before this call (the group's first on CUDA tensors, or the "
@@ -192,7 +192,7 @@ class MeetingHalf:
             own = self._ready(device)
             epoch, rows = self._exchange(own)
             if any(row.phase for row in rows.values()):
-                continue  # a peer was in its second phase, and comes back to the first
+                continue  # a peer was in its second phase, and repeats the first
             reason = flaw_in(rows)
             if not reason:
                 reason = self._begin(rows)
@@ -212,11 +212,11 @@ class MeetingHalf:
                 if no_pools:
                     logger.warning("collectives on CUDA tensors are made as without memory pools: %s", no_pools)
             self._epoch, self._is_lost = epoch, False
-            self._told.clear()  # the engine has nothing left to raise of that time
+            self._told.clear()  # the engine has no more errors to raise of that time
             return
 
     def _exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
-        """Give a row to all members; returns the epoch, and theirs."""
+        """Send a row to all members; returns the epoch, and their rows."""
         while True:
             try:
                 box, rows = meet(self._engine, own.pack())
@@ -224,15 +224,15 @@ class MeetingHalf:
             except RankFailedError as exc:
                 if not exc.ranks or not self._told.issuperset(exc.ranks):
                     raise
-                self._told -= set(exc.ranks)  # the host has raised it already
+                self._told -= set(exc.ranks)  # it has been raised here already
 
     def _own_row(self) -> MeetingRow:
-        """Return a row in which all is well."""
+        """Return a row without failures."""
         pid = os.getpid()
         return MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
 
     def _ready(self, device: torch.device) -> MeetingRow:
-        """Return what this rank tells; its GPU has done all that was queued."""
+        """Return the row that this rank sends; its GPU has done all that was queued."""
         own = self._own_row()
         try:
             num_ranks = self._engine.members.group_size

@@ -1,8 +1,8 @@
-"""What a collective moves on one rank: rows of GPU memory for each rank and from each, as the kernels want to hear it.
+"""The moves of a collective on one rank: rows of GPU memory for each rank and from each, in the kernels' format.
 
-Arithmetic only. Rows are contiguous; a row of no bytes has no address. Rows of ranks that take no part are passed over
-by the kernels, which alone know who does. Input and output may share memory where a function says so: an element is
-written by who has read it.
+Arithmetic only. Rows are contiguous; a row of no bytes has no address. Rows of ranks that take no part are skipped by
+the kernels, which alone know those ranks. Input and output may share memory if a function says so: an element is
+written by the thread that has read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOVED: Kind = (None, "sum")
 _NOTHING = (0,) * MAX_RANKS
 _PADS = tuple((0,) * (MAX_RANKS - n) for n in range(MAX_RANKS + 1))
 UNEVEN = -1
-PREMUL_SUM = "premul_sum"  # a sum for the kernels; ranks that call SUM call something else
+PREMUL_SUM = "premul_sum"  # a sum for the kernels; it does not match a SUM of other ranks
 _REDUCTION_CODES = {name: number for number, name in enumerate((*REDUCTIONS, PREMUL_SUM), 1)}
 
 
@@ -68,7 +68,7 @@ class Move(NamedTuple):
 
 
 def facts_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
-    """Return what all ranks must agree on, above the bits of a number of bytes."""
+    """Return the values that all ranks must agree on, above the bits of a number of bytes."""
     code = 0 if dtype is None else CARRIERS[dtype].code
     word = OP_NUMBERS[op] | code << 5 | _REDUCTION_CODES.get(reduction, 0) << 11 | (root + 1) << 15
     return word << 40
@@ -140,9 +140,9 @@ def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
 
 
 def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = "") -> tuple[int, int]:
-    """Return the facts of a call whose `rows` have the same lengths on all ranks, and its `num_bytes`.
+    """Return the cache key of a call whose `rows` have the same lengths on all ranks, and its `num_bytes`.
 
-    Facts say whether all rows are as long, as kernels depend on it; each pair of ranks compares its own length.
+    The key says whether all rows are equally long, as kernels depend on it; each pair of ranks compares its own length.
     """
     is_even = all(row.nbytes == rows[0].nbytes for row in rows)
     facts = facts_of(op, dtype, reduction, -1 if is_even else MAX_RANKS)
@@ -195,11 +195,11 @@ def reduce_scatter(rows: Rows, out: Stretch, kind: Kind) -> Move:
 
 
 def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -> Move:
-    """Copy `inputs[r]` to rank r, and what rank r has for this rank to `outputs[r]`; apart from each other.
+    """Copy `inputs[r]` to rank r, and the row of rank r for this rank to `outputs[r]`; the two must not overlap.
 
     Args:
         inputs, outputs: one for each rank, of one dtype.
-        is_even: all rows of all ranks are as long, which all ranks say alike.
+        is_even: all rows of all ranks are equally long; the same value on all ranks.
     """
     num_ranks = len(inputs)
     everybody, facts = (1 << num_ranks) - 1, facts_of("all_to_all", dtype, "", -1 if is_even else MAX_RANKS)

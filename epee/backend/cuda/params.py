@@ -1,8 +1,8 @@
-"""The numbers and structs that the collective kernels share with the host: the lent region, arguments, constants.
+"""The numbers and structs that the collective kernels share with the cpu: the lent region, arguments, constants.
 
-Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/collective/*.cuh`. Everything here is
-arithmetic; no memory is touched.
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. The fields
+are explained here, their use by the kernels in `csrc/kernels/collective/*.cuh`. Everything here is arithmetic; no
+memory is touched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAX_RANKS = 8
 MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number
 MAX_LANES = 176
 NUM_STAGES = 2
-NUM_REMEMBERED = 4  # calls whose words are apart
+NUM_REMEMBERED = 4  # calls whose words are separate
 FACTS_BITS = 24  # below a call's number in `joined`
-TILE_BYTES, TILE_PACKET_BYTES = 1536, 2048  # what a warp sends at once, and how long that is in packets
+TILE_BYTES, TILE_PACKET_BYTES = 1536, 2048  # what a warp sends at once, and its length in packets
 EXCHANGE_THREADS, TWO_SHOT_THREADS = 256, 256
 SENDER, OWNER, COLLECTOR = 1, 2, 4  # roles of a rank in a pipeline
 
@@ -67,15 +67,15 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class CollectiveCall(ctypes.Structure):
-    """What every kernel gets first.
+    """First argument of every kernel.
 
-    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`);
-    `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`: bytes of packets of a rank.
+    `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `packets_offset`,
+    `chunks_offset`: offsets of the payload in a region; `packets_stride`: bytes of packets of a rank.
 
     From `timeout_ns` on a call's own: that of one wait; `facts`: what all ranks must agree on, above the 40 bits of a
-    number of bytes; `in_bytes`, `out_bytes`: what goes to each rank, and comes from it; `sources`, `takers`: a bit for
-    each rank that sends, and receives, if it takes part; `root`: without whom there is no call, or -1; `op`: for
-    reports.
+    number of bytes; `in_bytes`, `out_bytes`: bytes sent to each rank, and received from it; `sources`, `takers`: a bit
+    for each rank that sends, and receives, if it takes part; `root`: the rank without which there is no call, or -1;
+    `op`: for reports.
     """
 
     _fields_ = (
@@ -92,11 +92,11 @@ class CollectiveCall(ctypes.Structure):
 class CollectiveParams(ctypes.Structure):
     """Arguments of every kernel.
 
-    `inputs`: the row for each rank; `outputs`: where the row of each rank goes, of a reduction this rank's own is the
-    one; `num_bytes`: of a row, where all are as long. Pipelines: `has_gather`: two crossings, the row is cut into
-    shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
-    `chunk_vecs` vectors of 16 bytes; `scatter_slots`: as `num_slots`, in the first crossing; `roles`: what this rank
-    does (`SENDER` ...); `direct_lanes`: lanes of a call whose rows all lie in pools; `stage_bytes`: of a block's
+    `inputs`: the row for each rank; `outputs`: the destination of each rank's row, for a reduction this rank's own is
+    the only one; `num_bytes`: of a row, if all are equally long. Pipelines: `has_gather`: two crossings, the row is cut
+    into shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
+    `chunk_vecs` vectors of 16 bytes; `scatter_slots`: as `num_slots`, in the first crossing; `roles`: roles of this
+    rank (`SENDER` ...); `direct_lanes`: lanes of a call whose rows all lie in pools; `stage_bytes`: of a block's
     dynamic shared memory, in which this rank's bulk copies are staged, or 0: its threads store.
     """
 
@@ -112,11 +112,11 @@ class CollectiveParams(ctypes.Structure):
 class MaskedParams(ctypes.Structure):
     """Arguments of the kernels of mode "mask", those of every kernel first.
 
-    `kept_offset`: where a rank keeps its rows in a region; `saved`: where a try copies a row that it writes over, or 0;
-    `told`: a pinned word that the ranks which calls have left
-    out are written to; `shown`: the program's own mask on this GPU, int32 `[num_shown]`, or 0; `is_one_row`: all ranks
-    get the same row; `fills_absent`: places of ranks that take no part are filled with zeros. `counted`: a pinned word
-    that `stamp`, with a bit for each rank in this call's result, is written to, or 0.
+    `kept_offset`: offset of a rank's kept rows in a region; `saved`: address to which a try copies a row that it
+    overwrites, or 0; `told`: a pinned word for the ranks which calls have left out; `shown`: the program's own mask on
+    this GPU, int32 `[num_shown]`, or 0; `is_one_row`: all ranks get the same row; `fills_absent`: output rows of ranks
+    that take no part are filled with zeros. `counted`: a pinned word that receives `stamp`, with a bit for each rank in
+    this call's result, or 0.
     """
 
     _fields_ = (
@@ -129,20 +129,20 @@ class MaskedParams(ctypes.Structure):
 
 
 class MendParams(ctypes.Structure):
-    """Arguments of the kernels that make a large call of mode "mask" again.
+    """Arguments of the kernels that repeat a large call of mode "mask".
 
-    `again`: the call, from rows that it has not written over; `vote`: as of a call of its own.
+    `again`: the call, from rows that it has not overwritten; `vote`: as of a call of its own.
     """
 
     _fields_ = (("again", MaskedParams), ("vote", MaskedParams))
 
 
-# How a call's own arguments are written, all at once: from `timeout_ns` to the end.
+# Format of a call's own arguments, written in one copy: from `timeout_ns` to the end.
 CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq8i")
 CALL_OFFSET = CollectiveCall.timeout_ns.offset
 assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 
-# What follows them in mode "mask".
+# The arguments after them in mode "mask".
 MASKED_FORM = struct.Struct("=5Q4i")
 MASKED_OFFSET = MaskedParams.saved.offset
 COUNTED_FORM = struct.Struct("=2Q")  # a part of it
@@ -189,7 +189,7 @@ MASKED_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """What the memory is sized for; equal on all ranks.
+    """The sizes that determine the memory; equal on all ranks.
 
     Attributes:
         packet_bytes: longest row that crosses in packets; of two shots too, whose only owner has it all.
@@ -208,7 +208,7 @@ class CollectiveConfig:
     is_masked: bool = False
 
     def check(self) -> None:
-        """Raise `InvalidArgument` for what the kernels cannot do."""
+        """Raise `InvalidArgument` for sizes that the kernels do not support."""
         if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
             raise InvalidArgument(f"collectives have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
         if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
@@ -218,7 +218,7 @@ class CollectiveConfig:
 
     @property
     def packets_stride(self) -> int:
-        """Bytes of packets that one rank has in one half and stage."""
+        """Bytes of packets that one rank has in one of the two buffers of a stage."""
         return -(-self.packet_bytes // TILE_BYTES) * TILE_PACKET_BYTES
 
     @cached_property
@@ -233,7 +233,7 @@ class CollectiveConfig:
         )
 
     def call(self, own: int, report: int, abort: int) -> CollectiveCall:
-        """Return the constant part of all calls, given where this rank's memory lies."""
+        """Return the constant part of all calls, given the address of this rank's memory."""
         layout = self.region_layout
         call = CollectiveCall(own=own, report=report, abort=abort, rank=self.rank)
         call.packets_offset, call.packets_stride = layout.offset("packets"), self.packets_stride
@@ -271,7 +271,7 @@ def direct_threads(pipeline: tuple[int, int]) -> int:
 
 
 def mend_threads(pipeline: tuple[int, int]) -> int:
-    """Return the threads of a block that makes a call of mode "mask" again, which also votes; one a multiprocessor."""
+    """Return the threads of a block that repeats a call of mode "mask" and also votes; one block per multiprocessor."""
     return max(96, pipeline[0] - 128)
 
 

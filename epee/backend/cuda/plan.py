@@ -1,4 +1,4 @@
-"""The sizes by which calls are made: which kernel, how many blocks, how much memory. Arithmetic only."""
+"""The sizes that decide how calls are made: kernel, number of blocks, memory. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from .params import CollectiveConfig
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """Which kernel does a call, and with how many blocks; all but `max_blocks`, `width`, `bulk_bytes` are alike on all.
+    """The thresholds that choose a call's kernel and blocks; all but `max_blocks`, `width`, `bulk_bytes` are equal on
+    all ranks.
 
     Attributes:
         one_shot_bytes: largest row of an all_reduce or broadcast that crosses once.
         two_shot_bytes: largest row of these that crosses in packets.
         exchange_bytes: largest row of the others that crosses in packets.
         max_blocks: of kernels that send packets.
-        warps: least number of warps in a block of those, where there is work for more.
+        warps: least number of warps in a block of those, if there is work for more.
         lanes: of a pipeline whose ranks have up to two roles, and three, if the memory has as many.
         width: most multiprocessors that a pipeline takes.
-        chunk_bytes: of a pipeline's calls, if a slot has room for as much; fewer where each lane would have less than
+        chunk_bytes: of a pipeline's calls, if a slot has room for as much; fewer if each lane would have less than
             `min_chunks`.
-        direct_lanes: of calls whose rows lie in pools, and of reductions among them that all ranks get, at most
-            `2 * MAX_LANES`; 0: there are no such calls.
-        bulk_bytes: least bytes that a rank sends in a call, but a broadcast, from which on it pushes them into slots
-            with the copy engines of its multiprocessors; below, and in a broadcast, its threads store them. Nobody
-            need agree with it: who reads slots finds the same chunks, flags and order either way (`slots.cuh`).
+        direct_lanes: of calls whose rows lie in pools, and of reductions among them that all ranks get, at most `2 *
+            MAX_LANES`; 0: there are no such calls.
+        bulk_bytes: least bytes that a rank sends in a call, except a broadcast, from which on it pushes them into slots
+            with the copy engines of its multiprocessors; below, and in a broadcast, its threads store them. Ranks need
+            not agree on it: a reader of slots finds the same chunks, flags and order in both cases (`slots.cuh`).
         pipeline: threads of a pipeline's block, two warps of which only wait, and its blocks on a multiprocessor.
-        launch: mode of launches where the GPU has room, as in `jit.kernel.Kernel`.
+        launch: mode of launches if the GPU has room, as in `jit.kernel.Kernel`.
     """
 
     one_shot_bytes: int = 128 << 10
@@ -47,7 +48,7 @@ class CollectivePlan:
     launch: str = "early"
 
     def pushes(self, move: Move, rank: int) -> bool:
-        """Whether a rank pushes in bulk what it sends in a call that goes through slots."""
+        """Whether a rank sends by bulk copies in a call that goes through slots."""
         if move.is_whole and move.root >= 0:
             return False
         sent = sum(move.in_bytes) - move.in_bytes[rank]
@@ -57,7 +58,7 @@ class CollectivePlan:
 
 
 class Fitted(NamedTuple):
-    """The launch of a call: by which plan, kernel, blocks, their threads and bytes, mode, and the last arguments."""
+    """The launch of a call: its plan, kernel, blocks, their threads and bytes, mode, and the last arguments."""
 
     plan: CollectivePlan
     name: str

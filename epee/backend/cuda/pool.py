@@ -1,12 +1,12 @@
-"""Memory of a group from which tensors are allocated that collectives read where they lie: no copies through slots.
+"""Memory of a group for tensors that collectives read in place: no copies through slots.
 
-Data path: each rank allocates one region (`gpu/platform.py`), whose place all others learn when the hosts of the
-group meet (`meeting.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
-(`csrc/kernels/collective/direct.cuh`); nobody ever stores into another rank's pool. This module hands out pieces of the
-own region; nothing here talks to peers.
+Data path: each rank allocates one region (`gpu/platform.py`), whose address all others learn in a meeting of the group
+(`meeting.py`), and map. A call whose rows lie in the pools of all ranks is made by loads from there
+(`csrc/kernels/collective/direct.cuh`); no rank ever stores into another rank's pool. This module allocates pieces of
+the own region; nothing here communicates.
 
-Pieces that have been given back lie aside until the GPU has done all that was queued, as kernels of this rank, or of
-peers in a call of this rank, may still read or write them; that wait comes only when nothing else is left to hand out.
+Freed pieces are set aside until the GPU has done all that was queued, as kernels of this rank, or of peers in a call of
+this rank, may still read or write them; that wait comes only when no other piece is free.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ ALIGN = 512
 
 @untraced_methods
 class MemoryPool:
-    """Memory that the ranks of a group have mapped; made by `ProcessGroup.memory_pool`.
+    """Memory that the ranks of a group have mapped; created by `ProcessGroup.memory_pool`.
 
-    Tensors from here are like any others. A collective of more than 1 MiB in a row (or what `EPEE_STAGING_BYTES` makes
-    of that) on the group that the pool was made by is copy-free if the rows that other ranks read lie here on every
-    rank: the input, and of all_reduce and broadcast the result, contiguous, beginning at a multiple of 16 bytes.
-    Where in its pool each rank has them does not matter. If they lie elsewhere on one rank, or that rank has no pool,
-    as a process that came later until all have called `memory_pool` again, the call is made as without a pool, on all.
-    So is every call while a rank cannot map the pool of another one: all ranks log a warning that says which and why,
-    and try again where the hosts meet next, as they do in `memory_pool`.
+    Tensors from here are like any others. A collective of more than 1 MiB in a row (or the limit that
+    `EPEE_STAGING_BYTES` gives) on the group that created the pool is copy-free if the rows that other ranks read lie
+    here on every rank: the input, and of all_reduce and broadcast the result, contiguous, beginning at a multiple of 16
+    bytes. Their offsets in each rank's pool may differ. If they lie elsewhere on one rank, or that rank has no pool,
+    like a process that joined later until all have called `memory_pool` once more, the call is made as without a pool,
+    on all ranks. So is every call while a rank cannot map the pool of another one: all ranks log a warning that names
+    the rank and the reason, and try again at the next meeting, as in `memory_pool`.
 
-    Lifetime: the pool lives as long as its group, its mapping as long as the last tensor. A tensor's memory is handed
-    out again when its last view has gone and the GPU has done what was queued by then. A CUDA graph holds no tensor:
-    keep those that it uses.
+    Lifetime: the pool lives as long as its group, its mapping as long as the last tensor. A tensor's memory is reused
+    when its last view is deleted and the GPU has done what was queued by then. A CUDA graph holds no tensor: keep those
+    that it uses.
 
-    Failures: who loses a call may use its tensors at once, as nobody writes here but this rank; a peer that read them
+    Failures: a rank that loses a call may use its tensors at once, as only this rank writes here; a peer that read them
     late gets an error. The memory of a process that has died stays mapped, and is read by no call that begins without
-    it; nothing of it is left when the others unmap it.
+    it; it is freed when the others unmap it.
 
     Attributes:
         nbytes: of this rank.
@@ -52,12 +52,12 @@ class MemoryPool:
     def __init__(self, platform: Platform, nbytes: int) -> None:
         self.nbytes = -(-nbytes // ALIGN) * ALIGN
         self._platform, self._region = platform, platform.create(self.nbytes)
-        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # offset and bytes, in order, none side by side
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # offset and bytes, in order, none adjacent
         self._aside: list[tuple[int, int]] = []
-        self._lock = threading.RLock()  # tensors are freed anywhere, also in here
+        self._lock = threading.RLock()  # tensors are freed anywhere, also while the lock is held
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a contiguous tensor of the pool, whose values are what was there before.
+        """Return a contiguous tensor of the pool, with the previous contents of its memory.
 
         Args:
             shape: as of `torch.empty`, by numbers.
@@ -65,7 +65,7 @@ class MemoryPool:
 
         Raises:
             InvalidArgument: a size is below 0. ResourceError: no piece of the pool is as long. InvalidState: a graph is
-                being recorded, and memory that was given back would have to be waited for.
+                being recorded, and freed memory would have to be waited for.
         """
         if any(size < 0 for size in shape):
             raise InvalidArgument(f"shape must be sizes >= 0, got {list(shape)}")
@@ -88,22 +88,22 @@ class MemoryPool:
         return piece.view(dtype).view(shape)
 
     def holds(self, at: int, nbytes: int) -> bool:
-        """Return whether memory lies here, and begins as kernels want it."""
+        """Return whether memory lies here, and is aligned for the kernels."""
         start = self._region.address
         return start <= at and at + nbytes <= start + self.nbytes and at % 16 == 0
 
     @property
     def address(self) -> int:
-        """Where it begins, as this GPU sees it."""
+        """Address of the pool on this GPU."""
         return self._region.address
 
     @property
     def blob(self) -> bytes:
-        """By which other processes map it."""
+        """Bytes with which other processes map it."""
         return self._region.blob
 
     def close(self) -> None:
-        """Let go of it; tensors keep the mapping. Idempotent."""
+        """Release it; tensors keep the mapping. Idempotent."""
         self._region.close()
 
     def _take(self, room: int) -> int | None:
@@ -119,7 +119,7 @@ class MemoryPool:
             self._aside.append((at, room))
 
     def _settle(self) -> None:
-        """Wait for the GPU, then hand out again what has been given back by now."""
+        """Wait for the GPU, then make the pieces freed so far available."""
         if self._platform.is_capturing():
             raise InvalidState(
                 "memory_pool: only memory is left that was used before and must be waited for, which no graph can "

@@ -1,4 +1,4 @@
-"""From what the collectives' kernels report (numbers in pinned host memory) to exceptions with the facts in words."""
+"""Conversion of the collective kernels' reports (numbers in pinned cpu memory) to exceptions with readable messages."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def name_of(report: KernelReport) -> str:
 
 
 def may_be_of_dead(report: KernelReport) -> bool:
-    """Whether a death that no kernel had heard of may be what is behind a report."""
+    """Whether a death that no kernel was notified of may be the cause of a report."""
     return report.code in (TIMEOUT, PEER_GAVE_UP)
 
 
 def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
-    """Return a report as an exception, which also tells the fate of the output."""
+    """Return a report as an exception, which also states the fate of the output."""
     code, tag, _, peer, _, _, where = report
     head = context(name_of(report), rank=rank, peer=peer, seq=tag)
     what = f"{_WAITS.get(where, f'wait {where}')} of rank {peer}"

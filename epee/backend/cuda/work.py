@@ -1,4 +1,4 @@
-"""What a call on the GPUs returns: its end, as streams and the host see it."""
+"""The work of a call on the GPUs: its end, as streams and the cpu see it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAP_S = 50e-6
 
 
 class OwnStream:
-    """The stream of a group's asynchronous calls: behind the caller's, which goes on beside them.
+    """The stream of a group's asynchronous calls: ordered after the caller's, which continues beside them.
 
     So a program that waits for a call where it needs its results, as DDP and FSDP do, computes meanwhile. While a graph
     is recorded, and in the emulation, calls are made on the caller's stream.
@@ -36,7 +36,7 @@ class OwnStream:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[torch.cuda.Stream | None]:
-        """Make it the current stream, behind what is on the present one; yields it, or None."""
+        """Make it the current stream, ordered after the present one; yields it, or None."""
         device = self._platform.device
         if device.type != "cuda" or self._platform.is_capturing():
             yield None
@@ -49,7 +49,7 @@ class OwnStream:
 
 
 def note_use(tensors: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a stream uses tensors, in lists of any depth."""
+    """Notify the allocator that a stream uses tensors, in lists of any depth."""
     if isinstance(tensors, torch.Tensor):
         if tensors.is_cuda:
             tensors.record_stream(stream)
@@ -62,15 +62,15 @@ def note_use(tensors: Any, stream: torch.cuda.Stream) -> None:
 class DeviceWork(_WorkBase):  # type: ignore[misc]
     """A call whose kernels are queued on a stream.
 
-    Errors of kernels come when the host looks: at a `wait`, or at the next call. They may be of another call of the
-    group: calls end in order, and after one was lost none does its work before the ranks' hosts have met.
+    Errors of kernels are raised at the next entry from the cpu: at a `wait`, or at the next call. They may be of
+    another call of the group: calls end in order, and after one was lost none does its work before the ranks have met.
 
     Args:
         look: raises what kernels have reported.
         stream: raw, that the call is queued on.
         outputs: the tensors that it writes.
         device: the GPU.
-        side: torch's object of the stream, where that is the group's own and current.
+        side: torch's object of the stream, if that is the group's own and current.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
         self._side = side
         self._event = Event(device, stream) if device.type == "cuda" else Event()  # the emulation's calls are done
         if side is not None:
-            self._event.recorded()  # now: whoever waits must not wait for the calls behind it
+            self._event.recorded()  # recorded now: a waiter must not wait for later calls
         self._error: EpeeError | None = None
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for the call. With a time-out above 0 the host waits, too.
+        """Make the current stream wait for the call. With a timeout above 0 the cpu waits, too.
 
         Raises:
-            CommTimeoutError: the time has passed, the call goes on. Else what kernels have reported.
+            CommTimeoutError: the time has passed, the call continues. Else what kernels have reported.
         """
         self._check()
         limit_s = 0.0 if timeout is None else waiting_time(timeout)
@@ -126,11 +126,11 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """True when the GPU has come past the call."""
+        """True when the GPU has passed the call."""
         return bool(self._event.query())
 
     def is_success(self) -> bool:
-        """True when it has, and nobody has been told of a failure here."""
+        """True when it has, and no failure has been raised here."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -148,12 +148,12 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
+        """Return a future of the output tensors; a user of its value waits on its streams, not on the cpu."""
         if self._future is None:
             future: Any = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
             if self._side is None:
                 self._join()
             with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
-                future.set_result(self._outputs)  # notes events of the current streams; the caller's goes on
+                future.set_result(self._outputs)  # notes events of the current streams; the caller's continues
             self._future = future
         return self._future

@@ -1,1 +1,1 @@
-"""Mode "mask" of collectives on CUDA tensors: a call that loses a rank succeeds over those who are left."""
+"""Mode "mask" of collectives on CUDA tensors: a call that loses a rank succeeds over the remaining ranks."""

@@ -1,10 +1,10 @@
-"""Who is in a call of mode "mask" on the GPUs, as its kernel tells the work of that very call.
+"""The ranks in the result of a call of mode "mask" on the GPUs, reported by its kernel to the work of that call.
 
-A rank that dies behind its part counts in the result, and is out of the calls behind it; so who is out, as the host
-sees it later, does not say who was in. Each asynchronous call gives its kernels a word of pinned memory, which they
-write when all is decided (`tell_counted` in `csrc/kernels/collective/mask/settle.cuh`): a stamp that no other call has,
-and a bit for each rank. A word is lent to one work and goes on to another when that is gone; a kernel that is still in
-flight then writes its own stamp there, before the next one does, as calls end in order.
+A rank that dies after its part counts in the result, and is excluded from the calls after it; so the ranks that the cpu
+later sees as excluded do not determine the ranks in a result. Each asynchronous call gives its kernels a word of pinned
+memory, which they write when all is decided (`tell_counted` in `csrc/kernels/collective/mask/settle.cuh`): a stamp that
+no other call has, and a bit for each rank. A word is lent to one work and reused by another when that work is deleted;
+a kernel that is still unfinished then writes its own stamp there, before the next one does, as calls end in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from ....gpu.platform import HostWords, Platform
 
 NOBODY_ASKS = (0, 0)
-STAMP_BITS = 8  # below it the ranks
+STAMP_BITS = 8  # the ranks' bits lie below the stamp
 _NUM_WORDS = 256
 
 
@@ -24,9 +24,9 @@ class Count:
 
     Args:
         words: the pinned memory.
-        at: which one.
+        at: index of the word.
         stamp: of the call, above the ranks.
-        free: takes the place of the word when this object is gone.
+        free: receives the index of the word when this object is deleted.
 
     Attributes:
         address: of the word.
@@ -61,7 +61,7 @@ class CountWords:
         self._stamps = itertools.count(1 << STAMP_BITS, 1 << STAMP_BITS)
 
     def take(self) -> Count | None:
-        """Return a word for a call; None while a graph is recorded, whose calls are many."""
+        """Return a word for a call; None while a graph is recorded, as it stands for many calls."""
         if self._platform.is_capturing():
             return None
         if not self._free:

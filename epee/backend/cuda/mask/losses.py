@@ -1,13 +1,13 @@
-"""Whom the kernels of a group in mode "mask" have left out, as its host sees it; and when the hosts must meet.
+"""Ranks that the kernels of a group in mode "mask" have left out, as seen by the cpu; and when the ranks must meet.
 
-Kernels decide about a death by themselves, alike on all survivors (`csrc/kernels/collective/mask`), and write who is
-out into the program's mask, where that lies on their GPU, and into a word of pinned memory. This module reads the
-word at each touch of the host: who is out is shown in a mask that lies elsewhere. Nobody waits for the GPU for that, so
-the host may be behind it; what the GPU's calls do never depends on what the host has seen.
+Kernels decide about a death by themselves, with the same result on all survivors (`csrc/kernels/collective/mask`), and
+write the excluded ranks into the program's mask, if that lies on their GPU, and into a word of pinned memory. This
+module reads the word at each entry from the cpu and shows the excluded ranks in a mask that lies elsewhere. Nothing
+waits for the GPU for that, so the cpu may lag behind; the GPU's calls never depend on what the cpu has seen.
 
-The group's view takes a loss over with its next call of the engine, as ever. The hosts need not meet for it: a rank
-that the view has lost is out for the kernels, or will be when a call asks for it. They meet when somebody has come, for
-its memory must be mapped, or has been taken out and lives.
+The group's view takes over a loss with its next call of the engine, as always. No meeting is needed for it: a rank that
+the view has lost is excluded for the kernels, or will be when a call needs it. The ranks meet when a rank has joined,
+as its memory must be mapped, or when a living rank has been excluded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("epee")
 
 
 class Losses:
-    """See above.
+    """The losses of one group in mode "mask".
 
     Args:
         engine: of the group.
@@ -33,10 +33,10 @@ class Losses:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seen = 0
-        self._met: dict[int, bytes] = {}  # whose outboxes were there when the hosts met last
+        self._met: dict[int, bytes] = {}  # processes whose regions existed at the last meeting
 
     def look(self, machine: Collectives) -> None:
-        """Show whom the kernels have left out since the last look."""
+        """Show the ranks that the kernels have left out since the last call."""
         told = machine.told.words[0]
         if told == self._seen:
             return
@@ -46,18 +46,18 @@ class Losses:
             self._engine.mask.foreshow(rank)
 
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that calls have left out since the hosts met last, as of the last look."""
+        """Return the ranks that calls have left out since the last meeting, as of the last call of `look`."""
         return ranks_of(self._seen)
 
     def met(self) -> None:
-        """Note that the hosts have met: the view has taken over what the kernels knew."""
+        """Note that the ranks have met: the view has taken over what the kernels knew."""
         if self._seen:
             self._engine.mask.rewrite()
         self._seen = 0
         self._met = self._outboxes()
 
     def needs_meeting(self, processes: Mapping[int, tuple[int, int]]) -> bool:
-        """Tell whether the view, which has changed, has more than lost ranks that are dead, or have left the group.
+        """Whether the view has changed by more than lost ranks that are dead or have left the group.
 
         Args:
             processes: number and start time of each other rank's at the last meeting.

@@ -1,4 +1,4 @@
-"""What a collective of mode "mask" moves: as in `cuda/moves.py`, for kernels that mend a loss (`settle.cuh`)."""
+"""The moves of a collective of mode "mask": as in `cuda/moves.py`, for kernels that mend a loss (`settle.cuh`)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ def masked(move: Move, rank: int, num_ranks: int, num_entries: int) -> Move:
     """Return a move for the kernels of mode "mask".
 
     Args:
-        move: made for lists of `num_entries` ranks: the group's, or fewer, where the highest ones are lost.
+        move: made for lists of `num_entries` ranks: the group's, or fewer, if the highest ones are lost.
         rank: this process's.
         num_ranks: of the group.
-        num_entries: see there.
+        num_entries: as for `move`.
     """
     if num_entries != num_ranks:
         move = widened(move, num_ranks, num_entries)
     if move.op not in ("reduce", "gather"):
         return move
     outputs = move.outputs if rank == move.root else _NOWHERE
-    return move._replace(takers=(1 << num_ranks) - 1, outputs=outputs)  # all hear who counts, the root keeps it
+    return move._replace(
+        takers=(1 << num_ranks) - 1, outputs=outputs
+    )  # all get the ranks that count, the root the result
 
 
 def widened(move: Move, num_ranks: int, num_entries: int) -> Move:
-    """Return a move of all ranks of the group; those beyond the lists get nothing and have no place."""
+    """Return a move of all ranks of the group; those beyond the lists get nothing and have no output row."""
     everybody, listed = (1 << num_ranks) - 1, (1 << num_entries) - 1
     sources = everybody if move.sources == listed else move.sources
     takers = everybody & ~(1 << move.root) if move.op == "broadcast" else move.takers

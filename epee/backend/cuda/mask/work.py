@@ -1,4 +1,4 @@
-"""What a call of mode "mask" on the GPUs returns: it also tells whom it has lost."""
+"""The work of a call of mode "mask" on the GPUs; it also reports the ranks that the call has lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .losses import ranks_of
 
 @untraced_methods
 class MaskedWork(DeviceWork):
-    """See there.
+    """The work of a masked call, see the module.
 
     Args:
         engine: of the group.
-        before: the ranks that took part when the call was made, as far as the host knew.
-        count: who is in the result; None of a call that was recorded in a graph.
-        present: returns those that take part now.
+        before: the ranks that took part when the call was made, as far as the cpu knew.
+        count: word with the ranks in the result; None of a call that was recorded in a graph.
+        present: returns the ranks that take part now.
         rest: of `DeviceWork`.
 
     Attributes:
@@ -44,7 +44,7 @@ class MaskedWork(DeviceWork):
         return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait as `DeviceWork.wait`; where the group reports losses, one that ends the call raises nothing."""
+        """Wait as `DeviceWork.wait`; if the group reports losses, one that ends the call raises nothing."""
         try:
             return super().wait(timeout)
         except PeerError as exc:
@@ -54,13 +54,13 @@ class MaskedWork(DeviceWork):
             raise
 
     def lost_ranks(self) -> set[int]:
-        """Return the ranks that this call has lost, or one before it of which the host did not know; waits for the GPU.
+        """Return the ranks lost by this call, or by an earlier one without the cpu's knowledge; waits for the GPU.
 
-        A rank that has died behind its part is in the result, and is none of them. Of a call that was lost itself, or
-        recorded in a graph: also the ranks that calls behind it have lost so far.
+        A rank that has died after its part is in the result, and is none of them. Of a call that was lost itself, or
+        recorded in a graph: also the ranks that later calls have lost so far.
 
         Raises:
-            CommTimeoutError: the GPU has not come past the call within twice the group's time-out.
+            CommTimeoutError: the GPU has not passed the call within twice the group's timeout.
         """
         return (self._before - self._ranks_in()).union(self._failed())
 

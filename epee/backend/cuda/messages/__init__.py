@@ -1,1 +1,1 @@
-"""Messages between two ranks' GPUs: `send`, `recv` and their kin on CUDA tensors of one host."""
+"""Messages between two ranks' GPUs: `send`, `recv` and their variants on CUDA tensors of one host."""

@@ -1,15 +1,15 @@
-"""The short way of messages in quiet times: a single one without the checks, a batch that looks like an earlier one.
+"""Fast path of messages: a single message without the checks, or a batch that matches an earlier one.
 
-torch makes the messages of a `batch_isend_irecv` one by one, by a method of the group each. The first of them finds
-the whole list on the stack (`batches.py`). If it looks like one that was made before (the same ends, tags, dtypes,
-sizes, in the same order) all of it is queued at once, and the messages behind the first one only take their work. So
-such a batch is made or not made as a whole, also where an interrupt comes between two of them.
+torch makes the messages of a `batch_isend_irecv` one by one, each by a method of the group. The first of them finds the
+whole list on the stack (`batches.py`). If the batch matches an earlier one (the same ends, tags, dtypes, sizes, in the
+same order) all of it is queued at once, and the messages after the first one only take their work. So such a batch is
+made or not made as a whole, also if an interrupt comes between two messages.
 
-A plan is made when a look comes for the second time, from what the ordinary way has made of it, checks included. What a
-key does not hold (who is dead, another view, other blocks, a graph, reports) is asked each time. At most `MAX_PLANS`
-are kept, then it begins anew.
+A plan is made when a cache key comes for the second time, from the result of the ordinary path, checks included. What a
+key does not hold (dead ranks, another view, other blocks, a graph, reports) is checked each time. At most `MAX_PLANS`
+are kept, then the cache starts empty.
 
-Functions here are long where a message goes through, since each call of another one costs it.
+Functions on the path of a message are long here, since each call of another function adds to its time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .streams import Way
 from .work import MessageEnd, MessageWork, Owner
 
 MAX_PLANS = 256
-NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor with memory of its own
+NO_KEY = (AttributeError, TypeError, RuntimeError)  # raised for objects that are no tensors with their own memory
 _STRIDED = torch.strided
 _NUMBERS = {dtype: number_of(dtype) for dtype in CARRIERS}
 
 
 class Likeness(NamedTuple):
-    """What a batch looks like, and where its tensors lie."""
+    """The cache key of a batch, and the addresses of its tensors."""
 
     key: Hashable
     addresses: list[int]
@@ -56,20 +56,20 @@ class Known(NamedTuple):
 
 
 class MadeBatch:
-    """The works of a batch that was queued with its first message, for those behind it.
+    """The works of a batch that was queued with its first message, for the later messages.
 
     Args:
-        who: makes it.
-        works: one each.
+        who: the caller that makes it.
+        works: one for each message.
 
     Attributes:
-        frame, depth: of who makes it, as in `MessageCaller`.
+        frame, depth: of the caller, as in `MessageCaller`.
         is_over: all messages have taken their work.
     """
 
     def __init__(self, who: MessageCaller, works: list[Any]) -> None:
         self.frame, self.depth, self._operations, self._works = who.frame, who.depth, who.operations, works
-        self._next = 1  # who makes it has taken the first one
+        self._next = 1  # the caller has taken the first one
         self.is_over = False
 
     def take(self, tensor: torch.Tensor, peer: int) -> Any:
@@ -91,13 +91,13 @@ class MadeBatch:
 
 
 class ThreadsBatch(threading.local):
-    """What a thread collects, as far as the short way knows of it.
+    """The part of a thread's batch that the fast path uses.
 
     Attributes:
-        expected: how many messages there will be, in a batch of torch's; else 0.
+        expected: number of messages to come in a batch of torch's; else 0.
         is_open: `begin_batch` was called, and `end_batch` not yet.
-        look: of a batch of torch's that no plan was found for.
-        made: one that was queued with its first message, while it has others.
+        look: key of a batch of torch's that no plan was found for.
+        made: a batch that was queued with its first message, until all have taken their work.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class KnownBatches:
         self._plans: dict[Hashable, Known | None] = {}
 
     def look(self, operations: Sequence[Any]) -> Likeness | None:
-        """Look at a list of torch's operations; None where it is not one that a plan could be for."""
+        """Return the key of a list of torch's operations; None if it is not one that a plan could be for."""
         key: list[Any] = []
         addresses = []
         try:
@@ -129,7 +129,7 @@ class KnownBatches:
         return Likeness(tuple(key), addresses)
 
     def find(self, look: Likeness, machine: Messages, epoch: int) -> Known | None:
-        """Return the plan for a look, None where there is none for these blocks and this view."""
+        """Return the plan for a key, None if there is none for these blocks and this view."""
         known = self._plans.get(look.key)
         if known is None or known.epoch != epoch or known.batch.plan is not machine.plan:
             return None
@@ -138,7 +138,7 @@ class KnownBatches:
     def remember(
         self, look: Likeness, machine: Messages, epoch: int, parcels: Sequence[Parcel], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Note what was made of a look: of each operation one parcel, in their order."""
+        """Note what was made for a key: one parcel for each operation, in their order."""
         is_as_it_came = [parcel.at for parcel in parcels] == look.addresses
         plain = _function_of(torch.Tensor), _function_of(torch.nn.Parameter)
         is_plain = all(_function_of(type(x)) in plain for x in tensors)
@@ -155,13 +155,13 @@ class KnownBatches:
 
 
 def _function_of(kind: type[torch.Tensor]) -> Any:
-    """Return what torch's functions ask of a class of tensors: others than torch's own may make another call of it."""
+    """Return the function override of a tensor class: classes other than torch's own may change the call."""
     function: Any = kind.__torch_function__
     return getattr(function, "__func__", function)
 
 
 class ShortWay:
-    """See above. Each `post...` returns None, and nothing has happened, where something is to be looked at.
+    """Fast path of messages. Each `post...` returns None, without any effect, if the ordinary path is needed.
 
     Args:
         owner: of the messages.
@@ -178,14 +178,14 @@ class ShortWay:
         self._is_closed = False
 
     def close(self) -> None:
-        """Make nothing any more."""
+        """Make no more messages."""
         self._is_closed = True
 
     def _quiet(self, peers: int) -> Messages | None:
-        """Return the machine where nothing is to be looked at before a launch of pairs that have met, else None.
+        """Return the machine if the fast path is allowed for pairs that have met, else None.
 
-        That is: nothing was reported or lost, none of these peers, as bits, is dead, the view is the one that was
-        looked at last, no graph is recorded, no batch is being collected, and the GPU is the current one.
+        It is allowed if nothing was reported or lost, none of these peers, as bits, is dead, the view is the one
+        checked last, no graph is recorded, no batch is being collected, and the GPU is the current one.
         """
         pairs, batch = self._pairs, self._batch
         machine = pairs.machine
@@ -202,7 +202,7 @@ class ShortWay:
     def post_one(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int, is_blocking: bool) -> Any:
         """Make a single message, if its tensor is used as it is and its pair has met.
 
-        What a blocking one comes to is told at the next touch, as its `wait` could not know it yet.
+        A failure of a blocking one is raised at the next entry, as its `wait` could not know it yet.
         """
         number = _NUMBERS.get(tensor.dtype)
         if peer not in self._pairs.met or number is None or tensor.get_device() != self._pairs.index:
@@ -227,7 +227,7 @@ class ShortWay:
         return MessageWork(self._owner, [tensor], platform.device, peer, is_send, end)
 
     def post_batch(self, who: MessageCaller) -> MessageWork | None:
-        """Make a whole batch that looks like an earlier one, and return its first work."""
+        """Make a whole batch that matches an earlier one, and return its first work."""
         if who.position:
             return None  # one that was begun by the ordinary way
         self._batch.look = None

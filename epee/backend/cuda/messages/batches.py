@@ -1,8 +1,8 @@
-"""Which call of torch's a message belongs to: a blocking one, an asynchronous one, or a batch of them.
+"""Detection of the torch call that a message belongs to: a blocking one, an asynchronous one, or a batch.
 
-torch makes the messages of a `batch_isend_irecv` one by one, and says neither when it begins nor when it ends; nor does
-it tell a group whether it will wait at once. Both stand on the stack, so this looks there: first where the last batch
-stood, then frame by frame. Who calls a group's methods without torch's functions has made an asynchronous message.
+torch makes the messages of a `batch_isend_irecv` one by one, and reports neither its begin nor its end; nor does it
+report to a group whether it will wait at once. Both can be read from the stack: first at the depth of the last batch,
+then frame by frame. A call of a group's methods without torch's functions makes an asynchronous message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SEND, _RECV, _BATCH = (inspect.unwrap(call).__code__ for call in (dist.send, di
 
 
 class MessageCaller(NamedTuple):
-    """Who makes a message.
+    """The caller of a message.
 
     Attributes:
         is_blocking: it is waited for at once.
-        frame: of torch's function that makes the batch that it belongs to, which tells this batch from all others.
-        depth: of that frame, from who has asked `caller`.
+        frame: of torch's function that makes the batch that it belongs to; identifies the batch.
+        depth: of that frame, from the caller of `caller`.
         operations: of the batch that it belongs to, else empty.
         position: among those.
     """
@@ -40,11 +40,11 @@ class MessageCaller(NamedTuple):
 
 
 _BLOCKING, _ALONE = MessageCaller(True), MessageCaller()
-_usual = [0]  # how deep the last batch's frame stood
+_usual = [0]  # depth of the last batch's frame
 
 
 def is_below(frame: Any, depth: int) -> bool:
-    """Whether a frame stands so deep on the stack, from who asks."""
+    """Whether a frame is at this depth on the stack, counted from the caller."""
     try:
         return sys._getframe(1 + depth) is frame
     except ValueError:  # the stack is not so deep
@@ -52,7 +52,7 @@ def is_below(frame: Any, depth: int) -> bool:
 
 
 def caller(tensor: torch.Tensor) -> MessageCaller:
-    """Look at the stack for who makes a message of a tensor."""
+    """Return the caller that makes a message of a tensor, found on the stack."""
     try:
         found = _of_batch(sys._getframe(1 + _usual[0]), _usual[0])
     except ValueError:
@@ -80,8 +80,8 @@ def caller(tensor: torch.Tensor) -> MessageCaller:
 
 
 def _of_batch(frame: Any, depth: int) -> MessageCaller | None:
-    """Return what is made where `frame` is that of a batch; of another torch's nothing is known: its messages go one
-    by one, on streams of their own."""
+    """Return the message made next by the batch of `frame`. Other versions of torch are not recognised: their messages
+    are made one by one, on streams of their own."""
     if frame.f_code is not _BATCH:
         return None
     found = frame.f_locals

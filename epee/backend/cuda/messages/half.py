@@ -1,20 +1,20 @@
-"""The device half of a group's messages: `send`, `recv` and their kin on CUDA tensors, from the call to its kernel.
+"""Messages of a group's CUDA backend: `send`, `recv` and their variants on CUDA tensors, from the call to its kernel.
 
-Data path: a message's tensor becomes a stretch of memory (`Parcel`), one kernel moves it, or all of a batch
-(`machine.py`), on a stream that `streams.py` names. The host launches and waits for nobody, except where the hosts of a
-pair meet (`meetings.py`: the first message between two ranks in a group, and the next one after a loss), and for a
-receive from any source, which has to know who it was.
+Data path: a message's tensor becomes a range of memory (`Parcel`), one kernel moves it, or all of a batch
+(`machine.py`), on a stream chosen by `streams.py`. The cpu launches and waits for no rank, except when the two ranks of
+a pair meet (`meetings.py`: at the first message between two ranks in a group, and at the next one after a loss), and
+for a receive from any source, whose source it must know.
 
 Batches. torch makes the messages of a `batch_isend_irecv` one by one; they are collected, and launched as one kernel
-with the last of them that goes from GPU to GPU (`batches.py` knows how many there are). A batch that breaks off in the
-middle, because a tensor is refused, has sent nothing. A wait for a message of a batch that is not complete launches
-what there is. One that looks like an earlier one is queued with its first message (`again.py`); a single message in
-quiet times is queued without the checks.
+with the last of them that goes from GPU to GPU (`batches.py` knows their number). A batch that is interrupted, because
+a tensor is refused, has sent nothing. A wait for a message of an incomplete batch launches what has been collected. A
+batch that matches an earlier one is queued with its first message (`again.py`); on the fast path a single message is
+queued without the checks.
 
-Failures: `losses.py`. A batch in which a peer is dead does the others' messages where the group reports losses.
+Failures: `losses.py`. A batch in which a peer is dead makes the others' messages if the group reports losses.
 
-Strided tensors are copied: contents of a send before the call on the caller's stream, of a receive behind it on the
-message's. The allocator is told of other streams (`record_stream`).
+Strided tensors are copied: contents of a send before the call on the caller's stream, of a receive after it on the
+message's. The allocator is notified of other streams (`record_stream`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .work import Letter, MessageEnd, letter_of
 
 
 class Batch(ThreadsBatch):
-    """What a thread collects.
+    """The messages that a thread has collected.
 
     Attributes:
         letters: so far.
-        lost: peers of it that are lost, where that is no failure of the others, and why.
+        lost: lost peers of the batch, if that is no failure of the other messages, and the reasons.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class MessageHalf:
     Args:
         engine: of the group.
         rank: this process's.
-        staging_bytes: by which the memory is sized; equal on all ranks.
+        staging_bytes: determines the size of the memory; equal on all ranks.
         store: of the group.
-        check_peer: raises where a rank takes no part.
+        check_peer: raises if a rank takes no part.
         is_masked: mode "mask".
 
     Attributes:
@@ -89,8 +89,8 @@ class MessageHalf:
         self._check_peer = check_peer
         self._pairs = Pairs(engine, rank, staging_bytes, store, is_masked)
         self._batch = Batch()
-        self._alive: deque[tuple[Callable[[], bool], Queued]] = deque()  # what kernels still read
-        self._recorded: list[Queued] = []  # what graphs read
+        self._alive: deque[tuple[Callable[[], bool], Queued]] = deque()  # memory that kernels still read
+        self._recorded: list[Queued] = []  # memory that graphs read
         self._lock = threading.RLock()
         self._losses = LostMessages(engine, rank, self._pairs, self._lock)
         self._short = ShortWay(self, self._pairs, self._batch, self._lock)
@@ -103,9 +103,9 @@ class MessageHalf:
         """Make a message, or return `NOT_SERVED`.
 
         Raises:
-            InvalidArgument: the tensor, or a second GPU. InvalidState: a graph is being recorded, and the hosts would
+            InvalidArgument: the tensor, or a second GPU. InvalidState: a graph is being recorded, and the ranks would
                 have to meet. RankFailedError, CommTimeoutError, MismatchError: an earlier message was lost; this one is
-                not made. CommTimeoutError, RankFailedError: the peer does not come to its first message.
+                not made. CommTimeoutError, RankFailedError: the peer does not reach its first message.
         """
         made = self._batch.made
         if made is not None:
@@ -159,14 +159,14 @@ class MessageHalf:
         self._batch.lost, self._batch.look = {}, None
 
     def end_batch(self) -> Any:
-        """Make those that were collected as one kernel; returns their work."""
+        """Make the collected messages as one kernel; returns their work."""
         works = [letter.work for letter in self._batch.letters]
         self._batch.is_open = False
         self.flush()
         return works[-1] if works else DONE
 
     def flush(self) -> None:
-        """Queue what this thread's batch has collected so far."""
+        """Queue the messages that this thread's batch has collected so far."""
         letters, self._batch.letters, expected = self._batch.letters, [], self._batch.expected
         look, self._batch.look, self._batch.expected = self._batch.look, None, 0
         if not letters:
@@ -180,13 +180,13 @@ class MessageHalf:
                 self._short.remember(look, machine, self._pairs.epoch, parcels, tensors)
 
     def _belongs(self, who: MessageCaller) -> bool:
-        """Whether a message belongs to what is being collected, or nothing is."""
+        """Whether a message belongs to the batch being collected, or none is being collected."""
         if not who.operations:
             return self._batch.is_open or not self._batch.expected
         return self._batch.expected > 0 and any(map(_is_gpus, who.operations[: who.position]))
 
     def _begin(self, who: MessageCaller, device: torch.device) -> None:
-        """Begin to collect what `who` makes; an earlier batch that was not completed was broken off.
+        """Begin to collect the messages of `who`; an earlier incomplete batch was interrupted.
 
         All pairs of a batch meet now, so that none waits behind the meeting of another.
         """
@@ -204,7 +204,7 @@ class MessageHalf:
         self._batch.expected = sum(peer in self._pairs.met and peer not in self._batch.lost for peer in peers)
 
     def _launch(self, letters: Sequence[Letter], name: Any) -> None:
-        """Queue letters as one kernel, on the caller's stream where `name` is None."""
+        """Queue messages as one kernel, on the caller's stream if `name` is None."""
         machine, streams = self._pairs.gear
         machine.timeout_s = self._engine.p2p_timeout_s or self._engine.timeout_s
         ways = {(letter.parcel.peer, letter.parcel.is_send) for letter in letters}
@@ -239,7 +239,7 @@ class MessageHalf:
         return letter.work
 
     def _end(self, letters: Sequence[Letter], ways: Collection[Way], place: StreamPlace, queued: Queued) -> None:
-        """Queue what comes behind a kernel, and note where the works stand."""
+        """Queue what follows a kernel, and note the end of the works."""
         machine, streams = self._pairs.gear
         for letter in letters:
             if letter.back is not None:
@@ -267,7 +267,7 @@ class MessageHalf:
     # --- end
 
     def close(self, is_aborted: bool) -> None:
-        """End. Waits for the kernels in flight, or ends their waits if `is_aborted`. Idempotent."""
+        """Close. Waits for the unfinished kernels, or ends their waits if `is_aborted`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -283,7 +283,7 @@ class MessageHalf:
         if not streams.drain(ways, min(self._engine.timeout_s, CLOSE_S)):
             machine.device.abort()
             streams.drain(ways, CLOSE_S)
-        if not self._is_in_graphs:  # they have its addresses
+        if not self._is_in_graphs:  # graphs have its addresses
             machine.close()
 
 

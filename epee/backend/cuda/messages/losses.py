@@ -1,11 +1,11 @@
-"""What becomes of messages that are lost: what kernels report, what is raised, and what a message's work is told.
+"""Lost messages: kernel reports, the errors raised for them, and the state of a lost message's work.
 
-Kernels report (`report.py`); the error is raised at the next touch of the host: a message, or the `wait` of one. A pair
-that has lost a message makes none before its hosts have met (`pairs.py`). A death is told to the kernels by a thread
-(`gpu/death_notifier.py`); the engine hears of it by its own means. Where the group reports losses (mode "mask" under
-Mooncake's names) a message to or from a dead rank raises nothing: its work says that it was lost (`work.py`). Nobody
-but the survivor decides (`csrc/kernels/message/batch.cuh`), so mode "mask" needs no more than that here, and that the
-word of a death comes when the dead rank's memory is final.
+Kernels report (`report.py`); the error is raised at the next entry from the cpu: a message, or the `wait` of one. A
+pair that has lost a message makes none before its ranks have met (`pairs.py`). A thread reports a death to the kernels
+(`gpu/death_notifier.py`); the engine detects it by its own means. If the group reports losses (mode "mask" under
+Mooncake's names) a message to or from a dead rank raises nothing: its work reports that it was lost (`work.py`). Only
+the survivor decides (`csrc/kernels/message/batch.cuh`), so mode "mask" needs no more here, except that a death is
+reported when the dead rank's memory is final.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .report import error_of, failed
 
 logger = logging.getLogger("epee")
 
-CLOSE_S = 30.0  # how much longer than the group's time-out the host waits for kernels
-NEWS_S = 0.1  # how long a host waits to hear of a death that is behind what a kernel has reported
+CLOSE_S = 30.0  # how much longer than the group's timeout the cpu waits for kernels
+NEWS_S = 0.1  # how long the cpu waits for the notification of a death that caused a kernel's report
 NAP_S = 5e-5
 
 
 class LostMessages:
-    """See above. Any thread.
+    """Errors of lost messages. Any thread.
 
     Args:
         engine: of the group.
         rank: this process's.
-        pairs: of it.
+        pairs: of this rank.
         lock: of the pairs.
     """
 
@@ -75,7 +75,7 @@ class LostMessages:
         return error_of(report, self._rank)
 
     def lost_by(self, peer: int, is_send: bool, queued: Queued) -> EpeeError | None:
-        """Return why a message whose kernel has ended was lost, None where it was not."""
+        """Return why a message whose kernel has ended was lost, None if it was not."""
         machine = self._pairs.machine
         if machine is None:
             return None
@@ -92,7 +92,7 @@ class LostMessages:
         return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer], has_job=True)
 
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
-        """Let the host wait for a message's end, and raise what became of it."""
+        """Block the cpu until a message's end, and raise its failure."""
         deadline = time.monotonic() + self._engine.timeout_s + CLOSE_S
         while not is_done():
             if time.monotonic() > deadline:

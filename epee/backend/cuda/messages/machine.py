@@ -1,12 +1,13 @@
-"""Launches the message kernels on one rank: memory, the cut of a batch into channels, the words of pairs. No groups.
+"""Launches of the message kernels on one rank: memory, the split of a batch into channels, the words of pairs. No
+groups.
 
-Data path: `csrc/kernels/message/batch.cuh`. This module owns the lent region and, in its `GpuDevice`, the words of the
-host. A call returns when its kernel is queued. Kernels of the same pair and direction must run one after the other: who
-uses this orders the streams (`streams.py`). A graph records nothing but launches: counts and the addresses of peers are
-read from memory.
+Data path: `csrc/kernels/message/batch.cuh`. This module owns the lent region and, in its `GpuDevice`, the words in cpu
+memory. A call returns when its kernel is queued. Kernels of the same pair and direction must run one after the other:
+the caller orders the streams (`streams.py`). A graph records nothing but launches: counts and the addresses of peers
+are read from memory.
 
-A pair of ranks exists from `connect` on, with all words zero; `reset` makes it anew, while nothing of the pair is in
-flight on either of them (`pairs.py` sees to that).
+A pair of ranks exists from `connect` on, with all words zero; `reset` clears it, while nothing of the pair is
+unfinished on either rank (`pairs.py` ensures that).
 
 The platform is `ep.gpu.platform.CudaPlatform`, or the tests' emulation.
 """
@@ -47,7 +48,7 @@ class Queued(NamedTuple):
     """A launch.
 
     Attributes:
-        more: its operations beyond the first ones, which must live until it has ended.
+        more: its operations beyond the first ones, kept alive until it has ended.
         source: the word of the rank that a receive from any source has found; likewise.
         ticket: its number, 0 in a graph; see `Messages.is_lost`.
     """
@@ -62,7 +63,7 @@ _WORDS_AT, _BLOCKS_AT, _TIME_AT = (getattr(MessageParams, name).offset for name 
 
 
 class MessagePlan(NamedTuple):
-    """How many blocks kernels take; a rank's own, peers may have others. The first two in this order.
+    """The numbers of blocks that kernels take; a rank's own, peers may have others. The first two in this order.
 
     Attributes:
         alone: of a message on the caller's stream.
@@ -79,7 +80,7 @@ def plan_of(num_ranks: int, num_sharing: int) -> MessagePlan:
     """Return the plan for a GPU that `num_sharing` ranks use.
 
     All that may wait at the same time (a stream for each peer and direction, one of batches, the caller's) takes 256
-    places for blocks, of which an H100 has 264.
+    resident blocks, of which an H100 has 264.
     """
     part = max(1, num_sharing)
     return MessagePlan(
@@ -88,7 +89,7 @@ def plan_of(num_ranks: int, num_sharing: int) -> MessagePlan:
 
 
 def _power_below(count: int) -> int:
-    """Return the largest power of two up to `count`, so that lanes are dealt out evenly; 1 at least."""
+    """Return the largest power of two up to `count`, at least 1, so that lanes are distributed evenly."""
     return 1 << (max(1, count).bit_length() - 1)
 
 
@@ -97,9 +98,9 @@ class ReadyBatch:
 
     Args:
         machine: whose batches they are.
-        kernel: with arguments of its own, which are filled but for addresses.
+        kernel: with its own arguments, complete except for addresses.
         grid: blocks.
-        places: where among the operations' words each parcel's address stands.
+        places: index of each parcel's address among the operations' words.
     """
 
     def __init__(self, machine: Messages, kernel: Any, grid: int, places: Sequence[int]) -> None:
@@ -108,7 +109,7 @@ class ReadyBatch:
         self.plan = machine.plan
 
     def launch(self, addresses: Sequence[int], stream: int) -> Queued:
-        """Queue a batch whose parcels lie there, in their order; no graph is recorded."""
+        """Queue a batch with these addresses of its parcels, in their order; no graph is recorded."""
         ops, machine = self._ops, self._machine
         for place, at in zip(self._places, addresses, strict=True):
             ops[place] = at
@@ -124,13 +125,13 @@ class Messages:
     Args:
         platform: the GPU.
         config: sizes, equal on all ranks.
-        plan: see there.
+        plan: a `MessagePlan`.
         stall_one_in: for stress tests, as in `ep.gpu.params.kernel_head`.
 
     Attributes:
-        device: reports, news for kernels.
+        device: reports, notifications to kernels.
         timeout_s: of one wait of a kernel.
-        skips_dead: a receive from any source goes on without the dead.
+        skips_dead: a receive from any source continues without the dead.
         ticket: number of the last launch that no graph has recorded.
     """
 
@@ -149,7 +150,7 @@ class Messages:
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._singles: dict[tuple[int, bool], Any] = {}
         self._failed = platform.host_words(MAX_CHANNELS)
-        self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses that hosts have mended
+        self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses followed by a meeting
         self.ticket = 0
         for kernel in self.device.kernels.values():
             args = kernel.args
@@ -167,18 +168,18 @@ class Messages:
 
     @property
     def blob(self) -> bytes:
-        """By which other processes map this rank's memory."""
+        """Bytes with which other processes map this rank's memory."""
         return self._own.blob
 
     # --- calls
 
     def run(self, parcels: Sequence[Parcel], stream: int, is_beside: bool) -> Queued:
-        """Queue sends and receives as one kernel, all of which go on at the same time.
+        """Queue sends and receives as one kernel, which makes all of them concurrently.
 
         Args:
             parcels: those of one pair and direction in the order in which they are matched; none from any source.
             stream: raw.
-            is_beside: other messages may be on their way on other streams.
+            is_beside: other messages may be unfinished on other streams.
         """
         if len(parcels) == 1:
             return self.run_one(parcels[0], stream, is_beside)
@@ -196,7 +197,8 @@ class Messages:
         return ReadyBatch(self, kernel, grid, places)
 
     def _fill(self, args: Any, parcels: Sequence[Parcel], is_beside: bool) -> tuple[HostWords | None, int, list[int]]:
-        """Write a batch into arguments; returns what must live, the blocks, and where each parcel's address stands."""
+        """Write a batch into arguments; returns what must be kept alive, the blocks, and the index of each parcel's
+        address."""
         channels: dict[int, list[int]] = {}
         for number, parcel in enumerate(parcels):
             channels.setdefault(parcel.peer << 1 | parcel.is_send, []).append(number)
@@ -218,7 +220,7 @@ class Messages:
         return more, args.blocks * len(channels), places
 
     def _number(self, args: Any) -> int:
-        """Give a launch its ticket; returns it."""
+        """Assign a launch its ticket; returns it."""
         ticket = self.next_ticket()
         _TIME.pack_into(args, _TIME_AT, int(self.timeout_s * 1e9), ticket)
         return ticket
@@ -231,7 +233,7 @@ class Messages:
         return self.ticket
 
     def run_one(self, parcel: Parcel, stream: int, is_beside: bool) -> Queued:
-        """Queue one message; its pair and direction have a launcher of their own, where little has to be written."""
+        """Queue one message; its pair and direction have their own launcher, in which little has to be written."""
         is_send, peer, *words = parcel
         if self.device.is_closed:
             self.device.require_open()
@@ -279,7 +281,7 @@ class Messages:
     # --- pairs
 
     def connect(self, rank: int, blob: bytes) -> None:
-        """Map the memory of a rank, this one included (whose blob is not looked at), and let messages go there.
+        """Map the memory of a rank, this one included (whose blob is not read), and allow messages to it.
 
         Raises:
             ProtocolError, AuthError, ResourceError, UnsupportedError: it cannot be mapped; may be repeated.
@@ -288,12 +290,12 @@ class Messages:
             self._regions[rank] = self._own if rank == self.config.rank else self.platform.attach(blob)
         region = self._regions[rank]
         assert region is not None
-        for name in ("lost", "reported"):  # by a launch since the last process of the rank was forgotten
+        for name in ("lost", "reported"):  # by a launch since the last process of the rank was disconnected
             self._store(name, rank, [0])
         self._store("peers", rank, [region.address])
 
     def disconnect(self, rank: int) -> None:
-        """Forget a rank's memory; nothing of the pair is in flight here."""
+        """Unmap a rank's memory; nothing of the pair is unfinished here."""
         self._store("peers", rank, [0])
         self.reset(rank)
         region, self._regions[rank] = self._regions[rank], None
@@ -301,7 +303,7 @@ class Messages:
             region.close()
 
     def reset(self, rank: int) -> None:
-        """Begin a pair anew; nothing of it is in flight on either end."""
+        """Clear a pair; nothing of it is unfinished on either end."""
         for channel in (rank << 1, rank << 1 | 1):
             first = self._failed.words[channel]
             if first:
@@ -312,9 +314,9 @@ class Messages:
             self._store(name, rank, [0] * (field.nbytes // 8 // field.shape[0]))
 
     def _store(self, name: str, row: int, words: Sequence[int]) -> None:
-        """Write a row of words; waits for nothing but that, as kernels of other pairs may wait for their peers.
+        """Write a row of words; waits for nothing else, as kernels of other pairs may wait for their peers.
 
-        By a copy: a first kernel of torch's would be loaded, which may wait for all that runs.
+        By a copy: a first kernel of torch's would have to be loaded, which may wait for all running work.
         """
         layout = self.config.region_layout
         at: torch.Tensor = self._own.lease(layout.offset(name) + 8 * len(words) * row, 8 * len(words), None)
@@ -331,7 +333,8 @@ class Messages:
     def is_lost(self, peer: int, is_send: bool, ticket: int) -> bool:
         """Whether messages of a pair and direction in a launch, which has ended, were lost.
 
-        Those of one pair and direction in a batch are lost together. Of launches in graphs nothing is known: False.
+        Those of one pair and direction in a batch are lost together. Losses of launches in graphs are not recorded:
+        False.
         """
         channel = peer << 1 | is_send
         first = self._failed.words[channel]
@@ -340,11 +343,11 @@ class Messages:
         return bool(first and first <= ticket) or any(ticket in lost for lost in self._lost.get(channel, ()))
 
     def reports(self) -> list[KernelReport]:
-        """Return what kernels have reported since the last look, the oldest first."""
+        """Return the kernel reports since the last call, the oldest first."""
         return self.device.take_reports()
 
     def close(self) -> None:
-        """Give up all memory. No kernel may be in flight on this rank. Idempotent."""
+        """Release all memory. No kernel may be unfinished on this rank. Idempotent."""
         if not self.device.is_closed:
             self.device.close()
             for region in self._regions:

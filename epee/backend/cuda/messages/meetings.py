@@ -1,7 +1,7 @@
-"""The pairs of one rank: with whom messages go from GPU to GPU, with whom through host memory, and who is to meet.
+"""The pairs of one rank: peers whose messages go from GPU to GPU, those through cpu memory, and those still to meet.
 
 Data path: none. This owns the memory and the kernels (`machine.py`) from the first message on, and the words of each
-pair; `pairs.py` says in which order two hosts tell each other what, and what a crash between leaves behind.
+pair; `pairs.py` describes the order of the exchange between two ranks, and what a crash in between leaves.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .streams import Streams
 logger = logging.getLogger("epee")
 
 ENDING_S = 5.0  # how long a dying process may take to end
-DRAIN_S = 30.0  # beyond the group's time-out: how long a meeting waits for kernels that were queued before
+DRAIN_S = 30.0  # beyond the group's timeout: how long a meeting waits for kernels that were queued before
 
 
 def platform_of(device: torch.device) -> Platform:
-    """Return the machine below; the tests put their own in its place."""
+    """Return the platform of a device; the tests replace it by their own."""
     return collectives_meeting.platform_of(device)
 
 
@@ -56,24 +56,24 @@ def is_capturing() -> bool:
 
 
 class Pairs:
-    """See above. One thread at a time.
+    """The pairs of one rank, see the module. One thread at a time.
 
     Args:
         engine: of the group.
         rank: this process's.
-        staging_bytes: by which the memory is sized; equal on all ranks.
+        staging_bytes: determines the size of the memory; equal on all ranks.
         store: of the group.
-        is_masked: mode "mask": dead is only whose process has ended altogether, its GPU's work as well.
+        is_masked: mode "mask": a rank is dead only when its process has ended completely, including its GPU work.
 
     Attributes:
-        is_masked: see there.
-        machine, streams: None before the first message, and where this process has no memory for them.
-        met: rank -> its process, of those that messages can go to.
-        off: rank -> its process, of those with which messages go through host memory.
+        is_masked: as above.
+        machine, streams: None before the first message, and if this process has no memory for them.
+        met: rank -> its process, of those that messages can be sent to.
+        off: rank -> its process, of those whose messages go through cpu memory.
         lost: pairs that have lost a message.
-        epoch: of the engine's members when this looked at them last.
-        index: of the GPU that is used; -1 before, and in the emulation. `current()` is that which torch has set.
-        own_row: what this rank has told.
+        epoch: of the engine's members at the last check.
+        index: of the GPU that is used; -1 before, and in the emulation. `current()` is the one set by torch.
+        own_row: the row that this rank has published.
     """
 
     def __init__(self, engine: Engine, rank: int, staging_bytes: int, store: Any, is_masked: bool = False) -> None:
@@ -89,7 +89,7 @@ class Pairs:
         self.met: dict[int, str] = {}
         self.off: dict[int, str] = {}
         self.lost: set[int] = set()
-        self._owners: dict[int, str] = {}  # who may have stored here
+        self._owners: dict[int, str] = {}  # processes that may have stored here
         self._processes: dict[int, tuple[int, int]] = {}
         self._gpus: dict[int, bytes] = {}
         self._meetings: dict[int, int] = {}  # after losses
@@ -103,21 +103,22 @@ class Pairs:
 
     @property
     def gear(self) -> tuple[Messages, Streams]:
-        """The machine and its streams, of which there are some once a pair has met."""
+        """Return the machine and its streams, which exist once a pair has met."""
         assert self.machine is not None
         assert self.streams is not None
         return self.machine, self.streams
 
     def _is_dead(self, rank: int) -> bool:
-        is_met = rank in self.met  # who comes in the place of a dead one is another process
+        is_met = rank in self.met  # the successor of a dead process is another process
         return is_met and self.machine is not None and self.machine.device.is_marked(rank)
 
     def meet(self, peers: Sequence[int], device: torch.device, name: str) -> bool:
-        """Have messages go between this rank and others, as far as they do not; False where one goes through the host.
+        """Let messages go between this rank and others, if they do not yet; False if those of one go through cpu
+        memory.
 
         Raises:
-            InvalidArgument: a second GPU. InvalidState: a graph is being recorded, and hosts would have to meet.
-            CommTimeoutError, RankFailedError: a peer does not come. Else as memory is made, or mapped.
+            InvalidArgument: a second GPU. InvalidState: a graph is being recorded, and ranks would have to meet.
+            CommTimeoutError, RankFailedError: a peer does not arrive. Else as memory is created, or mapped.
         """
         if all(peer in self.met for peer in peers) and not self.lost.intersection(peers):
             if device != self.gpu and not _is_emulated(self.gpu):
@@ -137,12 +138,12 @@ class Pairs:
                 if peer in self.lost:
                     self._mend(peer, name)
             elif peer not in self.off:
-                self.lost.discard(peer)  # what was queued for a process that is forgotten
+                self.lost.discard(peer)  # work that was queued for a process that is no longer a member
                 self._connect(peer, own, name)
         return not any(peer in self.off for peer in peers)
 
     def _row(self, device: torch.device) -> MeetingRow:
-        """Return this rank's row, which lies in the store from then on."""
+        """Return this rank's row, which stays in the store from then on."""
         if self.own_row is not None:
             return self.own_row
         pid, size = os.getpid(), self._engine.members.group_size
@@ -216,12 +217,12 @@ class Pairs:
             raise CommTimeoutError(f"{name}: messages with rank {peer} that were queued before have not ended", [peer])
 
     def renew(self, check: Callable[[], None]) -> None:
-        """Forget ranks whose process is another one now, or none, if the view has changed.
+        """Remove ranks whose process has been replaced or has ended, if the view has changed.
 
         Args:
-            check: raises what kernels have reported, and notes it in `lost`: called when those with such a rank have
-                ended, so that nothing which they have lost counts as lost with a successor. What it raises leaves a
-                state from which this goes on the next time.
+            check: raises what kernels have reported, and notes it in `lost`: called when the messages with such a rank
+                have ended, so that none of their losses counts as a loss with a successor. What it raises leaves a
+                state from which the next call continues.
         """
         epoch = self._engine.members.epoch
         if self.epoch == epoch:
@@ -246,7 +247,7 @@ class Pairs:
         return {peer: self._board.owner_of(peer) for peer in self._engine.members.members}
 
     def _await_end(self, peer: int) -> None:
-        """Let a process that is dying end altogether, so that its GPU stores nothing here any more."""
+        """Wait until a dying process has ended completely, so that its GPU stores nothing here any more."""
         process = self._processes.pop(peer, None)
         if process is None or peer == self._rank or not is_leaving(*process):
             return
@@ -259,7 +260,7 @@ class Pairs:
             watch.close()
 
     def stop(self) -> None:
-        """Follow nobody any more. Idempotent."""
+        """Stop watching processes. Idempotent."""
         if self._notifier is not None:
             self._notifier.stop()
             self._notifier = None

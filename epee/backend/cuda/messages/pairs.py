@@ -1,40 +1,40 @@
-"""How the hosts of two ranks meet, so that messages can go between their GPUs.
+"""Meetings of two ranks on the cpu, before messages can go between their GPUs.
 
-Rows lie in the group's store, under names that only these two processes, in this group, have. A rank lays one there for
-each other when it comes to its first message on CUDA tensors in the group, and for who has come later when it comes to
-its first one behind that; they stay.
+Rows lie in the group's store, under names that only these two processes, in this group, have. A rank publishes a row
+for each other rank when it reaches its first message on CUDA tensors in the group, and for a joiner when it reaches its
+first message after the join; rows are not removed.
 
-First message of a pair: each end reads the other's row, maps its memory and goes on; nobody answers. What the
-receiver's memory holds of the pair is all zero when its row is there, so a sender may write before the receiver has
-read the sender's row: it is emptied before a row is laid down for who has the rank of another process, and not before
-that one can store nothing any more. Where one of the two rows says that its process cannot (no GPU, no memory), both
-ends take the way through host memory; likewise where neither GPU reaches the other's memory, which both find when they
-map it. A rank that cannot map memory for another reason (no descriptor is left, say) raises; its peer's waits end by
-the time-out.
+First message of a pair: each end reads the other's row, maps its memory and continues; there is no reply. The
+receiver's words of the pair are all zero when its row is published, so a sender may write before the receiver has read
+the sender's row: the words are cleared before a row is published for a process that replaces another one of the same
+rank, and not before the old process can store nothing any more. If one of the two rows says that its process cannot (no
+GPU, no memory), both ends use cpu memory; likewise if neither GPU reaches the other's memory, which both find when they
+map it. A rank that cannot map memory for another reason (no descriptor is available, say) raises; its peer's waits end
+by the timeout.
 
-A pair that has lost a message (`csrc/kernels/message/batch.cuh`) meets again, at its next message at each end:
+A pair that has lost a message (`csrc/kernels/message/batch.cuh`) meets once more, at its next message at each end:
 
-    1. nothing of the pair is in flight here any more: said by a key of this pair and its count of such meetings
-    2. when the other end has said so: the pair's words are emptied; said by another key
-    3. when the other end has said so, too: messages go again
+    1. nothing of the pair is unfinished here: announced by a key of this pair and its count of such meetings
+    2. after the other end has announced this: the pair's words are cleared; announced by another key
+    3. after the other end has announced that, too: messages are sent
 
-A peer whose process is another than before has another name, and the pair begins with the first message again. Who
-has lived longer goes through these steps, the first four at its next message in the new view, whoever that is with:
+A peer whose process has been replaced has another name, and the pair begins with the first message. The surviving rank
+goes through these steps, the first four at its next message in the new view, to any peer:
 
-    1. kernels with the old process have ended, and what they have reported is heard: it is no loss of the new pair
+    1. kernels with the old process have ended, and their reports are read: they are no loss of the new pair
     2. the old process has ended, so that its GPU stores nothing here any more
-    3. its memory is let go, and the words of the pair are emptied
-    4. a row is laid down for the new process, which stores nothing here before it has read that
-    5. at the first message with it: its row is read, its memory mapped; what it holds of the pair is all zero
-    6. the thread that tells of deaths follows it: the host's word to the kernels is about it from here on
+    3. its memory is unmapped, and the words of the pair are cleared
+    4. a row is published for the new process, which stores nothing here before it has read that
+    5. at the first message with it: its row is read, its memory mapped; its words of the pair are all zero
+    6. the thread that reports deaths watches it: the cpu's word for the kernels applies to it from here on
     7. kernels are launched
 
-A kernel may still find, after 6, that the old process is dead, in what its GPU has copied of the host's word before: it
-asks the host's own word before it loses a message for that. A crash of the old process, or of the new one, at any of
-these steps is told to the kernels behind 7, or ends the wait in 5.
+A kernel may still find, after 6, that the old process is dead, in its GPU's earlier copy of the cpu's word: it reads
+the cpu's own word before it loses a message for that. A crash of the old process, or of the new one, at any of these
+steps is reported to the kernels after 7, or ends the wait in 5.
 
-Who waits here looks for the peer's death, and gives up after the group's time-out: it may come again, to the same
-step. A crash between two steps leaves keys that nobody asks for.
+Every wait here polls for the peer's death, and ends after the group's timeout: it may be repeated, from the same step.
+A crash between two steps leaves keys that are never read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FOLDER = "epee/messages"
 
 
 class PairBoard:
-    """What ranks tell each other before their first message.
+    """The rows and keys that ranks exchange before their first message.
 
     Args:
         engine: of the group.
@@ -69,7 +69,7 @@ class PairBoard:
         self._welcome: set[str] = set()
 
     def owner_of(self, rank: int) -> str:
-        """Return what names the process that has a rank now, in this group; "" where none has."""
+        """Return the name of a rank's current process in this group; "" if it has none."""
         box = self._engine.members
         if rank not in box.members:
             return ""
@@ -77,17 +77,17 @@ class PairBoard:
         return words[OWNER : OWNER + _OWNER_WORDS].tobytes().hex()
 
     def publish(self, row: MeetingRow) -> None:
-        """Lay down this rank's row for all members for whom none lies there; what they write to here is all zero."""
+        """Publish this rank's row for all members that have none; the memory that they write to here is all zero."""
         mine = self.owner_of(self._rank)
         for owner in {self.owner_of(peer) for peer in self._engine.members.members} - self._welcome:
             self._set(f"{mine}/for/{owner}", row.pack())
             self._welcome.add(owner)
 
     def row_of(self, peer: int, name: str) -> MeetingRow:
-        """Return a peer's row; waits until it has come to its first message.
+        """Return a peer's row; waits until the peer has reached its first message.
 
         Raises:
-            CommTimeoutError: it does not come. RankFailedError: it is dead, or has left. ProtocolError: no row.
+            CommTimeoutError: it does not arrive. RankFailedError: it is dead, or has left. ProtocolError: no row.
         """
         key = f"{self.owner_of(peer)}/for/{self.owner_of(self._rank)}"
         told = self._await(key, peer, name, "has not come to its first message on CUDA tensors")
@@ -97,7 +97,7 @@ class PairBoard:
             raise ProtocolError(f"{name}: the row of rank {peer} in the store is none ({exc})") from exc
 
     def meet_again(self, peer: int, count: int, name: str, empty: Callable[[], None]) -> None:
-        """Meet after a lost message, for the `count`-th time; nothing of the pair is in flight here.
+        """Meet after a lost message, for the `count`-th time; nothing of the pair is unfinished here.
 
         Raises:
             As `row_of`.
@@ -136,7 +136,7 @@ class PairBoard:
 
     def _require_peer(self, peer: int, name: str) -> None:
         engine = self._engine
-        engine.look(lambda: None)  # takes over what is new, raises where the group has ended
+        engine.look(lambda: None)  # takes over changes, raises if the group has ended
         box = engine.members
         is_in = peer in box.members and peer not in engine.mail.out and not self._is_dead(peer)
         if is_in and not has_left(box.words[box.members.index(peer)]):

@@ -1,6 +1,6 @@
-"""The numbers and the struct that the message kernels share with the host: the lent region, arguments, constants.
+"""The numbers and the struct that the message kernels share with the cpu: the lent region, arguments, constants.
 
-What the fields mean stands here, what the kernels do with them in `csrc/kernels/message/batch.cuh`. Arithmetic only.
+The fields are explained here, their use by the kernels in `csrc/kernels/message/batch.cuh`. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ....memory.layout import Field, Layout
 MAX_RANKS = 8
 MAX_LANES = 64
 MAX_CHANNELS = 2 * MAX_RANKS  # each rank both ways
-OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in the host's memory
+OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in cpu memory
 OP_WORDS = 4  # address, bytes, tag, dtype
 GONE_WORDS = 4
-HEADER_BYTES = 128  # behind the bytes of a slot
+HEADER_BYTES = 128  # after the bytes of a slot
 THREADS, BLOCKS_PER_SM = 320, 2
 SEND, RECEIVE = 1, 2  # numbers of the operations in reports
 OPS = ("send", "recv")
@@ -35,14 +35,14 @@ _PTR, _WORD, _INT = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32
 class MessageParams(ctypes.Structure):
     """Arguments of every kernel.
 
-    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`); `rings_offset`:
-    where the rings lie in a region; `timeout_ns`: of one wait; `ticket`: number of the launch, 0 of one in a graph;
+    `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `rings_offset`:
+    offset of the rings in a region; `timeout_ns`: of one wait; `ticket`: number of the launch, 0 of one in a graph;
     `failed`: pinned words, one for each pair and direction as in `channels`: the first ticket that has lost a message,
-    0: none; `more`: pinned memory with the operations behind the first `OPS_INSIDE`; `source`: pinned word that gets
-    1 + the rank that a receive from any source has found; `skips_dead`: such a receive goes on without the dead.
+    0: none; `more`: pinned memory with the operations after the first `OPS_INSIDE`; `source`: pinned word that gets 1 +
+    the rank that a receive from any source has found; `skips_dead`: such a receive continues without the dead.
     `num_lanes` lanes of a pair with `num_slots` slots of `slot_bytes`; a message takes a lane for each `lane_bytes`.
-    `blocks` of a channel; `begins`: where each channel's operations begin among `ops`, and end; `channels`: peer << 1,
-    and 1 for sends.
+    `blocks` of a channel; `begins`: index of each channel's first operation among `ops`, and the end; `channels`: peer
+    << 1, and 1 for sends.
     """
 
     _fields_ = (
@@ -78,7 +78,7 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 @dataclass(frozen=True)
 class MessageConfig:
-    """What the memory is sized for; equal on all ranks.
+    """The sizes that determine the memory; equal on all ranks.
 
     Attributes:
         num_lanes: of an ordered pair; a block each moves them.
@@ -95,7 +95,7 @@ class MessageConfig:
     lane_bytes: int = 8 << 10
 
     def check(self) -> None:
-        """Raise `InvalidArgument` for what the kernels cannot do."""
+        """Raise `InvalidArgument` for sizes that the kernels do not support."""
         if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
             raise InvalidArgument(f"messages have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
         if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
@@ -105,11 +105,11 @@ class MessageConfig:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of messages of a pair that lie at the receiver at once: what is sent without it."""
+        """Bytes of messages of a pair that lie at the receiver at once: as much is sent before it receives."""
         return self.num_lanes * self.num_slots * self.slot_bytes
 
     def lanes_of(self, nbytes: int) -> int:
-        """Return into how many lanes a message is dealt out."""
+        """Return over how many lanes a message is distributed."""
         return min(self.num_lanes, max(1, -(-nbytes // self.lane_bytes)))
 
     @cached_property
@@ -120,11 +120,11 @@ class MessageConfig:
 
 
 def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
-    """Return sizes for which the rings of all sources take at most about twice `staging_bytes`, 6 MiB a source.
+    """Return sizes for which the rings of all sources take at most about twice `staging_bytes`, 6 MiB per source.
 
-    A lane has room for what is on its way there, what is being copied, what the word of that takes back, and for one
-    chunk more. A chunk is what the threads of a block have under way at once (`THREADS`; kDeep in `batch.cuh`): of
-    more, the last loads would begin when the first bytes have gone.
+    A lane has room for the bytes in transit, those being copied, those in transit while the acknowledgement returns,
+    and one chunk more. A chunk is what the threads of a block load at once (`THREADS`; kDeep in `batch.cuh`): with
+    more, the last loads would begin when the first bytes have been sent.
     """
     slots, slot = 4, 24 << 10
     lanes = max(2, min(MAX_LANES, 2 * staging_bytes // (slots * num_ranks * slot)))

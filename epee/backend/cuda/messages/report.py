@@ -1,4 +1,4 @@
-"""From what the message kernels report (numbers in pinned host memory) to exceptions with the facts in words."""
+"""Conversion of the message kernels' reports (numbers in pinned cpu memory) to exceptions with readable messages."""
 
 from __future__ import annotations
 

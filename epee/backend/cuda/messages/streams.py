@@ -1,11 +1,11 @@
-"""On which streams messages run, and in which order.
+"""The streams on which messages run, and their order.
 
 Messages of one pair and direction run one after the other, in the order in which they were made: both ends count them.
-All others may wait for their peers side by side. So a message that the caller waits for at once runs on the caller's
-stream; any other one runs behind that, on a stream of its pair and direction, or of batches, and the caller's goes on.
-While a graph is recorded everything runs on the caller's stream, and its order there is the caller's.
+All others may wait for their peers concurrently. So a message that the caller waits for at once runs on the caller's
+stream; any other one runs after that stream's work, on a stream of its pair and direction, or of batches, and the
+caller's continues. While a graph is recorded everything runs on the caller's stream, in the caller's order.
 
-Who comes next to a pair and direction on another stream waits there, by an event, for the last one.
+The next message of a pair and direction on another stream waits there, by an event, for the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Way = tuple[int, bool]  # a peer, and whether we send
 
 
 class StreamPlace(NamedTuple):
-    """Where a kernel is queued: a raw stream, torch's object of it where it is one of ours, and whether in a graph."""
+    """The stream of a kernel: a raw stream, torch's object of it if it is one of ours, and whether in a graph."""
 
     raw: int
     side: torch.cuda.Stream | None
@@ -31,7 +31,8 @@ class StreamPlace(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """A stream of ours; `begun` is recorded where its next kernel begins, and waited for before it is again."""
+    """A stream of ours; `begun` is recorded where its next kernel begins, and waited for before it is recorded once
+    more."""
 
     stream: torch.cuda.Stream
     raw: int
@@ -52,10 +53,11 @@ class Streams:
 
     @contextlib.contextmanager
     def entered(self, name: Hashable, ways: Collection[Way]) -> Iterator[StreamPlace]:
-        """Let a kernel of these ways be queued in here; the current stream is that of the name, the caller's for None.
+        """Let a kernel of these links be queued in the block; the current stream is that of the name, the caller's for
+        None.
 
-        What is queued in here runs behind the caller's stream, and behind all that was queued for these ways; `note`
-        comes behind it.
+        What is queued in the block runs after the caller's stream, and after all that was queued for these links;
+        `note` follows it.
         """
         if self._platform.is_capturing():
             yield StreamPlace(self._platform.stream(), None, True)
@@ -65,7 +67,7 @@ class Streams:
             yield place
 
     def beside(self, name: Hashable, ways: Collection[Way]) -> StreamPlace:
-        """Return the stream of a name as `entered` does, for a launch that is told its stream; no graph is recorded."""
+        """Return the stream of a name as `entered` does, for a launch with an explicit stream; no graph is recorded."""
         side, raw = self._own.get(name) or self._side(name), self._platform.stream()
         if side is not None:
             self._platform.order(raw, side.raw, side.begun)
@@ -82,7 +84,7 @@ class Streams:
         last = self._last.get(way)
         if last is None or last[0] != raw or last[1] is not None:
             self._follow(way, raw)
-            self._last[way] = raw, None  # marked when somebody asks: what comes behind it is the caller's
+            self._last[way] = raw, None  # marked on demand: what follows it is the caller's
         return raw
 
     def _follow(self, way: Way, raw: int) -> None:
@@ -94,7 +96,7 @@ class Streams:
         return self._platform.mark(last[0]) if last[1] is None else last[1]
 
     def note(self, ways: Collection[Way], place: StreamPlace) -> Any:
-        """Note that something of these ways was queued; returns the mark behind it, None in a graph."""
+        """Note that work of these links was queued; returns the mark after it, None in a graph."""
         if place.is_recorded:
             return None
         mark = self._platform.mark(place.raw)
@@ -103,7 +105,7 @@ class Streams:
         return mark
 
     def drain(self, ways: Collection[Way], grace_s: float) -> bool:
-        """Let the host wait for what is queued for these ways; False where it takes longer than `grace_s`."""
+        """Block the cpu until the queued work of these links is done; False if it takes longer than `grace_s`."""
         deadline = time.monotonic() + grace_s
         for mark in [self._mark(self._last[way]) for way in ways if way in self._last]:
             while not self._platform.is_done(mark):

@@ -1,4 +1,4 @@
-"""A message on the GPUs from the call to its end: what is moved, and the work, as streams and the host see it."""
+"""A message on the GPUs from the call to its end: the memory moved, and the work, as streams and the cpu see it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .report import number_of
 
 
 class Owner(Protocol):
-    """Who makes messages."""
+    """The maker of messages."""
 
     engine: Engine
 
@@ -32,27 +32,27 @@ class Owner(Protocol):
         """Raise what kernels have reported."""
 
     def flush(self) -> None:
-        """Queue what a batch has collected so far."""
+        """Queue the messages that a batch has collected so far."""
 
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
-        """Let the host wait for a message's end, and raise what became of it."""
+        """Block the cpu until a message's end, and raise its failure."""
 
     def lost_by(self, peer: int, is_send: bool, queued: Queued) -> EpeeError | None:
-        """Return why a message whose kernel has ended was lost, None where it was not."""
+        """Return why a message whose kernel has ended was lost, None if it was not."""
 
 
 class MessageEnd:
-    """Where a launch of messages ends, for all that it made.
+    """The end of a launch, shared by all messages that it made.
 
     Args:
         platform: the GPU.
         codes: of what kernels have reported.
         stream: raw.
-        mark: behind the launch; None in a graph.
+        mark: after the launch; None in a graph.
         queued: the launch.
 
     Attributes:
-        joined: raw, the stream that has waited for it last: what has waited once is behind it.
+        joined: raw, the last stream that has waited for it: work on that stream is ordered after it.
     """
 
     __slots__ = ("_event", "codes", "joined", "mark", "platform", "queued", "stream")
@@ -65,14 +65,14 @@ class MessageEnd:
 
     @property
     def event(self) -> Event:
-        """As epee's own, made when somebody asks."""
+        """Return the end as epee's own event, created on demand."""
         if self._event is None:
             device = self.platform.device
             self._event = Event(device, self.stream, self.mark) if device.type == "cuda" else Event()
         return self._event
 
     def join(self, raw: int) -> None:
-        """Make the current stream, `raw`, wait for the launch, which it is not behind already."""
+        """Make the current stream, `raw`, wait for the launch if it is not ordered after it already."""
         if self.mark is None:
             self.event.wait()
             return
@@ -86,10 +86,10 @@ class MessageWork(DeviceWork):
 
     Args:
         owner: of the message.
-        tensors: of it.
+        tensors: of the message.
         device: the GPU.
-        peer, is_send: of it.
-        end: of its launch, None where it is collected.
+        peer, is_send: of the message.
+        end: of its launch, None if it is collected.
 
     Attributes:
         engine: of the group.
@@ -125,12 +125,12 @@ class MessageWork(DeviceWork):
         return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for the message; the host waits, too, for a receive from any source, whose
-        source it has to know, and with a time-out above 0.
+        """Make the current stream wait for the message; the cpu waits, too, for a receive from any source, whose source
+        it must know, and with a timeout above 0.
 
         Raises:
-            CommTimeoutError: the time has passed, the message goes on. Else what kernels have reported; where the group
-            reports losses, one is told by `exception` only.
+            CommTimeoutError: the time has passed, the message continues. Else what kernels have reported; if the group
+                reports losses, a loss is reported by `exception` only.
         """
         if self._end is None:
             self._owner.flush()
@@ -153,7 +153,7 @@ class MessageWork(DeviceWork):
             end.join(raw)
 
     def is_completed(self) -> bool:
-        """True when the GPU has come past the message."""
+        """True when the GPU has passed the message."""
         return self._end is not None and bool(self._end.event.query())
 
     def exception(self) -> BaseException | None:
@@ -163,14 +163,14 @@ class MessageWork(DeviceWork):
         return self._error
 
     def is_success(self) -> bool:
-        """True when the message has ended well here: of a send, its bytes lie with the receiver."""
+        """True when the message has ended well here: the bytes of a send lie with the receiver."""
         return self.is_completed() and self.exception() is None
 
     def lost_ranks(self) -> set[int]:
         """Return the ranks because of which the message was lost; waits for the GPU.
 
         Raises:
-            CommTimeoutError: the GPU has not come past it within twice the group's time-out.
+            CommTimeoutError: the GPU has not passed it within twice the group's timeout.
         """
         deadline = time.monotonic() + 2 * self.engine.timeout_s
         while not self.is_completed():
@@ -195,7 +195,7 @@ class MessageWork(DeviceWork):
 
 
 class Letter(NamedTuple):
-    """A message of a batch: what is moved, its work, the tensors that must live, and what is copied back then."""
+    """A message of a batch: the move, its work, the tensors kept alive, and what is copied back afterwards."""
 
     parcel: Parcel
     work: MessageWork
@@ -204,7 +204,7 @@ class Letter(NamedTuple):
 
 
 def letter_of(owner: Owner, device: torch.device, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> Letter:
-    """Return a message that is to be queued; a send's contents are taken now.
+    """Return a message that is to be queued; a send's contents are copied now.
 
     Raises:
         InvalidArgument: a receive into memory that overlaps itself.

@@ -1,8 +1,8 @@
 """`python -m epee.compat -- CMD ...`: run a command whose processes find epee as `deep_ep` and `mooncake`.
 
-The command takes this process's place. All that it does is in the environment, so it reaches every process that is
-started below, by a shell, by torchrun or by a spawning library: the folders of the stand-ins at the head of PYTHONPATH,
-and the switches that they look at. A Python that ignores its environment (`-I`, `-E`) finds nothing.
+The command replaces this process. All settings are in the environment, so they reach every process that is started
+below, by a shell, by torchrun or by a spawning library: the folders of the stand-ins at the head of PYTHONPATH, and the
+switches that the stand-ins read. A Python that ignores its environment (`-I`, `-E`) does not find epee.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def environment(names: list[str]) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command in this process's place; exit with 127 where it cannot be found."""
+    """Run the command instead of this process; exit with 127 if it is not found."""
     parser = _parser()
     given = parser.parse_args(arguments)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command

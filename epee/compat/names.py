@@ -1,4 +1,4 @@
-"""Which module of epee answers to which name of DeepEP's and Mooncake's, and how a process is made to believe it.
+"""The names of DeepEP's and Mooncake's modules, the epee modules behind them, and the import hook that maps them.
 
 A finder at the head of `sys.meta_path` returns epee's modules themselves under the other names, so that classes are the
 same whichever name they were imported by. Of `mooncake` only the names below are taken: its store and transfer engine
@@ -18,9 +18,10 @@ from types import ModuleType
 
 from ..errors import InvalidState
 
-SHIMS = Path(__file__).resolve().parent / "shims"  # what lies there only stands for what is asked for
+SHIMS = Path(__file__).resolve().parent / "shims"  # packages in this folder only stand in for the requested names
 _DEEP_EP, _MOONCAKE = "epee.compat.deep_ep", "epee.compat.mooncake"
-# What other names, and what lies elsewhere; other modules of `deep_ep` lie where they do in `epee.compat.deep_ep`.
+# Names that differ, and modules in other locations; other modules of `deep_ep` have the same path in
+# `epee.compat.deep_ep`.
 NAMES = {
     "deep_ep": _DEEP_EP,
     "deep_ep._C": _DEEP_EP,
@@ -69,7 +70,7 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is, with its own spec."""
+        """Leave the module unchanged, with its own spec."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
@@ -114,7 +115,7 @@ def take_place(top: str) -> None:
 
 
 def _is_foreign(name: str, module: ModuleType | None) -> bool:
-    """Tell whether a module that has been imported under a name of ours is somebody else's."""
+    """Whether a module imported under one of our names belongs to another package."""
     where = Path(getattr(module, "__file__", None) or "/")
     if where.resolve().is_relative_to(SHIMS) or (getattr(module, "__name__", "")).startswith("epee."):
         return False
@@ -122,7 +123,7 @@ def _is_foreign(name: str, module: ModuleType | None) -> bool:
 
 
 def _is_there(top: str) -> bool:
-    """Tell whether the package of this name is, or can be, imported, and is no stand-in of ours."""
+    """Whether the package of this name is, or can be, imported, and is no stand-in of ours."""
     if top not in sys.modules:
         try:
             importlib.import_module(top)

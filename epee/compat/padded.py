@@ -1,8 +1,8 @@
-"""What DeepEP's low-latency calls and Mooncake's `ep.Buffer` have in common: padded results, handles that are tuples.
+"""Common parts of DeepEP's low-latency calls and Mooncake's `ep.Buffer`: padded results, handles that are tuples.
 
-Data path: the pool (`epee.ep.BufferPool`) finds or makes a `LatencyBuffer` of the call's sizes, that buffer moves the
-rows; here arguments and results are turned around. A handle is a tuple (source tokens `[L, R * T]` int32, ranges
-`[L, R]` int64, T, hidden, experts), made when it is read, behind which stands the epee handle (`KnownHandles`).
+Data path: the pool (`epee.ep.BufferPool`) finds or creates a `LatencyBuffer` of the call's sizes, that buffer moves the
+rows; this module converts arguments and results. A handle is a tuple (source tokens `[L, R * T]` int32, ranges `[L, R]`
+int64, T, hidden, experts), made when it is read, which refers to the epee handle (`KnownHandles`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from epee.ep import (
 from epee.errors import InvalidArgument
 
 _ALIGN = 128
-_MOST_TOPK = 11  # that DeepEP and Mooncake serve: sizes that are asked for before top-k is known
+_MOST_TOPK = 11  # served by DeepEP and Mooncake; used for sizes that are needed before top-k is known
 PaddedHandle: TypeAlias = "tuple[torch.Tensor, torch.Tensor, int, int, int]"
 Hook: TypeAlias = "Callable[[], None] | None"
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
 class Ways(NamedTuple):
-    """How a call runs: the arguments that both interfaces have in common.
+    """The options of a call that both interfaces have.
 
     Attributes:
         active_ranks: `[num_ranks or more]` int32, or None.
         timeout_us: above 0, or None for the group's.
         async_finish: return an event.
         return_recv_hook: only send; the hook receives.
-        zero_copy: of a combine: take what was written into `next_combine_buffer(handle)`.
+        zero_copy: of a combine: use the contents of `next_combine_buffer(handle)`.
     """
 
     active_ranks: torch.Tensor | None
@@ -57,7 +57,7 @@ class Ways(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _KnownPaddedHandle:
-    """The buffer and the handle behind a handle's tuple; its sizes; the routing, on GPUs its shape only."""
+    """The buffer and the epee handle of a handle's tuple; its sizes; the routing, on GPUs its shape only."""
 
     core: LatencyBuffer
     handle: LatencyHandle
@@ -73,7 +73,7 @@ class _KnownPaddedHandle:
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Return the bytes of a buffer in which calls of this size fit."""
+    """Return the bytes of a buffer for calls of this size."""
     return align_up(latency_bytes(num_ranks, max_tokens, hidden, num_experts, _MOST_TOPK), _ALIGN)
 
 
@@ -81,7 +81,7 @@ class PaddedCalls:
     """The calls of one compatible buffer, and the handles that they have returned.
 
     Args:
-        pool: that finds or makes the buffers.
+        pool: finds or creates the buffers.
     """
 
     def __init__(self, pool: BufferPool) -> None:
@@ -104,9 +104,9 @@ class PaddedCalls:
             x: `[num_tokens, hidden]` bfloat16.
             topk_idx: `[num_tokens, num_topk]` int64 (or int32).
             sizes: most tokens of a rank, experts over all ranks.
-            how: rows are sent.
+            how: format in which rows are sent.
             ways: of the call.
-            when_received: called when the receive half has been done.
+            when_received: called after the receive phase.
         """
         routing = int64_routing(topk_idx)
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
@@ -143,16 +143,16 @@ class PaddedCalls:
         ways: Ways,
         when_received: Callable[[LatencyCombined], None] | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
-        """Bring expert outputs back and sum them, weighted by `topk_weights`. Collective.
+        """Send expert outputs back and sum them, weighted by `topk_weights`. Collective.
 
         Args:
-            x: `[num_local_experts, num_ranks * max_tokens, hidden]` bfloat16; not looked at with `ways.zero_copy`.
+            x: `[num_local_experts, num_ranks * max_tokens, hidden]` bfloat16; not read with `ways.zero_copy`.
             topk_idx: that of the dispatch.
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: of the dispatch.
             out: `[num_tokens, hidden]` bfloat16, or None.
             ways: of the call.
-            when_received: called when the receive half has been done.
+            when_received: called after the receive phase.
         """
         known = self._handles.facts(handle)
         try:
@@ -181,7 +181,7 @@ class PaddedCalls:
         how: tuple[bool, bool, bool],
         active_ranks: torch.Tensor | None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
-        """Run a dispatch on a GPU as an earlier one, without event, hook and time-out.
+        """Run a cached dispatch on a GPU, without event, hook and timeout.
 
         Args:
             x, topk_idx, sizes: as of `dispatch`.
@@ -189,7 +189,7 @@ class PaddedCalls:
             active_ranks: as in `Ways`.
 
         Returns:
-            None, and nothing has happened, where it is not like one before (`LatencyBuffer.again`).
+            None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
         """
         if not type(x) is type(topk_idx) is torch.Tensor:
             return None
@@ -212,7 +212,7 @@ class PaddedCalls:
         out: torch.Tensor | None,
         active_ranks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook] | None:
-        """Run a combine on a GPU as an earlier one, as `dispatch_again`."""
+        """Run a cached combine on a GPU, as `dispatch_again`."""
         known = self._handles.facts(handle)
         again = known.core.again
         if again is None or type(topk_idx) is not torch.Tensor or topk_idx.dtype is not torch.int64:
@@ -223,7 +223,7 @@ class PaddedCalls:
         return None if got is None else (got.x, no_event(), None)
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
-        """Return memory for the expert outputs that a combine with `zero_copy` takes."""
+        """Return memory for the expert outputs that a combine with `zero_copy` reads."""
         known = self._handles.facts(handle)
         known.combine_buffer = known.core.combine_input(known.handle)
         return known.combine_buffer
@@ -237,18 +237,18 @@ class PaddedCalls:
 
 
 def _after(got: _Latent, ways: Ways, when_received: Callable[[_Latent], None] | None) -> Hook:
-    """Return the hook; without one, do now what comes after the receive half."""
+    """Return the hook; without one, run the work after the receive phase now."""
     hook = got.hook
     if when_received is None:
         return hook
     if hook is None:
         if ways.async_finish:
-            got.event.wait()  # it reads what the call writes
+            got.event.wait()  # the function reads what the call writes
         when_received(got)
         return None
 
     def receive() -> None:
-        """Run the receive half, then what comes after it."""
+        """Run the receive phase, then the work after it."""
         hook()
         when_received(got)
 
@@ -260,7 +260,7 @@ def _event(got: LatencyDispatched | LatencyCombined, ways: Ways) -> EventOverlap
 
 
 def _check_same_routing(topk_idx: object, known: torch.Tensor | torch.Size) -> None:
-    """Raise unless a combine names the routing of its dispatch; on GPUs only its shape is looked at."""
+    """Raise unless a combine has the routing of its dispatch; on GPUs only its shape is compared."""
     routing = int64_routing(topk_idx)
     is_same = torch.equal(routing, known) if isinstance(known, torch.Tensor) else routing.shape == known
     if not is_same:

@@ -4,10 +4,10 @@
     epee.compat.deep_ep.install_as_deep_ep()       # or before code that says `import deep_ep`
     python -m epee.compat --deep-ep -- CMD ...     # or for all processes below a command
 
-Names, signatures, tuples and their order are those of DeepEP 2.1 (V1 `Buffer`, V2 `ElasticBuffer`), of its
-branch hybrid-ep (`HybridEPBuffer`) and of 2.5 (`EPBuffer`); docs/deep_ep.md
-says name by name what works, what is ignored and what is not there. Modules in here import each other by their full
-name, so that classes are the same whichever name the package was imported under.
+Names, signatures, tuples and their order are those of DeepEP 2.1 (V1 `Buffer`, V2 `ElasticBuffer`), of its branch
+hybrid-ep (`HybridEPBuffer`) and of 2.5 (`EPBuffer`); docs/deep_ep.md lists for each name whether it works, is ignored
+or does not exist. Modules in here import each other by their full name, so that classes are the same whichever name the
+package was imported under.
 """
 
 from __future__ import annotations

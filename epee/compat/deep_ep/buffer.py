@@ -1,9 +1,8 @@
 """DeepEP V1's `Buffer` on an epee `Buffer`: same calls, same tuples, same order of rows.
 
-Data path: the pool (`epee.ep.BufferPool`) tells all ranks what is coming and finds or makes an epee buffer that holds
-it, that buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple
-of six tensors, over hosts of ten, made when they are read (`v1/handle.py`); behind it stands the epee handle
-(`KnownHandles`).
+Data path: the pool (`epee.ep.BufferPool`) sends the sizes of the call to all ranks and finds or creates an epee buffer
+for them, that buffer moves the rows; this module converts arguments and results. The handle is DeepEP's tuple of six
+tensors, over hosts of ten, made when they are read (`v1/handle.py`); it refers to the epee handle (`KnownHandles`).
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _say_one_host(name: str) -> None:
 def _to_length(
     rows: Payload, recv_idx: torch.Tensor | None, recv_weights: torch.Tensor | None, num_rows: int
 ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None]:
-    """Return results of a dispatch with so many rows."""
+    """Return results of a dispatch with this many rows."""
     return payload_filled_up(rows, num_rows), filled_up(recv_idx, num_rows, -1), filled_up(recv_weights, num_rows, 0)
 
 
@@ -80,18 +79,18 @@ class Buffer(LowLatency, PoolOwner):
 
     Args:
         group: of the ranks, any backend (gloo is enough).
-        num_nvl_bytes: of memory for normal calls, which all ranks make now on the current GPU; calls of all sizes that
-            fit are made there. Nothing without a GPU, where memory is address space.
+        num_nvl_bytes: of memory for normal calls, which all ranks allocate now on the current GPU; calls of all sizes
+            that fit are made there. Nothing without a GPU, where memory is address space.
         num_rdma_bytes: the same for low-latency calls, with `low_latency_mode`, on CPUs as well.
-        low_latency_mode: make `num_rdma_bytes` now; low-latency calls work either way.
+        low_latency_mode: allocate `num_rdma_bytes` now; low-latency calls work either way.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode: accepted and ignored.
-        allow_mnnvl, use_fabric: accepted; True says in the log, once, that memory is lent within one host.
-        explicitly_destroy: `destroy` may be called; else the memory goes with the object.
-        enable_shrink: low-latency calls mask a rank that does not come, instead of raising.
+        allow_mnnvl, use_fabric: accepted; True logs, once, that memory is lent within one host.
+        explicitly_destroy: `destroy` may be called; else the memory is freed with the object.
+        enable_shrink: low-latency calls mask a rank that does not arrive, instead of raising.
         comm: must be None.
 
     Raises:
-        UnsupportedError: `comm` is given, or memory is to be made on GPUs of several hosts.
+        UnsupportedError: `comm` is given, or memory is to be allocated on GPUs of several hosts.
     """
 
     num_sms: int = 20
@@ -125,7 +124,7 @@ class Buffer(LowLatency, PoolOwner):
         latency_bytes = num_rdma_bytes if low_latency_mode else 0
         pool = BufferPool(self.group, memory=MemoryBytes(num_nvl_bytes), latency_bytes=latency_bytes)
         self.runtime: BufferPool | None = pool
-        self.hosts = pool.hosts  # per host its ranks
+        self.hosts = pool.hosts  # the ranks of each host
         self._handles: KnownHandles[V1Handle] = KnownHandles(num_entries(len(pool.hosts)))
         self._fresh = FreshDispatches(pool, self.rank, self.group_size)
         self._init_low_latency(pool)
@@ -133,7 +132,7 @@ class Buffer(LowLatency, PoolOwner):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Return True: kernels are compiled for the GPU at hand."""
+        """Return True: kernels are compiled for the present GPU."""
         return True
 
     @staticmethod
@@ -145,7 +144,7 @@ class Buffer(LowLatency, PoolOwner):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Return an event of what is on the current stream now."""
+        """Return an event after the work on the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -166,7 +165,7 @@ class Buffer(LowLatency, PoolOwner):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count where this rank's tokens go. Local.
+        """Count this rank's tokens by destination. Local.
 
         Args:
             topk_idx: `[num_tokens, num_topk]` int64, -1 for none.
@@ -185,7 +184,7 @@ class Buffer(LowLatency, PoolOwner):
             return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, no_event()
         with pool.lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
             found = count_layout(topk_idx, self.group_size, num_experts)
-            if not topk_idx.is_cuda:  # there the dispatch will look, without making the host wait
+            if not topk_idx.is_cuda:  # on GPUs the dispatch checks this, without making the cpu wait
                 check_topk_idx(topk_idx, num_experts)
             per_host = None if len(self.hosts) == 1 else num_tokens_per_host(found.is_token_in_rank, self.hosts)
             lane.keep((topk_idx,), found)
@@ -213,13 +212,13 @@ class Buffer(LowLatency, PoolOwner):
 
         Args:
             x: `[num_tokens, hidden]`, or an FP8 pair (values, scales).
-            handle: go the same way again; routing must be left out.
+            handle: of an earlier dispatch, whose routing is used; no routing may be given.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
-            num_tokens_per_rdma_rank: ignored, `is_token_in_rank` says it.
+            num_tokens_per_rdma_rank: ignored, `is_token_in_rank` implies it.
             topk_idx, topk_weights: `[num_tokens, num_topk]` int64 and float32, both or neither.
             expert_alignment: the counts of the list are rounded up to it.
-            num_worst_tokens: rows of every result, so that shapes do not depend on routing; 0 for as many as come. On
-                GPUs the host then waits for nobody, so the call can be recorded in a graph.
+            num_worst_tokens: rows of every result, so that shapes do not depend on routing; 0 for the received number.
+                On GPUs the cpu then waits for no rank, so the call can be recorded in a graph.
             config: its `num_sms` gives the channels of the handle's matrices, and is used on GPUs.
             previous_event: waited for first.
             async_finish: return an event.
@@ -243,7 +242,7 @@ class Buffer(LowLatency, PoolOwner):
                 if handle is not None or num_worst_tokens or not isinstance(error, NoRoomError):
                     advise(error)
                     raise
-                found, may_stand = None, False  # a peer's call does not fit, and all have heard of it in this call
+                found, may_stand = None, False  # a peer's call does not fit, and all were notified in this call
             if found is not None:
                 return found
         with self._run(device_of(x), async_finish, previous_event) as run:
@@ -273,8 +272,8 @@ class Buffer(LowLatency, PoolOwner):
     def _dispatch_lately(
         self, x: Payload, counts: Counts, topk_idx: Any, topk_weights: Any, asked: Any, config: Config
     ) -> V1Dispatched | None:
-        """Run a dispatch that looks like one of the last few kinds on a GPU; None, and nothing has happened, where none
-        does. `asked`: as of `asked_of`."""
+        """Run a dispatch that matches one of the last few cache keys on a GPU; None, without any effect, if none
+        matches. `asked`: as of `asked_of`."""
         like = (
             None if asked is None else (self.runtime or self._pool()).latest(asked, x, topk_idx, topk_weights, *counts)
         )
@@ -293,7 +292,7 @@ class Buffer(LowLatency, PoolOwner):
     def _cached_lately(
         self, x: Payload, handle: V1Tuple, topk_idx: object, topk_weights: object, config: Config
     ) -> V1Dispatched | None:
-        """Run a dispatch by a handle as one before, as `_dispatch_lately`."""
+        """Run a dispatch by a handle as an earlier one, as `_dispatch_lately`."""
         known = self._known(handle)
         room, again = known.room, known.room.core.again
         if again is None or topk_idx is not None or topk_weights is not None:
@@ -327,13 +326,13 @@ class Buffer(LowLatency, PoolOwner):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring rows back to their tokens and sum them, unweighted. Collective.
+        """Send rows back to their tokens and sum them, unweighted. Collective.
 
         Args:
             x: `[num_recv, hidden]`, a row for each row of the dispatch.
             handle: of the dispatch.
             topk_weights: `[num_recv, num_topk]` float32, summed over the ranks as well.
-            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they come last).
+            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they are added last).
             config: its `num_sms` is used on GPUs.
             previous_event: waited for first.
             async_finish: return an event.
@@ -375,7 +374,7 @@ class Buffer(LowLatency, PoolOwner):
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
     def _known(self, handle: object) -> V1Handle:
-        """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
+        """Return the facts of a handle; a refusal is sent to the peers through the newest room."""
         pool = self.runtime or self._pool()
         try:
             return self._handles.facts(handle)
@@ -391,8 +390,8 @@ class Buffer(LowLatency, PoolOwner):
     ) -> torch.Tensor:
         """Return memory of the buffer's size that no call uses, on the current GPU if there is one. Local.
 
-        Programs clear a buffer through it when a rank was lost. Nothing here needs that, as no call leaves anything
-        behind that a later one reads; so it is memory of its own, not initialised, and goes with the tensor.
+        Programs clear a buffer through it when a rank was lost. Nothing here needs that, as no call leaves data that a
+        later one reads; so it is separate memory, not initialised, and freed with the tensor.
 
         Args:
             dtype: of the elements.

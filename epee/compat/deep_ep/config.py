@@ -6,10 +6,10 @@ from epee.compat.deep_ep.shared.layout import align_up
 from epee.ep import memory_for, network_bytes
 from epee.errors import InvalidArgument
 
-_HINT_TOKENS = 4096  # of a rank, which V1's size hint does not ask for
+_HINT_TOKENS = 4096  # tokens of a rank, which are no argument of V1's size hint
 _ALIGN = 128
-_RANKS_PER_HOST = 8  # as DeepEP takes it, whose hint is not told hosts
-# (nvl send, nvl recv, rdma send, rdma recv); other numbers of ranks take those of 8
+_RANKS_PER_HOST = 8  # DeepEP's assumption, as its hint has no argument for it
+# (nvl send, nvl recv, rdma send, rdma recv); other numbers of ranks use those of 8
 _DISPATCH = {2: (24, 256, 6, 128), 4: (6, 256, 6, 128), 8: (6, 256, 6, 128)}
 _COMBINE = {2: (10, 256, 6, 128), 4: (9, 256, 6, 128), 8: (4, 256, 6, 128)}
 
@@ -19,7 +19,7 @@ class Config:
 
     Args:
         num_sms: SMs; a channel of the V1 handle is two of them.
-        num_max_nvl_chunked_send_tokens: rows that DeepEP sends at once; unused here, as are the other three.
+        num_max_nvl_chunked_send_tokens: rows that DeepEP sends at once; unused here, like the next three.
         num_max_nvl_chunked_recv_tokens: cells of DeepEP's rings.
         num_max_rdma_chunked_send_tokens: likewise between hosts.
         num_max_rdma_chunked_recv_tokens: likewise; rounded up to a multiple of the former.
@@ -62,7 +62,7 @@ class Config:
         return max(1, self.num_sms // 2)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return the bytes of GPU memory in which calls of 4096 tokens of each rank fit; a multiple of 128.
+        """Return the bytes of GPU memory for calls of 4096 tokens of each rank; a multiple of 128.
 
         Args:
             hidden_bytes: of a row, bfloat16 or wider.

@@ -1,7 +1,7 @@
-"""How many ranks there are along each kind of link: hosts (DeepEP's RDMA ranks), and ranks of a host (NVLink ranks).
+"""Numbers of ranks along each kind of link: hosts (DeepEP's RDMA ranks), and ranks of a host (NVLink ranks).
 
-DeepEP's two numbers also say who is where: rank r is NVLink rank r modulo n of host r // n, for n ranks per host. So
-they exist only where all hosts have equally many ranks, numbered in a row; torchrun starts them so.
+DeepEP's two numbers also imply the location of each rank: rank r is NVLink rank r modulo n of host r // n, for n ranks
+per host. So they exist only if all hosts have equally many ranks, numbered consecutively; torchrun starts them so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ...errors import UnsupportedError
 def get_physical_domain_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return (RDMA ranks, NVLink ranks): the number of hosts, and the number of ranks on each.
 
-    Local for groups of the backend "epee"; others do not know where their ranks run, so these tell each other.
+    Local for groups of the backend "epee"; ranks of other groups exchange their hosts, as those groups do not know
+    them.
 
     Raises:
-        UnsupportedError: hosts have different numbers of ranks, or ranks of a host do not follow each other.
+        UnsupportedError: hosts have different numbers of ranks, or ranks of a host are not consecutive.
     """
     hosts = hosts_of(group_of(group))
     num_local = len(hosts[0])

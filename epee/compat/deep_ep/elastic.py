@@ -1,10 +1,10 @@
 """DeepEP V2's `ElasticBuffer` on epee `Buffer`s: same calls, same tuples, V2's order of additions.
 
-Data path: the pool (`epee.ep.BufferPool`) finds or makes an epee buffer of the call's shape (one for plain, one for
+Data path: the pool (`epee.ep.BufferPool`) finds or creates an epee buffer of the call's shape (one for plain, one for
 expanded dispatches), that buffer moves and sums the rows. All ranks must give the same `num_max_tokens_per_rank`, as in
 DeepEP, so no exchange is needed to agree on the room.
 
-Without CPU sync results have the worst case of rows: zeros, and ids of -1, behind those that arrived.
+Without CPU sync results have the worst-case number of rows: zeros, and ids of -1, after those that arrived.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from epee.errors import InvalidArgument, InvalidState
 from epee.untraced import untraced_methods
 
 _DEFAULT_SMS = 24
-_SIZES = {int, type(None)}  # what types they have
+_SIZES = {int, type(None)}  # their types
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
 _SINGLE_ORDER = CombineOrder(by="k", bias_first=True)
 _LANE_ORDERS = CombineOrder(by="last_k"), CombineOrder(by="last_k", bias_first=True)  # without bias, and with one
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
-@dataclass  # not frozen: made in each call, and to set the fields of frozen ones takes long
+@dataclass  # not frozen: one is made in each call, and setting the fields of a frozen one is slow
 class _Options:
-    """What a fresh dispatch is asked for beside its tensors."""
+    """The options of a fresh dispatch, besides its tensors."""
 
     num_experts: int | None
     num_max_tokens_per_rank: int | None
@@ -70,13 +70,13 @@ class _Options:
 
 @untraced_methods
 class ElasticBuffer(PoolOwner):
-    """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered in a row.
+    """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered consecutively.
 
     Args:
         group: of the ranks, any backend.
-        num_bytes: of memory on the current GPU, which the constructor makes on all ranks together; nothing on CPUs.
-            Calls that need more make more. None: as many as calls of the sizes below need, where those are given.
-        num_max_tokens_per_rank, hidden, num_topk: of the calls to come; a call may say otherwise.
+        num_bytes: of memory on the current GPU, which the constructor allocates on all ranks together; nothing on CPUs.
+            Calls that need more allocate more. None: the need of calls of the sizes below, if those are given.
+        num_max_tokens_per_rank, hidden, num_topk: of later calls; a call may use others.
         deterministic: True or not, rows and sums always are.
         allow_hybrid_mode: over several hosts: scale-out ranks are the hosts, scale-up ranks those of a host; else all
             ranks are scale-up ranks. A token crosses the network once per host either way.
@@ -84,11 +84,11 @@ class ElasticBuffer(PoolOwner):
             over several hosts whether any combine rounds each host's.
         prefer_overlap_with_compute: only changes `get_theoretical_num_sms`.
         num_cpu_timeout_secs: how long a call waits for a silent peer.
-        explicitly_destroy: `destroy` may be called; else the memory goes with the object.
+        explicitly_destroy: `destroy` may be called; else the memory is freed with the object.
         num_cpu_bytes, use_fp8_dispatch, sl_idx, num_allocated_qps, num_gpu_timeout_secs: accepted and ignored.
 
     Raises:
-        UnsupportedError: hosts have different numbers of ranks, or ranks of a host do not follow each other.
+        UnsupportedError: hosts have different numbers of ranks, or ranks of a host are not consecutive.
     """
 
     def __init__(
@@ -146,18 +146,19 @@ class ElasticBuffer(PoolOwner):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Return the bytes of GPU memory in which such calls fit, expanded ones where `num_topk` is given."""
+        """Return the bytes of GPU memory for such calls, expanded ones if `num_topk` is given."""
         return sizing.buffer_bytes(group_of(group).size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Let all ranks' streams meet: work behind it begins when all have come, work before it done. Collective.
+        """Synchronise all ranks' streams: work after it begins when all ranks' work before it is done. Collective.
 
-        On GPUs one kernel on the current stream, behind all calls of this buffer; it can be recorded in a graph. Before
-        the first call on CUDA tensors, and on CPUs, the hosts meet, behind the work of their current streams.
+        On GPUs one kernel on the current stream, after all calls of this buffer; it can be recorded in a graph. Before
+        the first call on CUDA tensors, and on CPUs, the ranks synchronise on the cpu, after the work of their current
+        streams.
 
         Args:
             use_comm_stream, sequential: ignored.
-            with_cpu_sync: let the host wait for it as well, and raise what went wrong.
+            with_cpu_sync: make the cpu wait for it as well, and raise its failures.
         """
         pool = self._pool()
         if with_cpu_sync:
@@ -172,7 +173,7 @@ class ElasticBuffer(PoolOwner):
 
     @staticmethod
     def capture() -> EventHandle:
-        """Return an event of what is on the current stream now."""
+        """Return an event after the work on the current stream."""
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -193,7 +194,8 @@ class ElasticBuffer(PoolOwner):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs that DeepEP's model gives such a dispatch; `num_scaleout_topk` and `rdma_gbs` are ignored."""
+        """Return the SMs that DeepEP's model gives for such a dispatch; `num_scaleout_topk` and `rdma_gbs` are
+        ignored."""
         return sizing.theoretical_num_sms(
             self.num_ranks,
             num_experts,
@@ -233,18 +235,18 @@ class ElasticBuffer(PoolOwner):
 
         Args:
             x: `[num_tokens, hidden]`, or a pair (values, scales).
-            topk_idx: `[num_tokens, num_topk]` int64, -1 for none; left out with `handle`.
+            topk_idx: `[num_tokens, num_topk]` int64, -1 for none; not given with `handle`.
             topk_weights: `[num_tokens, num_topk]` float32.
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the received counts are added to it.
-            num_experts: over all ranks; needed unless `handle` knows it.
+            num_experts: over all ranks; needed unless `handle` has it.
             num_max_tokens_per_rank: equal on all ranks; the constructor's by default.
             expert_alignment: counts (and, expanded, blocks of rows) are rounded up to it; 1 by default.
             previous_event, previous_event_before_epilogue: waited for first.
             async_with_compute_stream: run on the communication stream and return an event.
-            handle: go the same way again.
-            do_handle_copy: keep a copy of `topk_idx`; else the tensor itself, which must then stay as it is.
+            handle: of an earlier dispatch, whose routing is used.
+            do_handle_copy: keep a copy of `topk_idx`; else the tensor itself, which must then not change.
             do_cpu_sync: False gives results of the worst-case size; on GPUs (where None means False while a graph is
-                recorded) the host then waits for nobody.
+                recorded) the cpu then waits for no rank.
             do_expand: a row for each (local expert, token), grouped by expert.
             use_tma_aligned_col_major_sf: scales with strides `(1, rows rounded up to 4)`.
             num_sms: kept in the handle; used on GPUs, 0 for the default.
@@ -290,15 +292,15 @@ class ElasticBuffer(PoolOwner):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring rows back to their tokens and sum them, unweighted, in V2's order (over hosts, by host). Collective.
+        """Send rows back to their tokens and sum them, unweighted, in V2's order (over hosts, by host). Collective.
 
         Args:
-            x: a row for each row of the dispatch; of one without CPU sync at least the rows that came, so a program
-                may cut its results to their number (on GPUs the host then waits for the dispatch).
+            x: a row for each row of the dispatch; of one without CPU sync at least the received rows, so a program may
+                cut its results to their number (on GPUs the cpu then waits for the dispatch).
             handle: of the dispatch.
             topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`; as
                 many rows as `x`.
-            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they come last).
+            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they are added last).
             previous_event, previous_event_before_epilogue: waited for first.
             async_with_compute_stream: run on the communication stream and return an event.
             num_sms: used on GPUs, 0 for the default.
@@ -330,7 +332,7 @@ class ElasticBuffer(PoolOwner):
         elif not known.do_expand:
             if self.num_rdma_ranks == 1:
                 core = known.in_order(_LANE_ORDERS[bias is not None])
-            if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are asked for
+            if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are read
                 local = known.core.recv_topk_idx
                 if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
                     weights = weights.masked_fill(local[: len(weights)] < 0, 0)
@@ -358,7 +360,7 @@ class ElasticBuffer(PoolOwner):
         options: _Options,
         run: Running,
     ) -> tuple[Dispatched, EPHandle]:
-        """Dispatch with routing, in a room that is found by what the call looks like, or else by its needs."""
+        """Dispatch with routing, in a room found by the call's cache key, or else by its sizes."""
         key = like = None
         if run is GPU_AT_ONCE:
             asked, pool = self._asked(options), self._pool()
@@ -383,7 +385,7 @@ class ElasticBuffer(PoolOwner):
         options: _Options,
         key: object,
     ) -> tuple[Dispatched, EPHandle]:
-        """Dispatch in the room for the call's sizes; remember under `key`, if there is one, how."""
+        """Dispatch in the room for the call's sizes; cache it under `key`, if there is one."""
         pool = self._pool()
         try:
             values, routing = values_of(x), int64_routing(topk_idx)
@@ -403,9 +405,9 @@ class ElasticBuffer(PoolOwner):
         device = values.device
         is_gpu = pool.is_gpu(device)
         if is_gpu and options.do_cpu_sync is None and is_capturing():
-            do_cpu_sync, key = False, None  # outside of graphs such calls are others
+            do_cpu_sync, key = False, None  # calls outside of graphs differ
         num_rows = self.num_ranks * num_max if is_gpu else 0
-        kind = "both" if is_gpu else how[0]  # a room of its own for each layout would be memory there
+        kind = "both" if is_gpu else how[0]  # separate rooms for the layouts would take memory on GPUs
         room = pool.room(Need(kind, num_experts, hidden, routing.shape[1], num_max, values.dtype, device, num_rows))
         num_sms, is_exact = room.num_sms(options.num_sms), do_cpu_sync or not is_gpu
         got = room.core.dispatch(
@@ -420,12 +422,12 @@ class ElasticBuffer(PoolOwner):
         return got, self._handle(room, got, kept, form)
 
     def _handle(self, room: Room, got: Dispatched, topk_idx: torch.Tensor | None, form: HandleForm) -> EPHandle:
-        """Return the handle of a dispatch of a form; `topk_idx` None: to be taken from the kernels' copy, late."""
+        """Return the handle of a dispatch of a form; `topk_idx` None: it is copied from the kernels' copy on demand."""
         listed = got.num_tokens_per_expert if form.do_cpu_sync else []
         return EPHandle(*form, room, got.handle.unweighted(), listed, topk_idx)
 
     def _asked(self, options: _Options) -> object:
-        """Return what options are asked for; None where only checks can tell what they are."""
+        """Return the cache key of options; None if only the checks can determine it."""
         num_experts, num_max = options.num_experts, options.num_max_tokens_per_rank
         sizes = num_experts, num_max, self.num_max_tokens_per_rank, options.expert_alignment, options.num_sms
         if not _SIZES.issuperset(map(type, sizes)):
@@ -471,7 +473,7 @@ class ElasticBuffer(PoolOwner):
         sms = known.room.num_sms(options.num_sms)
         return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
 
-    # ---- what does not exist here
+    # ---- parts of the interface that do not exist here
 
     get_engram_storage_size_hint = staticmethod(experimental.get_engram_storage_size_hint)
     engram_write = experimental.engram_write
@@ -491,7 +493,7 @@ class ElasticBuffer(PoolOwner):
 
 
 def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, asked: object) -> object:
-    """Return what dispatches that look like this one have in common; None where only checks can tell."""
+    """Return the cache key of a dispatch; None if only the checks can determine it."""
     try:
         facts = topk_facts(x, topk_idx, topk_weights)
     except NO_FACTS:

@@ -1,6 +1,6 @@
-"""V2's handle: what `ElasticBuffer.dispatch` returns and `combine` takes back.
+"""V2's handle: the result of `ElasticBuffer.dispatch` that `combine` uses.
 
-It keeps the epee handle and the routing; every matrix that DeepEP keeps as a field is worked out when it is first read,
+It keeps the epee handle and the routing; every matrix that DeepEP keeps as a field is computed when it is first read,
 from numbers that this rank has already (nothing here communicates). On GPUs the sums that clients read on the device
 (`psum_...`, `num_unaligned_...`) are the dispatch kernel's own, so they may be read while a graph is recorded.
 
@@ -23,7 +23,7 @@ from epee.errors import UnsupportedError
 
 
 class HandleForm(NamedTuple):
-    """What the handles of dispatches that are alike have in common; see `EPHandle`."""
+    """The common fields of the handles of dispatches with one cache key; see `EPHandle`."""
 
     do_expand: bool
     num_experts: int
@@ -36,7 +36,7 @@ class HandleForm(NamedTuple):
 
 @dataclass(eq=False)
 class EPHandle:
-    """Remembers one dispatch.
+    """The handle of one dispatch.
 
     Attributes:
         do_expand: whether rows are per (expert, token), or per token.
@@ -45,7 +45,7 @@ class EPHandle:
         num_scaleup_ranks: of the buffer; rank r is scale-up rank `r % num_scaleup_ranks`.
         room, core: epee's own.
         num_recv_tokens_per_expert_list: per local expert, rounded up to the alignment; empty without CPU sync.
-        given_idx: this rank's routing, or None where `topk_idx` is made of the kernels' own copy when it is read.
+        given_idx: this rank's routing, or None if `topk_idx` is made from the kernels' own copy when it is read.
     """
 
     do_expand: bool
@@ -73,7 +73,8 @@ class EPHandle:
         return found
 
     def in_order(self, order: CombineOrder) -> Handle:
-        """Return epee's handle for combines that add up in an order, with this rank's routing; the last one is kept."""
+        """Return epee's handle for combines with this order of additions, with this rank's routing; the last one is
+        kept."""
         if self._ordered is None or self._ordered[0] is not order:
             own = order if self.given_idx is None else replace(order, topk_idx=self.given_idx)
             self._ordered = order, self.core.in_order(own)
@@ -89,7 +90,7 @@ class EPHandle:
         recv_topk_weights: torch.Tensor | None,
         channel_linked_list: torch.Tensor | None,
     ) -> None:
-        """Do nothing: rows come sorted by (source rank, token), within each expert when expanded."""
+        """Do nothing: rows are always sorted by (source rank, token), within each expert when expanded."""
 
     @property
     def num_ranks(self) -> int:
@@ -149,7 +150,7 @@ class EPHandle:
 
         Column 0: `src_rank * num_max_tokens_per_rank + src_token`. Column 1: the source's scale-up rank times
         `num_topk`, plus the last k whose expert is local. Column 2 + k: expanded, the row of that k in the result; -1
-        elsewhere. Rows beyond those that arrived are -1.
+        elsewhere. Rows after those that arrived are -1.
         """
         num_topk = self.core.num_topk
         rows = self._expanded_row_of
@@ -164,7 +165,8 @@ class EPHandle:
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """`[num_tokens, num_topk]` int32: the token's place among those that this rank sends there, -1 for none."""
+        """`[num_tokens, num_topk]` int32: the token's index among those that this rank sends to that rank, -1 for
+        none."""
         there = count_layout(self.topk_idx, self.num_ranks, self.num_experts).is_token_in_rank
         place = torch.where(there, there.cumsum(0) - 1, -1)
         rank = self.topk_idx.div(self.num_experts // self.num_ranks, rounding_mode="floor")
@@ -188,7 +190,7 @@ class EPHandle:
 
     @cached_property
     def _token_ids(self) -> torch.Tensor:
-        """The same of each token, ascending."""
+        """`src_rank * num_max_tokens_per_rank + src_token` of each token, ascending."""
         return torch.unique(self._ids_of_rows) if self.do_expand else self._ids_of_rows
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Events as DeepEP hands them out.
+"""Events in DeepEP's form.
 
-An event is recorded on the stream that its call ran on, behind everything that a waiter needs. Without CUDA (or before
-it is first used) calls return when their work is done, and an event is a token that nobody has to wait for.
+An event is recorded on the stream that its call ran on, after everything that a waiter needs. Without CUDA (or before
+it is first used) calls return when their work is done, and an event needs no wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epee.errors import InvalidState
 
 
 class EventHandle:
-    """The work that is on the current stream now."""
+    """An event after the present work on the current stream."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -38,18 +38,18 @@ class EventHandle:
         return self._event
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event; the host does not wait."""
+        """Make the current stream wait for the event; the cpu does not wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Let the host wait for the event."""
+        """Block the cpu until the event."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class EventOverlap:
-    """An event, tensors that must live until it has been waited for, and a hook to run then.
+    """An event, tensors kept alive until it has been waited for, and a hook that runs then.
 
     Args:
         event: None when the call that made it was not asynchronous.
@@ -67,7 +67,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Let the current stream wait; return what the hook returns, if there is one.
+        """Make the current stream wait; return the result of the hook, if there is one.
 
         Args:
             release_handle: drop the event and the tensors afterwards.
@@ -111,7 +111,7 @@ Event: TypeAlias = "EventHandle | EventOverlap"
 
 
 def wait_for(event: Event | None) -> None:
-    """Let the current stream wait for a `previous_event`, whichever of the two classes it is."""
+    """Make the current stream wait for a `previous_event` of either class."""
     if isinstance(event, EventOverlap):
         event = event.event
     if event is not None:
@@ -119,7 +119,7 @@ def wait_for(event: Event | None) -> None:
 
 
 def cuda_event_of(event: Event | None) -> torch.cuda.Event | None:
-    """Return the CUDA event of a `previous_event`, whichever of the two classes it is; None where there is nothing."""
+    """Return the CUDA event of a `previous_event` of either class; None if there is nothing to wait for."""
     if isinstance(event, EventOverlap):
         event = event.event
     return None if event is None else event.recorded

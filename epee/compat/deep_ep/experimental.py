@@ -1,7 +1,7 @@
-"""What V2's `ElasticBuffer` has in DeepEP and not here: remote key-value storage, pipelines, all-gather sessions.
+"""Methods of V2's `ElasticBuffer` that epee does not support: remote key-value storage, pipelines, all-gather sessions.
 
-The signatures are DeepEP's; `ElasticBuffer` takes these functions for its methods. Every one raises `UnsupportedError`
-and names itself.
+The signatures are DeepEP's; `ElasticBuffer` uses these functions as its methods. Every one raises `UnsupportedError`
+with its own name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""DeepEP V1's low-latency calls on `epee.LatencyBuffer`; and what a V1 `Buffer` has in DeepEP and not here.
+"""DeepEP V1's low-latency calls on `epee.LatencyBuffer`, and parts of a V1 `Buffer` that epee does not support.
 
-Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
-what is left here is DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that
-does not come is an error. Some formats and signals of forks do not exist: what asks for them raises `UnsupportedError`
-with one sentence that names what is missing and says what to use.
+Data path: `epee.compat.padded` finds or creates an `epee.LatencyBuffer` and converts arguments and results; this module
+adds DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that does not arrive
+is an error. Some formats and signals of forks do not exist: their arguments raise `UnsupportedError` with one sentence
+that names the unsupported part and the alternative.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def unsupported(name: str, why: str) -> NoReturn:
 class LowLatency:
     """The low-latency calls of DeepEP's `Buffer`, beside its normal ones.
 
-    A base class, as programs look for these methods and their signatures on `Buffer` itself: methods there that pass
+    A base class, as programs read these methods and their signatures from `Buffer` itself: methods there that pass
     everything on to a part would repeat all of them, and cost a call.
 
     Attributes:
-        enable_shrink: a rank that does not come is masked instead of being an error.
+        enable_shrink: a rank that does not arrive is masked instead of being an error.
         group_size: number of ranks.
     """
 
@@ -50,7 +50,7 @@ class LowLatency:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes of a buffer in which calls of this size fit."""
+        """Return the bytes of a buffer for calls of this size."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -81,15 +81,15 @@ class LowLatency:
             num_experts: over all ranks.
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32, the counts are added.
             dispatch_wait_recv_cost_stats: `[num_ranks]` int64, the microseconds waited for each rank are added.
-            use_fp8, round_scale, use_ue8m0: quantise on the way.
+            use_fp8, round_scale, use_ue8m0: quantise before sending.
             async_finish: return an event.
             return_recv_hook: only send; the hook receives.
-            x_global_scale: of NVFP4 rows, which there are none of; ignored.
+            x_global_scale: of NVFP4 rows, which are not supported; ignored.
             use_nvfp4: must be False.
 
         Returns:
             `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
-            int32, handle, event, hook (None unless asked for).
+            int32, handle, event, hook (None unless requested).
 
         Raises:
             UnsupportedError: `use_nvfp4`.
@@ -101,7 +101,7 @@ class LowLatency:
         if cumulative_local_expert_recv_stats is not None or dispatch_wait_recv_cost_stats is not None:
 
             def count(got: LatencyDispatched) -> None:
-                """Add what was received, and how long it was waited for, to the caller's statistics."""
+                """Add the received counts and the times of waiting to the caller's statistics."""
                 if cumulative_local_expert_recv_stats is not None:
                     cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
                 _add_cost(dispatch_wait_recv_cost_stats, got)
@@ -139,7 +139,7 @@ class LowLatency:
         threshold: int = 0,
         num_sms: int = 3,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
-        """Bring expert outputs back and sum them, weighted. Collective.
+        """Send expert outputs back and sum them, weighted. Collective.
 
         Args:
             x: `[num_local_experts, num_ranks * max, hidden]` bfloat16.
@@ -147,13 +147,13 @@ class LowLatency:
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: of the dispatch.
             use_logfmt: rows may cross in a format of 10 bits; here they cross as bfloat16 all the same.
-            zero_copy: take what was written into `get_next_low_latency_combine_buffer(handle)` instead of x.
+            zero_copy: use the contents of `get_next_low_latency_combine_buffer(handle)` instead of x.
             async_finish, return_recv_hook: as in the dispatch.
             out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
             combine_wait_recv_cost_stats: as in the dispatch.
             overlap: must be False: rows are read when the call is made.
-            src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms: how forks
-                overlap it with the GEMM before; without `overlap` they say nothing, and are ignored.
+            src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms: arguments
+                of forks that overlap it with the GEMM before; without `overlap` they have no meaning, and are ignored.
 
         Returns:
             `combined_x [num_tokens, hidden]` bfloat16, event, hook.
@@ -169,7 +169,7 @@ class LowLatency:
         if combine_wait_recv_cost_stats is not None:
 
             def count(got: LatencyCombined) -> None:
-                """Add how long it was waited for to the caller's statistics."""
+                """Add the times of waiting to the caller's statistics."""
                 _add_cost(combine_wait_recv_cost_stats, got)
 
         if use_logfmt and zero_copy:
@@ -187,7 +187,7 @@ class LowLatency:
             raise
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out of low-latency calls (`mask`), or count on it again. Local.
+        """Exclude a rank from low-latency calls (`mask`), or include it. Local.
 
         Raises:
             InvalidState: the buffer was not made with `enable_shrink=True`.
@@ -199,7 +199,7 @@ class LowLatency:
             active[rank_to_mask] = int(not mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for each rank that is left out, 0 for the others, into `mask_status [num_ranks]` int32. Local.
+        """Write 1 for each excluded rank, 0 for the others, into `mask_status [num_ranks]` int32. Local.
 
         Raises:
             InvalidState: the buffer was not made with `enable_shrink=True`.
@@ -208,7 +208,7 @@ class LowLatency:
         mask_status.copy_(1 - self._active_on(mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Count on all ranks again. Local.
+        """Include all ranks. Local.
 
         Raises:
             InvalidState: the buffer was not made with `enable_shrink=True`.
@@ -238,7 +238,7 @@ class LowLatency:
         return list(self._active.values())
 
     def _active_on(self, device: torch.device) -> torch.Tensor:
-        """Return the mask of a device; one that is made later starts as the CPU's is."""
+        """Return the mask of a device; one that is created later starts with the values of the CPU's."""
         active = self._active.get(device)
         if active is None:
             first = self._active.get(torch.device("cpu"), torch.ones(self.group_size, dtype=torch.int32, device="cpu"))

@@ -1,4 +1,4 @@
-"""V2's two size questions: how many bytes a buffer takes, and how many SMs a dispatch should use."""
+"""V2's two size estimates: the bytes of a buffer, and the SMs of a dispatch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from epee.compat.deep_ep.shared.layout import align_up
 from epee.ep import MemoryBytes, memory_for
 
 _ALIGN = 2 << 20
-NVLINK_GBS = 430.0  # of one H200, as DeepEP counts it (0.9 of the nominal rate)
+NVLINK_GBS = 430.0  # of one H200, by DeepEP's estimate (0.9 of the nominal rate)
 _LEAST_SMS = 4
 _SMS_WITHOUT_OVERLAP = 64
 _MARGIN = 1.25
@@ -20,9 +20,10 @@ def buffer_bytes(num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_
 
 
 def memory_of(num_bytes: int, num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> MemoryBytes:
-    """Return what a buffer makes at its construction: for its sizes, or else all bytes for the rank layout.
+    """Return the memory allocated by a buffer's constructor: for its sizes, or else all bytes for the rank layout.
 
-    What is more than the bytes is left out: rows of the expert layout first, which its first combine makes then.
+    Parts that exceed the bytes are not allocated: first rows of the expert layout, which its first combine then
+    allocates.
     """
     if not (num_max_tokens_per_rank and hidden):
         return MemoryBytes(num_bytes)
@@ -41,14 +42,14 @@ def theoretical_num_sms(
 ) -> int:
     """Return the SMs that keep the links busy, by DeepEP's model of a balanced routing on one host.
 
-    A token goes to `R * (1 - C(E - E/R, K) / C(E, K))` of R ranks on average. For each byte received, an SM reads
+    A token is sent to `R * (1 - C(E - E/R, K) / C(E, K))` of R ranks on average. For each byte received, an SM reads
     the inverse of that and writes one; (R - 1) / R of it crosses a link. 25 % margin, even, at least 4.
 
     Args:
         num_ranks, num_experts, num_topk: R, E, K.
         nvlink_gbs: GB/s of a GPU's links, 0 for an H200's.
         sm_gbs: GB/s that one SM reads and writes.
-        is_overlapped: whether other kernels want SMs meanwhile.
+        is_overlapped: whether other kernels need SMs meanwhile.
     """
     traffic = 1 - 1 / num_ranks
     if traffic == 0:

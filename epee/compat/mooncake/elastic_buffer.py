@@ -109,12 +109,13 @@ class ElasticBuffer(elastic.ElasticBuffer):
         num_sms: int | None = None,
         async_with_compute_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring rows back to their tokens and sum them, unweighted; as DeepEP's. Collective."""
+        """Send rows back to their tokens and sum them, unweighted; as DeepEP's. Collective."""
         return super().combine(
             x, handle, topk_weights, num_sms=num_sms or 0, async_with_compute_stream=async_with_compute_stream
         )
 
     def update_ep_member(self) -> None:
-        """Begin anew with who is in the group now; handles end. All ranks call it, newcomers make a buffer instead."""
+        """Start over with the group's present members; handles end. All ranks call it, joiners create a buffer
+        instead."""
         self._pool().close()
         super().__init__(self.group, **self._arguments)

@@ -1,9 +1,9 @@
-"""`mooncake.ep`: re-exports `pg`, as Mooncake does, and has its `Buffer`: calls with a mask and a time-out.
+"""`mooncake.ep`: re-exports `pg`, as Mooncake does, and has its `Buffer`: calls with a mask and a timeout.
 
-Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
-what is left here is Mooncake's names. Tensors lie on CPUs or GPUs. What only makes sense with an RDMA network card
-raises `UnsupportedError`. `MAX_QP_COUNT` is the number that Mooncake's sources give the queue pairs of a buffer; it is
-here for programs that read it.
+Data path: `epee.compat.padded` finds or creates an `epee.LatencyBuffer` and converts arguments and results; this module
+adds Mooncake's names. Tensors lie on CPUs or GPUs. Methods that only make sense with an RDMA network card raise
+`UnsupportedError`. `MAX_QP_COUNT` is the number of queue pairs of a buffer in Mooncake's sources; it is here for
+programs that read it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .pg import *  # noqa: F403
 __all__ = [*pg.__all__, "MAX_QP_COUNT", "Buffer", "EventHandle", "EventOverlap", "get_ep_buffer_size_hint"]
 
 # The queue pairs that Mooncake's RDMA transport splits over the ranks of a buffer, and so the most ranks of one there:
-# the constant of this name in its sources (`mooncake-ep`), which its HEAD shows programs as `ep.MAX_QP_COUNT`. Nothing
-# here has queue pairs, and no call looks at it.
+# the constant of this name in its sources (`mooncake-ep`), which its HEAD offers to programs as `ep.MAX_QP_COUNT`.
+# Nothing here has queue pairs, and no call reads it.
 MAX_QP_COUNT = 256
 
 
 def get_ep_buffer_size_hint(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
 ) -> int:
-    """Return the bytes of a `Buffer` in which calls of this size fit."""
+    """Return the bytes of a `Buffer` for calls of this size."""
     return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
 
 class MooncakeBackendOptions(pg.MooncakeBackendOptions):  # type: ignore[no-redef]
-    """As that of `pg`, but who joins does so in `init_process_group`, which returns when a member has taken it in.
+    """As that of `pg`, but a joiner joins in `init_process_group`, which returns when a member has admitted it.
 
-    So it was when these names were in `mooncake.ep` alone; `join_group` finds nothing to do then.
+    This was so when these names were in `mooncake.ep` alone; `join_group` has nothing to do then.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +59,9 @@ class Buffer:
 
     Args:
         group: of the ranks, any backend; with Mooncake's or epee's, its mask is the default of `active_ranks`.
-        num_ep_buffer_bytes: of memory, which all ranks make now, on the current GPU (on CPUs address space): calls of
-            all sizes that fit are made there, others make more. 0: the first call makes it. Where a peer calls
-            `update_ep_member` meanwhile, a rank that has a buffer on the group goes on in its memory.
+        num_ep_buffer_bytes: of memory, which all ranks allocate now, on the current GPU (on CPUs address space): calls
+            of all sizes that fit are made there, others allocate more. 0: the first call allocates it. If a peer calls
+            `update_ep_member` meanwhile, a rank that has a buffer on the group continues in its memory.
         disable_p2p: must be False: ranks reach each other's memory, or not at all.
 
     Raises:
@@ -69,7 +69,7 @@ class Buffer:
     """
 
     def __new__(cls, group: Any = None, *args: Any, **kwargs: Any) -> Buffer:
-        """Refuse the native form, whose arguments are others than those of the class in Python."""
+        """Refuse the native form, whose arguments differ from those of the Python class."""
         if isinstance(group, int) or _NATIVE & kwargs.keys():
             raise UnsupportedError(
                 "Buffer(rank, num_ranks, buffer_size, device_name) needs an RDMA device; give a process group: "
@@ -95,7 +95,7 @@ class Buffer:
     def get_ep_buffer_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes of a buffer in which calls of this size fit."""
+        """Return the bytes of a buffer for calls of this size."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def dispatch(
@@ -115,18 +115,18 @@ class Buffer:
         Args:
             x: `[num_tokens, hidden]` bfloat16.
             topk_idx: `[num_tokens, num_topk]` int64, -1 for none.
-            active_ranks: `[num_ranks or more]` int32, 1 = active; a rank that does not come is set to 0. None: the
-                mask of the group, or all, less the ranks that calls of this buffer have missed (`mask.py`).
+            active_ranks: `[num_ranks or more]` int32, 1 = active; a rank that does not arrive is set to 0. None: the
+                mask of the group, or all, less the ranks that calls of this buffer have lost (`mask.py`).
             num_max_dispatch_tokens_per_rank: most tokens of a rank, equal on all.
             num_experts: over all ranks.
-            timeout_us: microseconds to wait for a silent rank; -1 for the group's time-out.
-            use_fp8: quantise on the way; None means True.
+            timeout_us: microseconds to wait for a silent rank; -1 for the group's timeout.
+            use_fp8: quantise before sending; None means True.
             async_finish: return an event.
             return_recv_hook: only send; the hook receives.
 
         Returns:
             `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
-            int32, handle, event, hook (None unless asked for).
+            int32, handle, event, hook (None unless requested).
         """
         return self._padded.dispatch(
             x,
@@ -149,7 +149,7 @@ class Buffer:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
-        """Bring expert outputs back and sum them, weighted. Collective.
+        """Send expert outputs back and sum them, weighted. Collective.
 
         Args:
             x: `[num_local_experts, num_ranks * max, hidden]` bfloat16.
@@ -157,7 +157,7 @@ class Buffer:
             topk_weights: `[num_tokens, num_topk]` float32.
             active_ranks, timeout_us, async_finish, return_recv_hook: as in `dispatch`.
             handle: of the dispatch.
-            zero_copy: take what was written into `get_next_combine_buffer(handle)` instead of x.
+            zero_copy: use the contents of `get_next_combine_buffer(handle)` instead of x.
             out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
 
         Returns:
@@ -171,14 +171,14 @@ class Buffer:
         return self._padded.next_combine_buffer(handle)
 
     def connect(self) -> None:
-        """Do nothing: ranks are connected when the buffer is made, or by the call that makes memory."""
+        """Do nothing: ranks are connected when the buffer is created, or by the call that allocates memory."""
 
     def update_ep_member(self) -> None:
-        """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it,
-        or make another buffer on the group instead.
+        """Reconnect after the group has recovered ranks: the next call connects all of its members. All ranks call it,
+        or create another buffer on the group instead.
 
-        Newcomers have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
-        when somebody has come.
+        Joiners have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
+        when a rank has joined.
         """
         self._mask.reset()
         self._pool.meet_again()

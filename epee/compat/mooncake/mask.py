@@ -1,9 +1,9 @@
-"""The mask of `ep.Buffer` calls that are given none: who takes part as the group says, less whom calls have missed.
+"""The mask of `ep.Buffer` calls without one: the members of the group, less the ranks that calls have lost.
 
 There is one tensor per device, for as long as the buffer lives, so a rank that a call has set to 0 stays 0 for the next
 one, and a CUDA graph may have recorded it. A change of the group's own mask is written into it by the first call
 afterwards, on the current stream; a call that is being recorded writes nothing, so that no replay undoes what an
-earlier one has learned.
+earlier one has set.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LENGTH = 64  # of a mask at least: a group may grow
 
 
 class GroupMask:
-    """See above.
+    """The default mask of one buffer.
 
     Args:
-        group: of the buffer; one without `active_ranks` says that all take part.
-        is_early: make the tensor of the current GPU now, so that the first call can be recorded.
+        group: of the buffer; for one without `active_ranks` all ranks take part.
+        is_early: create the tensor of the current GPU now, so that the first call can be recorded.
     """
 
     def __init__(self, group: Any, num_ranks: int, is_early: bool) -> None:
@@ -36,7 +36,7 @@ class GroupMask:
             self.on(torch.device("cuda", torch.cuda.current_device()))
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the mask on a device, int32, with what the group says now.
+        """Return the mask on a device, int32, updated by the group's present mask.
 
         Raises:
             InvalidArgument: there is none yet and a CUDA graph is being recorded.
@@ -61,7 +61,7 @@ class GroupMask:
         return mask
 
     def reset(self) -> None:
-        """Let the next call begin with what the group says, whatever calls have learned: its ranks meet again."""
+        """Reset the mask to the group's at the next call, without the ranks lost so far: its ranks reconnect."""
         self._on = {device: (mask, [-1] * self._length) for device, (mask, _) in self._on.items()}
 
     def _said(self) -> list[int]:

@@ -1,10 +1,10 @@
 """`mooncake.pg`: options, membership calls and settings, each a few lines over the group's own methods.
 
-A `backend` argument is the process group itself (`dist.group.WORLD` or what `new_group` returned).
+A `backend` argument is the process group itself (`dist.group.WORLD` or the result of `new_group`).
 
 A lost rank leaves the membership by itself, a healthy one by `deactivate_ranks`; a replacement (`is_extension=True`)
 joins by `recover_ranks`, ranks beyond the group's size by `extend_group_size_to`. A call that cannot have its effect
-here raises an error that says why.
+here raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ def get_preferred_hca(*where: Any) -> str:
     Args:
         where: `(location)` or, as Mooncake did, `(backend, location)`: "cpu:0" is a NUMA node, "cuda:1" or "gpu:1" a
             GPU. Nearest is the device that shares most of the PCI tree with the GPU, then one on its NUMA node, then
-            the first by name, which is also the answer for any other location.
+            the first by name, which is also the result for any other location.
     """
     return preferred_device(str(where[-1]) if where else "")
 
 
 def set_transfer_engine(engine: Any) -> None:
-    """Accepted for compatibility: ranks of one host share memory, and hosts talk over TCP."""
+    """Do nothing, for compatibility: ranks of one host share memory, and hosts communicate over TCP."""
 
 
 class MooncakeBackendOptions(BackendOptions):
-    """Mooncake's options in every form that it takes.
+    """Mooncake's options in every form that it accepts.
 
     `(active_ranks)`, `(active_ranks, is_extension)`, `(active_ranks, is_extension, max_group_size)` with an int32 mask
-    tensor, or `(max_group_size)`, `(max_group_size, is_extension)`,
-    `(max_group_size, is_extension, auto_deactivate_on_failure, auto_sync_on_failure)` with numbers. They are
-    `BackendOptions`, the only thing that torch can hand on to a group of this backend.
+    tensor, or `(max_group_size)`, `(max_group_size, is_extension)`, `(max_group_size, is_extension,
+    auto_deactivate_on_failure, auto_sync_on_failure)` with numbers. They are `BackendOptions`, the only type that torch
+    passes on to a group of this backend.
 
     Raises:
         InvalidArgument: another form, or `auto_sync_on_failure` without `auto_deactivate_on_failure`.
@@ -147,8 +147,8 @@ def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
     """Return for each rank whether it takes part, or waits to, as far as this process knows; no communication.
 
     One rank may call it alone. A rank that is proved dead is False at once; one for which a process waits is True when
-    all members' agents have heard of it. Where all ranks ask between calls they hear of it between the same two calls.
-    A rank beyond the present size may wait as well.
+    all members' agents have been notified of it. If all ranks ask between calls, they see it between the same two
+    calls. A rank beyond the present size may wait as well.
 
     Raises:
         InvalidArgument: a rank that no group can have, below 0 or above 63.
@@ -158,9 +158,9 @@ def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
 
 
 def get_active_ranks(backend: Any) -> torch.Tensor:
-    """Return the int32 mask that the group keeps up to date: 1 = takes part, or is lost and not put out by the program.
+    """Return the int32 mask that the group keeps up to date: 1 = takes part, or is lost and not deactivated.
 
-    That is `active_ranks` of the options where it is long enough: it has as many elements as the group has ranks, or
+    That is `active_ranks` of the options if it is long enough: it has as many elements as the group has ranks, or
     `max_group_size` if that is more. With `auto_deactivate_on_failure=False` a lost rank keeps its 1 until
     `deactivate_ranks` names it.
     """
@@ -174,7 +174,7 @@ def get_num_synced_ranks(backend: Any) -> int:
 
 
 def get_current_epoch(backend: Any) -> int:
-    """Return the epoch of the group's view; a death shows at once, what else changes with the next call."""
+    """Return the epoch of the group's view; a death changes it at once, other changes with the next call."""
     return int(backend.shown_epoch)
 
 
@@ -183,9 +183,9 @@ def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
 
 
 def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
-    """Take in the processes that wait in the place of these ranks; they take part from the next call on.
+    """Admit the processes that wait for these ranks; they take part from the next call on.
 
-    One member suffices, all may call it. A rank for which nobody waits is a reason to reject; nothing changes then.
+    One member suffices, all may call it. A rank for which no process waits is a reason to reject; nothing changes then.
     Ranks beyond the present size make the group grow; then all members call it.
     """
     absent = backend.take_in(sorted(_checked(ranks)))
@@ -198,10 +198,10 @@ recover_ranks = activate_ranks
 
 
 def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
-    """Have these ranks take part no more, healthy ones too; they come back by `join_group` and `activate_ranks`.
+    """Exclude these ranks, healthy ones too; they return by `join_group` and `activate_ranks`.
 
-    One member suffices, all may call it, also the ranks that go. With `auto_deactivate_on_failure=False` all call it
-    for a rank that is lost: each takes note for itself.
+    One member suffices, all may call it, also the excluded ranks. With `auto_deactivate_on_failure=False` all call it
+    for a rank that is lost: each records it for itself.
     """
     active = _active(backend)
     going = [rank for rank in _checked(ranks) if rank in active]
@@ -215,26 +215,26 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
 
 
 def join_group(backend: Any) -> None:
-    """Come into the running group, and return when a member has taken this process in; members return at once.
+    """Join the running group, and return when a member has admitted this process; members return at once.
 
-    For a process that was started with `is_extension=True`, which works alone until then, or that was put out. Groups
+    For a process that was started with `is_extension=True`, which works alone until then, or that was excluded. Groups
     are joined one after the other, the default group first, on all ranks in the same order.
 
     Raises:
-        CommTimeoutError: nobody has called `activate_ranks` for it in time.
+        CommTimeoutError: no member has called `activate_ranks` for it in time.
         InvalidState: there is no group that could be joined.
     """
     backend.join()
 
 
 def extend_group_size_to(backend: Any, size: int) -> None:
-    """Let the group count `size` ranks from the next call on, and take in who waits for a rank below. All call it.
+    """Set the group's size to `size` ranks from the next call on, and admit processes waiting for a lower rank. All
+    call it.
 
-    Call it when `get_num_synced_ranks` shows that the newcomers are there, or to give up ranks at the end that have
-    left.
+    Call it when `get_num_synced_ranks` shows the joiners, or to remove ranks at the end that have left.
 
     Raises:
-        InvalidArgument: nobody waits for one of the new ranks, or ranks beyond `size` take part.
+        InvalidArgument: no process waits for one of the new ranks, or ranks beyond `size` take part.
     """
     ready = backend.ready_ranks()
     absent = [rank for rank in range(backend.num_slots, size) if rank not in ready]
@@ -250,7 +250,7 @@ def extend_group_size_to(backend: Any, size: int) -> None:
 
 
 def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
-    """Wait until all members run on the same view: one barrier over those who are left."""
+    """Wait until all members run on the same view: one barrier over the remaining ranks."""
     before = backend.epoch
     try:
         backend.barrier().wait()
@@ -273,7 +273,7 @@ def get_local_success(work: Any) -> bool:
 
 
 def _failed(work: Any) -> set[int]:
-    """Return the ranks that a call has lost, or that had no part in it though the program counts on them."""
+    """Return the ranks that a call has lost, or that took no part in it though the program has them active."""
     if not hasattr(work, "lost_ranks"):
         return set()  # it has ended before it returned
     lost: set[int] = work.lost_ranks()
@@ -281,7 +281,7 @@ def _failed(work: Any) -> set[int]:
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
-    """Wait for `work`; return an int32 tensor with 1 for ranks that it failed because of.
+    """Wait for `work`; return an int32 tensor with 1 for the ranks that made it fail.
 
     It is as long as the group is, or `max_group_size` if that is more.
     """
@@ -298,7 +298,7 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
 # ---- settings
 
 _timeouts_us = {"collective": 10_000_000, "p2p": 0}
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of Mooncake's backends, in this process
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # Mooncake's backends in this process
 
 
 def _checked_us(name: str, value: int, least: int = 1) -> int:
@@ -308,12 +308,12 @@ def _checked_us(name: str, value: int, least: int = 1) -> int:
 
 
 def set_collective_timeout_us(value: int) -> None:
-    """Set how long collectives of groups made from now on wait for a silent peer; default 10 s."""
+    """Set how long collectives of groups created from now on wait for a silent peer; default 10 s."""
     _timeouts_us["collective"] = _checked_us("collective", value)
 
 
 def set_p2p_timeout_us(value: int) -> None:
-    """Set how long sends and receives wait, in the groups that there are and those to come.
+    """Set how long sends and receives wait, in existing and later groups.
 
     Until it is called they wait as long as collectives do. Groups whose options have an `op_timeout` keep that.
     """
@@ -330,7 +330,8 @@ def _set_p2p_timeout(group: Any) -> None:
 def set_fault_reconciliation_window_us(value: int) -> None:
     """Set how long a decision on a death waits for further deaths, in all jobs of this process; default 0.
 
-    All ranks set the same. Calls that miss the dead rank wait meanwhile, so it should be shorter than their time-out.
+    All ranks set the same. Calls that wait for the dead rank are delayed meanwhile, so it should be shorter than their
+    timeout.
     """
     set_death_window(_checked_us("fault_reconciliation_window", value, 0) / 1e6)
 
@@ -350,7 +351,7 @@ def _options_of_the_environment(max_group_size: int) -> MooncakeBackendOptions:
 
 
 def _create(dist_opts: Any, options: Any) -> Any:
-    """Make a group whose calls time out after the collective time-out of this moment; the options stay as they are."""
+    """Create a group whose calls use the present collective timeout; the options stay unchanged."""
     group = create(dist_opts, options, lambda: _options_of_the_environment(dist_opts.group_size))
     if not group.options.op_timeout_s:
         group.set_timeout(timedelta(microseconds=_timeouts_us["collective"]))
@@ -361,7 +362,7 @@ def _create(dist_opts: Any, options: Any) -> Any:
 
 
 def _create_for_gpus(dist_opts: Any, options: Any) -> Any:
-    """Make a group whose barriers wait for the current stream, as its collectives do."""
+    """Create a group whose barriers wait for the current stream, as its collectives do."""
     group = _create(dist_opts, options)
     group.waits_for_streams = True
     return group

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class ProposalStatus(enum.Enum):
-    """How a proposal to change the active ranks ended."""
+    """The outcome of a proposal to change the active ranks."""
 
     Rejected = 0
     Applied = 1
@@ -15,20 +15,20 @@ class ProposalStatus(enum.Enum):
 
 
 class SyncStatus(enum.Enum):
-    """How `sync_after_failure` ended."""
+    """The outcome of `sync_after_failure`."""
 
     Reconciled = 0
     NoPending = 1
     Rejected = 2
 
 
-ViewUpdateStatus = ProposalStatus  # as Mooncake called it before
-SyncAfterFailureStatus = SyncStatus  # as it calls it now
+ViewUpdateStatus = ProposalStatus  # Mooncake's earlier name
+SyncAfterFailureStatus = SyncStatus  # Mooncake's present name
 
 
 @dataclass(frozen=True)
 class ProposeViewUpdateResponse:
-    """Answer of `activate_ranks`, `recover_ranks` and `deactivate_ranks`."""
+    """Response of `activate_ranks`, `recover_ranks` and `deactivate_ranks`."""
 
     status: ProposalStatus
     new_epoch: int
@@ -38,7 +38,7 @@ class ProposeViewUpdateResponse:
 
 @dataclass(frozen=True)
 class SyncAfterFailureResponse:
-    """Answer of `sync_after_failure`."""
+    """Response of `sync_after_failure`."""
 
     status: SyncStatus
     reject_reason: str = ""

@@ -1,7 +1,7 @@
-"""Lets a stand-in package answer: with its switch on epee does, without it the real package, in words.
+"""Implementation of the stand-in packages: epee's module with the switch on, else the real package or an error.
 
-Stand-ins are executed by every process below `python -m epee.compat` that imports their names, also by one whose
-Python has no epee: so this file is executed by its path (`runpy`), and imports epee only where it has to.
+Stand-ins are executed by every process below `python -m epee.compat` that imports their names, also by one whose Python
+has no epee: so this file is executed by its path (`runpy`), and imports epee only if needed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _SHIMS = Path(__file__).resolve().parent
 
 
 def stand_in(name: str, switch: str) -> None:
-    """Put epee's module, or the real one, in the place of the stand-in that is being imported.
+    """Replace the stand-in that is being imported by epee's module, or by the real one.
 
     Args:
         name: of the package.
-        switch: the environment variable that is 1 where epee answers.
+        switch: the environment variable that is 1 if epee is used.
 
     Raises:
         ModuleNotFoundError: the switch is off and there is no other package of this name.
@@ -45,7 +45,7 @@ def stand_in(name: str, switch: str) -> None:
 
 
 def _real_spec(name: str) -> ModuleSpec | None:
-    """Return where the package of this name is that is no stand-in of epee's; None if there is none."""
+    """Return the spec of the package of this name that is no stand-in of epee's; None if there is none."""
     elsewhere = [path for path in sys.path if not Path(path).resolve().is_relative_to(_SHIMS)]
     for finder in sys.meta_path:
         paths = elsewhere if finder is PathFinder else None

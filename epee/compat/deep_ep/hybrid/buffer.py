@@ -1,9 +1,9 @@
 """HybridEP's `HybridEPBuffer`: routing by a map of tokens and experts, rows grouped by expert, static sizes.
 
 Data path: a map becomes top-k ids (`epee.ep.topk_of_map`), `ElasticBuffer` dispatches them in its expanded form, whose
-rows are grouped by local expert, in (source rank, token) order, padded to `pad_multiple`; a combine sums a token's
-rows in float32, ranks ascending, rounded once. What is left here is HybridEP's names and its static sizes: with
-`num_permuted_tokens` results have so many rows, what does not fit is dropped and the handle's flag says so.
+rows are grouped by local expert, in (source rank, token) order, padded to `pad_multiple`; a combine sums a token's rows
+in float32, ranks ascending, rounded once. This module adds HybridEP's names and its static sizes: with
+`num_permuted_tokens` results have that many rows, rows that do not fit are dropped and the handle's flag reports it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def indices_to_map(
 
 
 class HybridEPHandle(NamedTuple):
-    """What `dispatch_with_permute` returns for its combine: to be given back as it is.
+    """The handle that `dispatch_with_permute` returns for its combine, to be passed unchanged.
 
     Attributes:
         core: V2's handle.
         topk_idx: `[num_tokens, num_topk]` int64.
         num_of_experts: over all ranks.
         num_permuted_tokens: rows of the results.
-        overflow_flag: `[1]` int32: 1 where rows were dropped.
+        overflow_flag: `[1]` int32: 1 if rows were dropped.
     """
 
     core: EPHandle
@@ -74,8 +74,8 @@ class HybridEPBuffer:
 
     Args:
         group: of the ranks, any backend.
-        hidden_dim, max_num_of_tokens_per_rank, num_local_experts: of the calls to come; larger ones are served as well.
-            Memory is made by the first call.
+        hidden_dim, max_num_of_tokens_per_rank, num_local_experts: of later calls; larger ones are served as well.
+            Memory is allocated by the first call.
         num_sms_dispatch_api, num_sms_combine_api: used on GPUs.
         use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels,
             use_shared_buffer, enable_custom_allgather, num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: accepted
@@ -116,7 +116,7 @@ class HybridEPBuffer:
         )
         self._sms = (num_sms_dispatch_api or 0, num_sms_combine_api or 0)
         self._core = ElasticBuffer(self.group, 0, num_max_tokens_per_rank=max_num_of_tokens_per_rank)
-        self._num_topk = 0  # that the ranks have agreed on last
+        self._num_topk = 0  # the last one that the ranks have agreed on
 
     def dispatch_with_permute(
         self,
@@ -136,7 +136,7 @@ class HybridEPBuffer:
         handle: HybridEPHandle | None = None,
         fuse_permute_dispatch: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, HybridEPHandle]:
-        """Send each token to its experts; rows come grouped by local expert. Collective.
+        """Send each token to its experts; received rows are grouped by local expert. Collective.
 
         Args:
             hidden: `[num_tokens, hidden_dim]`; float8_e4m3fn (or uint8) beside a `scaling_factor`.
@@ -145,10 +145,10 @@ class HybridEPBuffer:
             num_of_experts_per_rank, num_of_experts: either; the constructor's by default.
             scaling_factor: `[num_tokens, hidden_dim / 128]` float32.
             pad_multiple: each expert's rows are padded with zeros to a multiple of it.
-            num_permuted_tokens: rows of the results; what does not fit is dropped. None: as many as come.
-            non_blocking: on GPUs the host waits for nobody; needs `num_permuted_tokens`. The top-k, and the most tokens
-                of a rank, are then those of the calls before, agreed on in the first one, which waits.
-            handle: go the same way again; routing must be left out.
+            num_permuted_tokens: rows of the results; rows that do not fit are dropped. None: as many as are received.
+            non_blocking: on GPUs the cpu waits for no rank; needs `num_permuted_tokens`. The top-k, and the most tokens
+                of a rank, are then those of earlier calls, agreed on in the first one, which waits.
+            handle: of an earlier dispatch, whose routing is used; no routing may be given.
             use_fp8, fuse_permute_dispatch: ignored.
 
         Returns:
@@ -207,17 +207,17 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bring rows back to their tokens and sum them, unweighted. Collective.
+        """Send rows back to their tokens and sum them, unweighted. Collective.
 
         Args:
             hidden: `[n, hidden_dim]`, a row for each row of the dispatch.
-            probs: `[n]` float32, brought back as well; or None.
+            probs: `[n]` float32, sent back as well; or None.
             handle: of the dispatch.
             num_dispatched_tokens_tensor, num_dispatched_tokens, pad_multiple, fuse_unpermute_combine: ignored, the
-                handle knows.
+                handle has them.
 
         Returns:
-            `[num_tokens, hidden_dim]`; `[num_tokens, num_of_experts]` float32, 0 where no row came from, or None.
+            `[num_tokens, hidden_dim]`; `[num_tokens, num_of_experts]` float32, 0 for experts without a row, or None.
         """
         known = _known(handle)
         core, rows = known.core.room.core, known.core.core.num_recv
@@ -243,22 +243,22 @@ class HybridEPBuffer:
         return got.x, dense_weights(known.topk_idx, got.topk_weights, known.num_of_experts)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedError`: rows always come grouped by expert."""
+        """Raise `UnsupportedError`: received rows are always grouped by expert."""
         unsupported(
             "HybridEPBuffer.dispatch", "epee groups rows by expert; use dispatch_with_permute, or ElasticBuffer"
         )
 
     def combine(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedError`: rows always come grouped by expert."""
+        """Raise `UnsupportedError`: received rows are always grouped by expert."""
         unsupported(
             "HybridEPBuffer.combine", "epee groups rows by expert; use combine_with_unpermute, or ElasticBuffer"
         )
 
     def update_template_config(self, **kwargs: Any) -> None:
-        """Do nothing: kernels are compiled for no sizes."""
+        """Do nothing: kernels are not compiled for sizes."""
 
     def destroy(self) -> None:
-        """Give back all memory. Local; results stay valid, handles do not."""
+        """Free all memory. Local; results stay valid, handles do not."""
         self._pool().close()
         self._core.runtime = None
 
@@ -275,7 +275,8 @@ class HybridEPBuffer:
     def _agree(
         self, routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, hidden: torch.Tensor, is_blind: bool
     ) -> None:
-        """Let the ranks have one top-k and one most number of tokens; where nobody may wait those of calls before."""
+        """Let the ranks agree on one top-k and one most number of tokens; if waiting is not allowed, use those of
+        earlier calls."""
         if is_blind and self._num_topk:
             return
         if is_capturing():

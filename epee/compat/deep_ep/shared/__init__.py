@@ -1,1 +1,1 @@
-"""What both DeepEP buffers need."""
+"""Parts shared by both DeepEP buffers."""

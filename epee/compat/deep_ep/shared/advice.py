@@ -1,10 +1,10 @@
-"""What an error says to programs that use DeepEP's names: what there is to do without the calls that it names."""
+"""Advice in error messages for programs that use DeepEP's names: alternatives to epee calls that these lack."""
 
 from __future__ import annotations
 
 from epee.errors import EpeeError
 
-_OURS = ("sync()", "active_ranks")  # epee's ways to go on, which DeepEP's buffers have not
+_OURS = ("sync()", "active_ranks")  # epee's calls to continue after a failure, which DeepEP's buffers do not have
 
 NORMAL = (
     "DeepEP's buffers have no sync: when recover_ranks has taken in who took the lost place, or on a new_group of who "
@@ -17,6 +17,6 @@ LOW_LATENCY = (
 
 
 def add_advice(error: EpeeError, advice: str) -> None:
-    """Add `advice` to the text of an error that names what DeepEP's buffers have not."""
+    """Add `advice` to the text of an error that names calls which DeepEP's buffers do not have."""
     if any(name in str(error) for name in _OURS):
         error.args = (f"{error}. {advice}", *error.args[1:])

@@ -1,12 +1,12 @@
-"""The matrices of DeepEP's handles over several hosts, each by its closed form, from what one rank has.
+"""The matrices of DeepEP's handles over several hosts, each by its closed form, from the data of one rank.
 
-A rank sends a token's record once to each host that has one of its destinations, where one rank hands it on: its
-gateway there, on its own host itself. So beside what it sends and gets (`layout.py`), a rank knows the records that it
-hands on. With equally many ranks per host these are those of one source on each host; else they may be those of several
-sources of a host, merged by channel, or of none. They are in order of (host, channel, source, token) here, and those of
-one host and channel are called a lane.
+A rank sends a token's record once to each host that has one of its destinations, where one rank relays it: the sender's
+gateway there, on its own host the sender itself. So besides its sent and received rows (`layout.py`), a rank knows the
+records that it relays. With equally many ranks per host these are those of one source on each host; else they may be
+those of several sources of a host, merged by channel, or of none. They are in order of (host, channel, source, token)
+here; those of one host and channel form a group.
 
-Nothing communicates. All results are int32 on the device of the input (the CPU) unless said otherwise.
+Nothing communicates. All results are int32 on the device of the input (the CPU) unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def num_tokens_per_host(is_token_in_rank: torch.Tensor, hosts: Sequence[Sequence
 
 
 def num_relayed(handle: TwoLevelHandle, num_channels: int) -> torch.Tensor:
-    """Return `[num_hosts, num_channels]`: records that this rank hands on from a host's channels 0 ... c."""
+    """Return `[num_hosts, num_channels]`: records that this rank relays from a host's channels 0 ... c."""
     lanes, _ = _relayed(handle, num_channels)
     num_hosts = len(_hosts(handle))
     counts = torch.bincount(lanes, minlength=num_hosts * num_channels)
@@ -38,18 +38,18 @@ def num_relayed(handle: TwoLevelHandle, num_channels: int) -> torch.Tensor:
 
 
 def relayed_up_to(handle: TwoLevelHandle) -> torch.Tensor:
-    """Return `[num_hosts]`: records that this rank hands on from hosts 0 ... h."""
+    """Return `[num_hosts]`: records that this rank relays from hosts 0 ... h."""
     return num_relayed(handle, 1)[:, 0].cumsum(0).to(torch.int32)
 
 
 def relay_head(handle: TwoLevelHandle, num_channels: int) -> torch.Tensor:
-    """Return `[num_records, ranks of this host]`: a record's place among those of its lane for a rank, -1 for none."""
+    """Return `[num_records, ranks of this host]`: a record's index among those of its group for a rank, -1 for none."""
     lanes, bits = _relayed(handle, num_channels)
     assert handle.topology is not None
     member = bits[:, None] >> torch.arange(len(handle.topology.here), dtype=torch.int64, device="cpu") & 1
     before = member.cumsum(0) - member
     if len(lanes):
-        before = before - before[torch.searchsorted(lanes, lanes)]  # without those of earlier lanes
+        before = before - before[torch.searchsorted(lanes, lanes)]  # without those of earlier groups
     return torch.where(member == 1, before, -1).to(torch.int32)
 
 
@@ -69,7 +69,8 @@ def first_rows(handle: TwoLevelHandle, num_channels: int) -> torch.Tensor:
 
 
 def source_meta(handle: TwoLevelHandle) -> torch.Tensor:
-    """Return `[num_rows, 8]` uint8: of each row two int32, its source's host and the bits of the ranks that got it.
+    """Return `[num_rows, 8]` uint8: of each row two int32, its source's host and the bits of the ranks that received
+    it.
 
     Bit j stands for the rank at position j of this host; those of positions above 31 have no bit.
     """
@@ -88,7 +89,7 @@ def _hosts(handle: TwoLevelHandle) -> Sequence[Sequence[int]]:
 
 
 def _relayed(handle: TwoLevelHandle, num_channels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lane and the bits of each record that this rank hands on, `[num_records]` int64 both."""
+    """Return the group and the bits of each record that this rank relays, `[num_records]` int64 both."""
     topology = handle.topology
     assert topology is not None
     lanes, bits = [], []

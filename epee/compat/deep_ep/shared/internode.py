@@ -61,7 +61,7 @@ def internode_combine(
     async_finish: bool = False,
     allocate_on_comm_stream: bool = False,
 ) -> Any:
-    """Bring rows back to their tokens and sum them, as `combine`, over several hosts. Collective.
+    """Send rows back to their tokens and sum them, as `combine`, over several hosts. Collective.
 
     Raises:
         As `internode_dispatch`, and as `combine`.

@@ -1,9 +1,9 @@
-"""Handles that are tuples, and what stands behind them.
+"""Handles that are tuples, and the data that they refer to.
 
-Most handles are only given back, so a dispatch makes a `LateTuple`: a tuple that has its facts with it, and whose
-entries are made when somebody first looks at them. A handle that was taken apart (through lists, autograd or pytrees)
-is known by its first entry, a tensor, under which the facts are remembered from when it is made and as long as it
-lives. A copy of the tensors is not known.
+Most handles are only passed back, so a dispatch returns a `LateTuple`: a tuple that refers to its data, and whose
+entries are made when they are first read. A handle that was taken apart (through lists, autograd or pytrees) is found
+by its first entry, a tensor, under which the data is registered from its creation as long as it lives. A copy of the
+tensors is not found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epee.errors import InvalidArgument
 
 
 class Facts(Protocol):
-    """What stands behind a handle, and makes its entries."""
+    """The data of a handle; makes its entries."""
 
     def entry(self, idx: int) -> Any:
         """Return the entry of a position, 0 ... length - 1."""
@@ -42,17 +42,17 @@ class KnownHandles(Generic[_Facts]):
         self._facts: Any = WeakTensorKeyDictionary()
 
     def handle(self, facts: _Facts) -> Any:
-        """Return a handle behind which these facts stand; they make its entries."""
+        """Return a handle that refers to these facts; they make its entries."""
         made = tuple.__new__(LateTuple, self._nothing)
         made._owner, made._facts, made._made = self, facts, {}
         return made
 
     def remember(self, first: torch.Tensor, facts: _Facts) -> None:
-        """Keep what stands behind a handle with this first entry, until that tensor dies."""
+        """Register the facts of a handle with this first entry, until that tensor is deleted."""
         self._facts[first] = facts
 
     def facts(self, handle: object) -> _Facts:
-        """Return what stands behind a handle.
+        """Return the facts of a handle.
 
         Raises:
             InvalidArgument: it is none of this buffer's.
@@ -74,11 +74,11 @@ class KnownHandles(Generic[_Facts]):
 class LateTuple(tuple[Any, ...]):
     """A tuple whose entries are made when they are first read, each once.
 
-    Whatever goes through Python's protocols finds the entries: indices, slices, iteration, unpacking, `*handle`,
-    `tuple(handle)`, comparison, `+`, pytrees. Copies and pickles of it, and what `type(handle)(entries)` makes, are
-    plain tuples. C code that reads a tuple's memory without asking (`PyTuple_GET_ITEM`: `torch.cat(handle)`, a
-    `Function.forward` that returns nothing but the handle) finds None in each place: a tuple's memory is written when
-    it is made, and never again. Give such code `tuple(handle)`.
+    Access through Python's protocols finds the entries: indices, slices, iteration, unpacking, `*handle`,
+    `tuple(handle)`, comparison, `+`, pytrees. Copies and pickles of it, and `type(handle)(entries)`, are plain tuples.
+    C code that reads a tuple's memory directly (`PyTuple_GET_ITEM`: `torch.cat(handle)`, a `Function.forward` that
+    returns nothing but the handle) finds None in each entry: a tuple's memory is written only when it is created. Give
+    such code `tuple(handle)`.
     """
 
     _owner: KnownHandles[Any]
@@ -86,7 +86,7 @@ class LateTuple(tuple[Any, ...]):
     _made: dict[int, Any]
 
     def __new__(cls, entries: Any = ()) -> Any:
-        """Return a plain tuple, as those expect who make a tuple of the kind that they were given."""
+        """Return a plain tuple, as expected by code that makes a tuple of the type that it was given."""
         return tuple(entries)
 
     @overload  # type: ignore[override]
@@ -137,7 +137,7 @@ class LateTuple(tuple[Any, ...]):
         return tuple(self).index(*args)
 
     def count(self, value: Any) -> int:
-        """Return how often a value is in it, as a tuple does."""
+        """Return the number of occurrences of a value, as a tuple does."""
         return tuple(self).count(value)
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ def channel_prefix_matrix(is_token_in_rank: torch.Tensor, num_channels: int) -> 
 
 
 def send_head(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """Return `[num_tokens, num_ranks]`: a token's place among those of its channel for rank r, -1 if it has none."""
+    """Return `[num_tokens, num_ranks]`: a token's index among those of its channel for rank r, -1 if it has none."""
     before = _by_channel(is_token_in_rank, num_channels).cumsum(1) - 1
     place = before.reshape(-1, is_token_in_rank.shape[1])[: len(is_token_in_rank)]
     return torch.where(is_token_in_rank, place, -1).to(torch.int32)
@@ -47,13 +47,13 @@ def send_head(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor
 def recv_channel_prefix_matrix(
     src_token: torch.Tensor, received: torch.Tensor, num_tokens: torch.Tensor, most: int, num_channels: int
 ) -> torch.Tensor:
-    """Return `[num_ranks, num_channels]`: rows from rank s that lie before its channel c. The host does not wait.
+    """Return `[num_ranks, num_channels]`: rows from rank s that lie before its channel c. The cpu does not wait.
 
     Args:
-        src_token: `[num_rows]` int64, rows in (source rank, token) order, -1 behind those that came.
+        src_token: `[num_rows]` int64, rows in (source rank, token) order, -1 after the received ones.
         received: `[num_ranks]`, rows from ranks 0 ... s.
         num_tokens: `[num_ranks]`, tokens of each rank.
-        most: that a rank may have.
+        most: tokens that a rank may have.
         num_channels: C.
     """
     device, stride, counts = src_token.device, most + 1, num_tokens.to(torch.int64)[:, None]

@@ -1,8 +1,8 @@
-"""What both DeepEP buffers are: owners of a pool of buffers, whose calls run on the current or a communication stream.
+"""Base of both DeepEP buffers: owners of a pool of buffers, whose calls run on the current or a communication stream.
 
-A call that is asked for an event runs as a whole, with all that this layer computes around it, on the communication
-stream: behind `previous_event` where one is given, else behind the current stream. Its inputs and results are noted
-with torch's allocator, so that nothing is reused too early on either stream.
+A call with an event runs as a whole, with all that this layer computes around it, on the communication stream: after
+`previous_event` if one is given, else after the current stream. Its inputs and results are registered with torch's
+allocator, so that nothing is reused too early on either stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PoolOwner:
     runtime: BufferPool | None
 
     def destroy(self) -> None:
-        """Give back all memory. Local; results stay valid, handles do not.
+        """Free all memory. Local; results stay valid, handles do not.
 
         Raises:
             InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
@@ -42,7 +42,7 @@ class PoolOwner:
         self.runtime = None
 
     def get_comm_stream(self) -> Any:
-        """Return the stream on which calls run that are asked for an event; on the CPU the current one."""
+        """Return the stream of calls that return an event; on the CPU the current one."""
         if not torch.cuda.is_initialized():
             return torch.cpu.current_stream()
         return self._pool().own_stream(torch.device("cuda", torch.cuda.current_device()))
@@ -63,11 +63,11 @@ class PoolOwner:
 
 
 class Running:
-    """A call in progress. Says with its failure, after which buffers on GPUs wait for a `sync`, what to do without one.
+    """A call in progress. On a failure, after which buffers on GPUs wait for a `sync`, it adds advice to the error.
 
     Args:
         is_gpu: whether it works on a GPU.
-        lane: where it runs; None for one on the current stream, at once, without an event.
+        lane: stream of the call; None for the current stream, at once, without an event.
         events: that it waits for.
         is_async: whether the caller gets an event.
     """
@@ -104,7 +104,7 @@ class Running:
         return self._lane is not None and self._lane.is_own
 
     def event(self, inputs: object, results: object, got: Dispatched | None = None) -> EventOverlap:
-        """Return the event that the caller gets, when everything is on the stream.
+        """Return the caller's event, when everything is on the stream.
 
         Args:
             inputs, results: tensors, handles, or nested tuples, lists and None.
@@ -119,13 +119,13 @@ class Running:
         return after(self._is_async)
 
 
-# calls on the current stream, at once, without an event: they keep nothing, so one serves all such calls
+# calls on the current stream, at once, without an event: they have no state, so one object serves all such calls
 GPU_AT_ONCE = Running(True, None)
 _AT_ONCE = (Running(False, None), GPU_AT_ONCE)
 
 
 def advise(error: BaseException) -> None:
-    """Say with the failure of a call on a GPU, after which buffers wait for a `sync`, what to do without one."""
+    """Add advice to the error of a call on a GPU, after which buffers wait for a `sync`: alternatives to that call."""
     if isinstance(error, (PeerError, MismatchError)) and not isinstance(error, (EvictedError, NoQuorumError)):
         add_advice(error, NORMAL)
 

@@ -18,7 +18,7 @@ def values_of(x: object) -> torch.Tensor:
     """Return the rows of a payload: a tensor, or the first of an FP8 pair.
 
     Raises:
-        InvalidArgument: it is neither, or the rows are not a matrix of a dtype that travels.
+        InvalidArgument: it is neither, or the rows are not a matrix of a supported dtype.
     """
     values = x[0] if isinstance(x, (tuple, list)) and x else x
     if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.dtype not in _DTYPES:
@@ -30,7 +30,7 @@ def values_of(x: object) -> torch.Tensor:
 
 
 def device_of(x: object) -> torch.device:
-    """Return where a payload lies; the CPU for what is no payload, others will judge."""
+    """Return the device of a payload; the CPU for an invalid payload, which is refused later."""
     values = x[0] if isinstance(x, (tuple, list)) and x else x
     return values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
 
@@ -59,7 +59,7 @@ _Rows = TypeVar("_Rows", torch.Tensor, "torch.Tensor | None")
 
 
 def filled_up(rows: _Rows, num_rows: int, fill: float) -> _Rows:
-    """Return `rows` with rows of `fill` behind them, `num_rows` in all; itself when it has as many, or is None."""
+    """Return `rows` followed by rows of `fill`, `num_rows` in all; itself when it has as many, or is None."""
     if rows is None or rows.shape[0] == num_rows:
         return rows
     tail = rows.new_zeros((num_rows - len(rows), *rows.shape[1:]))
@@ -69,16 +69,16 @@ def filled_up(rows: _Rows, num_rows: int, fill: float) -> _Rows:
 
 
 def payload_filled_up(x: Payload, num_rows: int) -> Payload:
-    """Return a payload with zero rows behind it, `num_rows` in all."""
+    """Return a payload followed by zero rows, `num_rows` in all."""
     if isinstance(x, tuple):
         return filled_up(x[0], num_rows, 0), filled_up(x[1], num_rows, 0)
     return filled_up(x, num_rows, 0)
 
 
 def cut(rows: object, num_rows: int, num_given: int) -> object:
-    """Return the first `num_rows` rows of a tensor that has them, and up to `num_given`; anything else as it is.
+    """Return the first `num_rows` rows of a tensor that has them, and up to `num_given`; anything else unchanged.
 
-    The call that is made with them will judge what is neither.
+    The call that uses them refuses anything else.
     """
     if isinstance(rows, torch.Tensor) and rows.dim() and num_rows < len(rows) <= num_given:
         return rows[:num_rows]
@@ -86,7 +86,7 @@ def cut(rows: object, num_rows: int, num_given: int) -> object:
 
 
 def padded(rows: object, num_read: int, num_rows: int) -> object:
-    """Return a tensor of `num_read` rows or more with zeros behind them, `num_rows` in all; anything else as it is."""
+    """Return a tensor of `num_read` rows or more followed by zeros, `num_rows` in all; anything else unchanged."""
     if isinstance(rows, torch.Tensor) and rows.dim() and num_read <= len(rows) < num_rows:
         return filled_up(rows, num_rows, 0)
     return rows
@@ -101,7 +101,7 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
 
 
 def as_bias(bias: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a bias as the core takes it: nothing, a tensor or a pair; a list is a pair as well."""
+    """Return a bias in the core's form: None, a tensor or a pair; a list is a pair as well."""
     if isinstance(bias, Sequence):
         return cast("tuple[torch.Tensor, torch.Tensor]", tuple(bias))
     return cast("torch.Tensor | None", bias)

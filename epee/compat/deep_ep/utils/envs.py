@@ -1,4 +1,4 @@
-"""`deep_ep.utils.envs`: seeds, the process group of DeepEP's test scripts, and questions about the machine."""
+"""`deep_ep.utils.envs`: seeds, the process group of DeepEP's test scripts, and properties of the machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Here(NamedTuple):
     global_seed: int = 0
 
 
-_here = [_Here()]  # of this process, as scripts say it once
+_here = [_Here()]  # of this process; scripts set it once
 
 
 def init_seed(global_seed: int) -> None:
@@ -60,7 +60,7 @@ def get_global_seed() -> int:
 
 
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
-    """Write a line on all ranks, or on the first of each host, then let all ranks meet. Collective."""
+    """Print a line on all ranks, or on the first of each host, then run a barrier. Collective."""
     if not once_in_node or _here[0].local_rank == 0:
         sys.stdout.write(f"{s}\n")
         sys.stdout.flush()
@@ -68,10 +68,10 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:
-    """Make the default process group as DeepEP's test scripts do, over NCCL, or gloo where there is no GPU.
+    """Create the default process group as DeepEP's test scripts do, over NCCL, or gloo if there is no GPU.
 
     The default dtype is bfloat16 afterwards, the default device the GPU of this rank, if there is one. MASTER_ADDR and
-    MASTER_PORT say where the ranks meet (127.0.0.1:8361); WORLD_SIZE and RANK count hosts here, 1 and 0 by default.
+    MASTER_PORT are the rendezvous address (127.0.0.1:8361); WORLD_SIZE and RANK count hosts here, 1 and 0 by default.
 
     Returns:
         Rank, number of ranks, a group of all ranks.
@@ -98,11 +98,11 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Do nothing: a buffer finds out whether its GPUs reach each other when it is made, and says so."""
+    """Do nothing: the constructor of a buffer checks whether its GPUs reach each other, and raises."""
 
 
 def check_torch_deterministic() -> None:
-    """Raise `InvalidState` where torch fills new memory while algorithms are deterministic, as DeepEP does."""
+    """Raise `InvalidState` if torch fills new memory while algorithms are deterministic, as DeepEP does."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise InvalidState("set torch.utils.deterministic.fill_uninitialized_memory to False: it fills buffers in use")
 
@@ -113,10 +113,10 @@ def get_nvlink_gbs(factor: float = _NOMINAL) -> float:
 
 
 def check_fast_rdma_atomic_support(nic_name: str = "") -> bool:
-    """Return False: nothing goes over RDMA."""
+    """Return False: epee does not use RDMA atomics."""
     return False
 
 
 def get_rdma_gbs(nic_name: str = "") -> float:
-    """Return 0: nothing goes over RDMA."""
+    """Return 0: epee does not use RDMA here."""
     return 0.0

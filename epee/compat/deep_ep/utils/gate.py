@@ -1,4 +1,4 @@
-"""`deep_ep.utils.gate`: router scores that send one rank a multiple of what the others get; for benchmarks."""
+"""`deep_ep.utils.gate`: router scores that send one rank a multiple of the others' tokens; for benchmarks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from epee.errors import InvalidArgument
 
 _STEPS = 20  # of the bisection
-_LOW = 0.9  # scores of what is not chosen lie below
+_LOW = 0.9  # scores of experts that are not chosen lie below
 
 
 def get_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool
 ) -> torch.Tensor:
-    """Return scores `[num_tokens, num_experts]` float32 whose top-k gives one rank `ratio` times what others get.
+    """Return scores `[num_tokens, num_experts]` float32 whose top-k gives one rank `ratio` times the others' tokens.
 
-    Tokens are counted once per rank. Rank 0 is the one where `precise` is False, and the ratio an expected one, at
-    least 1; `precise` gives it as exactly as whole tokens can.
+    Tokens are counted once per rank. With `precise` False, that rank is rank 0, and the ratio an expected one, at least
+    1; `precise` gives it as exactly as whole tokens can.
 
     Raises:
         InvalidArgument: `precise`, and the ratio is below 1, or the sizes do not allow it.
@@ -64,7 +64,7 @@ def get_precise_unbalanced_scores(
 ) -> torch.Tensor:
     """Return scores by which rank 0 gets `ratio` times as many tokens as each other rank, up to rounding.
 
-    Each token goes to as many ranks as the ratio allows; the others' turns go round.
+    Each token is sent to as many ranks as the ratio allows; the others are chosen round-robin.
     """
     num_local, others = num_experts // num_ranks, num_ranks - 1
     spread = min(num_topk, int(others / ratio) + 1)  # ranks of a token, such that rank 0 need not take all tokens twice

@@ -63,7 +63,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Te
         x_fp8: `[num_tokens, hidden]`, or more dimensions, the last of which is `hidden`; any strides.
         x_scales: one scale for each 128 channels of a row, in any shape and strides that hold them in this order; or
             one for each row, or for each index of the first dimension. Floating point, or packed exponents (int32, four
-            in a word; those behind the last block of a row are not read).
+            in a word; those after the last block of a row are not read).
 
     Raises:
         InvalidArgument: `x_fp8` has less than two dimensions, or the number of scales fits no such layout.
@@ -141,7 +141,7 @@ def align(x: int, y: int) -> int:
 
 
 def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
-    """Let each row of `x` hold its different entries in 0 ... `num_slots` - 1 once, the most frequent first; -1 behind.
+    """Let each row of `x` hold its distinct entries in 0 ... `num_slots` - 1 once, the most frequent first, then -1.
 
     With fewer columns than entries the most frequent stay.
     """

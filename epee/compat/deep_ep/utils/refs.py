@@ -1,4 +1,4 @@
-"""`deep_ep.utils.refs`: what V2's dispatch and combine must return, by torch alone, for test scripts."""
+"""`deep_ep.utils.refs`: the expected results of V2's dispatch and combine, by torch alone, for test scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRIME = 131071
 
 
 def _gathered(mine: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return `[num_ranks, num_rows, ...]`: everybody's rows, zeros behind them. Collective."""
+    """Return `[num_ranks, num_rows, ...]`: all ranks' rows, each followed by zeros. Collective."""
     raw = mine.contiguous().view(len(mine), -1).view(torch.uint8) if mine.numel() else mine.new_zeros(0)
     width = math.prod(mine.shape[1:]) * mine.itemsize
     padded = torch.zeros(num_rows, width, dtype=torch.uint8, device=mine.device)
@@ -45,7 +45,7 @@ def dispatch(
     """
     num_local = num_experts // dist.get_world_size()
     first = dist.get_rank() * num_local
-    idx = _gathered(topk_idx + 1, num_max_tokens_per_rank) - 1  # zeros behind the tokens become -1
+    idx = _gathered(topk_idx + 1, num_max_tokens_per_rank) - 1  # zeros after the tokens become -1
     is_local = (idx >= first) & (idx < first + num_local)
     here = is_local.any(2)
     src = here.flatten().nonzero()[:, 0].to(torch.int32)

@@ -1,4 +1,4 @@
-"""`deep_ep.utils.testing`: times of calls and of kernels, as DeepEP's test scripts ask for them."""
+"""`deep_ep.utils.testing`: times of calls and of kernels, in the form that DeepEP's test scripts use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Return the average, shortest and longest time of `fn` in seconds, the first of `num_tests` left out.
+    """Return the average, shortest and longest time of `fn` in seconds, the first of `num_tests` excluded.
 
-    On a GPU by events, with `post_fn` outside of the time; else by the host's clock.
+    On a GPU by events, with `post_fn` outside of the time; else by the cpu's clock.
     """
     for _ in range(num_warmups):
         fn()
@@ -48,7 +48,7 @@ def bench(
 
 
 def _timed(fn: Callable[[], Any]) -> Callable[[], float]:
-    """Run `fn` once; what is returned says how long it took, when the GPU is done."""
+    """Run `fn` once; the returned function gives its time, when the GPU is done."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         fn()
@@ -72,7 +72,7 @@ class empty_suppress:
 
 
 class suppress_stdout_stderr:
-    """Sends what is written to the descriptors 1 and 2, and by Python, nowhere while the block runs."""
+    """Suppresses the output to the descriptors 1 and 2, and by Python, while the block runs."""
 
     def __enter__(self) -> suppress_stdout_stderr:
         self._ends = contextlib.ExitStack()
@@ -112,9 +112,9 @@ def bench_kineto(
         fn: is run once, then `num_tests` times under the profiler.
         kernel_names: one name gives one time, a tuple as many.
         suppress_kineto_output: write nothing meanwhile.
-        trace_path: where a trace is written, None for nowhere.
+        trace_path: file of the trace, None for none.
         flush_l2: before each run.
-        barrier_comm_profiling: let the ranks meet before each run, by `barrier` if it is given.
+        barrier_comm_profiling: run a barrier before each run, by `barrier` if it is given.
         num_kernels_per_period: kernels of a name in a run; with more than 1 each time is a list, by their order.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names

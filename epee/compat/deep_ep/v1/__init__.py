@@ -1,1 +1,1 @@
-"""What stands behind the calls of V1's `Buffer`."""
+"""Implementation of the calls of V1's `Buffer`."""

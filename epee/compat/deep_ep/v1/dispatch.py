@@ -1,8 +1,9 @@
-"""How a V1 dispatch with routing finds the room in which it runs.
+"""V1 dispatches with routing, and the choice of the room in which they run.
 
-A dispatch that looks like an earlier one runs as that one did (`Pool.recall`). Otherwise the room is found by what the
-call needs: one that stands for all ranks, or else one that they agree on, telling each other what is coming. Where a
-peer's call does not fit, all ranks hear of it in the call itself (`NoRoomError`) and agree then.
+A dispatch that matches an earlier one runs as that one did (`Pool.recall`). Otherwise the room is found by the needs of
+the call: one that was agreed on for all ranks, or else a new one, for which the ranks exchange the sizes of their
+calls. If a peer's call does not fit, all ranks are notified in the call itself (`NoRoomError`) and then agree on a
+room.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Payload
 
 
 class Asked(NamedTuple):
-    """How a dispatch with routing is asked for; see `Buffer.dispatch`."""
+    """The options of a dispatch with routing; see `Buffer.dispatch`."""
 
     expert_alignment: int
     num_worst_tokens: int
@@ -30,7 +31,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(expert_alignment: int, num_worst_tokens: int, config: Config) -> tuple[int, int, int] | None:
-    """Return what options are asked for; None where only checks can tell what they are."""
+    """Return the cache key of options; None if only the checks can determine it."""
     num_sms = config.num_sms
     are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
     return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
@@ -60,11 +61,12 @@ class FreshDispatches:
         run: Running,
         may_stand: bool,
     ) -> tuple[Dispatched, V1Handle, list[int]]:
-        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks.
+        """Dispatch with routing, in a room found by the call's cache key, or else by an exchange with the ranks.
 
         Args:
             x, counts, topk_idx, topk_weights, options, run: of the call.
-            may_stand: whether a room may stand for all ranks: none has heard yet that a call does not fit.
+            may_stand: whether a room may be used without an exchange: no rank was notified yet that a call does not
+                fit.
         """
         key = like = None
         if run is GPU_AT_ONCE and may_stand:
@@ -76,7 +78,7 @@ class FreshDispatches:
             assert topk_weights is not None
             try:
                 got = like.dispatch(x, topk_idx, topk_weights)
-            except NoRoomError:  # a peer's call does not fit, and all have heard of it in this call
+            except NoRoomError:  # a peer's call does not fit, and all were notified in this call
                 if options.num_worst_tokens:
                     raise
                 got, may_stand = None, False
@@ -100,18 +102,18 @@ class FreshDispatches:
         run: Running,
         found: tuple[object, bool],
     ) -> tuple[Dispatched, V1Handle, list[int]]:
-        """Dispatch in a room that is found by the call's needs; the ranks are asked where none stands for all.
+        """Dispatch in a room found by the call's needs; the ranks exchange them if no room is usable without.
 
         Args:
             x, counts, topk_idx, topk_weights, options, run: of the call.
-            found: under which key to remember how it is made, None for none; whether a room may stand for all ranks.
+            found: key under which the room is cached, None for none; whether a room may be used without an exchange.
         """
         key, may_stand = found
         expert_alignment, num_worst_tokens, config = options
         pool = self._pool
         device = device_of(x)
         is_gpu = pool.is_gpu(device)
-        is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
+        is_blind = num_worst_tokens > 0 and is_gpu  # then the cpu waits for no rank
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
             wish, need = self._wishes.find(x, counts, routing, topk_weights, num_worst_tokens, device, is_gpu)
@@ -157,17 +159,17 @@ class FreshDispatches:
         return got, known, listed
 
     def _standing(self, need: Need, dispatch_in: Callable[[Room], Dispatched]) -> tuple[Room, Dispatched] | None:
-        """Dispatch without asking the ranks first where there is room for all; None: they have to agree."""
+        """Dispatch without an exchange if there is room for all ranks; None: they have to agree."""
         room = self._pool.standing_room(need)
         if room is None:
             return None
         try:
             return room, dispatch_in(room)
         except NoRoomError:
-            return None  # a peer's call does not fit, and all have heard of it in this call
+            return None  # a peer's call does not fit, and all were notified in this call
 
     def _room(self, wish: Wish, device: torch.device, is_blind: bool) -> tuple[Room, Sequence[Wish]]:
-        """Return the room for a dispatch, and what the ranks are about to dispatch: what they say, or as this one."""
+        """Return the room for a dispatch, and the ranks' requests: as exchanged, or all equal to this rank's."""
         pool = self._pool
         if is_blind:
             return pool.room(Need.unasked(wish, device)), [wish] * self._num_ranks
@@ -182,7 +184,7 @@ class FreshDispatches:
         topk_weights: torch.Tensor | None,
         asked: object,
     ) -> object:
-        """Return what dispatches that look like this one have in common; None where only checks can tell."""
+        """Return the cache key of a dispatch; None if only the checks can determine it."""
         counted: tuple[Any, Any, Any] = counts
         per_rank, is_in, per_expert = counted
         if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:

@@ -1,9 +1,9 @@
-"""V1's handle: the six tensors of DeepEP's tuple, over several hosts ten, and what stands behind them.
+"""V1's handle: the six tensors of DeepEP's tuple, over several hosts ten, and the data from which they are made.
 
-A combine needs none of them, so each is worked out when it is first read (`LateTuple`), by its closed form
-(`shared/layout.py`, `shared/host_layout.py`), from what the epee handle keeps, from what the ranks told each other
-before the dispatch, and from the caller's `is_token_in_rank`, which is kept as it is, no copy. Nothing here
-communicates, so one rank may read them alone; on GPUs the host does not wait.
+A combine needs none of them, so each is computed when it is first read (`LateTuple`), by its closed form
+(`shared/layout.py`, `shared/host_layout.py`), from the epee handle, from the sizes that the ranks exchanged before the
+dispatch, and from the caller's `is_token_in_rank`, which is kept itself, without a copy. Nothing here communicates, so
+one rank may read them alone; on GPUs the cpu does not wait.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from epee.compat.deep_ep.shared import host_layout, layout
 from epee.compat.deep_ep.shared.rows import filled_up
 from epee.ep import Handle, Room, TwoLevelHandle, Wish
 
-_NO_META = 0xFF  # in each byte of rows that nobody sent
+_NO_META = 0xFF  # in each byte of rows that no rank sent
 
 
 @dataclass(eq=False)
 class V1Handle:
-    """What stands behind a handle's tuple, and makes its entries.
+    """The data of a handle's tuple; makes its entries.
 
     Attributes:
         room, handle: epee's own.
-        num_worst_tokens: rows that the dispatch was asked to give, 0 for as many as came.
-        wishes: of all ranks; where nobody was asked, as on GPUs, only this one's is known, and nothing is read of them.
+        num_worst_tokens: rows that the dispatch was asked to give, 0 for the received number.
+        wishes: requests of all ranks; without an exchange, as on GPUs, only this one's is known, and nothing is read of
+            them.
         is_token_in_rank: as it was given.
         config: of the dispatch; its channels are those of the matrices.
-        stream: the communication stream, where the dispatch was asked for an event.
+        stream: the communication stream, if the dispatch returned an event.
     """
 
     room: Room
@@ -45,11 +46,11 @@ class V1Handle:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the dispatch's results have."""
+        """Rows of the dispatch's results."""
         return self.num_worst_tokens or self.handle.num_recv
 
     def entry(self, idx: int) -> torch.Tensor:
-        """Return an entry of DeepEP's tuple; where the dispatch ran on a stream of its own, it is worked out there."""
+        """Return an entry of DeepEP's tuple; if the dispatch ran on a stream of its own, it is computed there."""
         entries = _ENTRIES_OVER_HOSTS if isinstance(self.handle, TwoLevelHandle) else _ENTRIES
         if self.stream is None:
             for tensor in self.handle.tensors:

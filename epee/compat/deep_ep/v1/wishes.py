@@ -1,7 +1,7 @@
-"""What a rank is about to dispatch through V1's names: checked, and put into the few words that the ranks exchange.
+"""Requests of V1 dispatches: the sizes of a call, checked, and packed into the few words that the ranks exchange.
 
-On GPUs nothing but shapes is looked at, so it is worked out once for calls whose shapes are alike. On CPUs the data is
-looked at as well: what is wrong is found before the ranks agree.
+On GPUs only shapes are read, so a request is computed once for calls with the same shapes. On CPUs the data is read as
+well: errors are found before the ranks agree.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from epee.compat.deep_ep.shared.rows import values_of
 from epee.ep import Need, Payload, Wish, check_topk_idx, count_layout
 from epee.errors import InvalidArgument
 
-_MOST_WISHES = 1024  # that are remembered
+_MOST_WISHES = 1024  # number of cached requests
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 
 
 class Wishes:
-    """The wishes of one buffer.
+    """The requests of one buffer.
 
     Args:
         num_ranks: of the group.
@@ -40,7 +40,7 @@ class Wishes:
         device: torch.device,
         is_gpu: bool,
     ) -> tuple[Wish, Need]:
-        """Return what this rank is about to dispatch, and needs; on GPUs once for calls whose shapes are alike."""
+        """Return this rank's request and needs; on GPUs computed once for calls with the same shapes."""
         shapes = None
         if is_gpu and routing is not None and all(isinstance(count, torch.Tensor) for count in counts):
             values: Any = values_of(x)
@@ -78,7 +78,7 @@ class Wishes:
         num_worst_tokens: int,
         is_gpu: bool,
     ) -> Wish:
-        """Check what the other ranks are about to hear."""
+        """Check the request that is sent to the other ranks."""
         values = values_of(x)
         num_tokens, hidden = values.shape
         per_rank, is_token_in_rank, per_expert = counts

@@ -1,4 +1,4 @@
-"""What DeepEP 2.5 adds: `EPBuffer`, which is `ElasticBuffer` with other arguments; other buffers are absent."""
+"""Additions of DeepEP 2.5: `EPBuffer`, an `ElasticBuffer` with other arguments; other buffers are not supported."""
 
 from epee.compat.deep_ep.v25 import comm
 from epee.compat.deep_ep.v25.absent import (

@@ -1,4 +1,5 @@
-"""Buffers of DeepEP 2.5 that are not here: each raises `UnsupportedError`, in one sentence, when one is made."""
+"""Buffers of DeepEP 2.5 that epee does not support: the constructor of each raises `UnsupportedError`, in one
+sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from epee.compat.deep_ep.low_latency import unsupported
 
 
 class _Absent:
-    """A class that only says why it is none."""
+    """A class whose constructor only raises the reason."""
 
     _why: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""`deep_ep.comm` of DeepEP 2.5: questions about a buffer or a group, as functions."""
+"""`deep_ep.comm` of DeepEP 2.5: properties of a buffer or a group, as functions."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def get_logical_domain_size(group_or_buffer: Any, allow_hybrid_mode: bool = True
 
 
 def get_comm_stream(buffer: Any) -> Any:
-    """Return the stream on which the buffer's calls run that are asked for an event."""
+    """Return the stream of the buffer's calls that return an event."""
     return buffer.get_comm_stream()
 
 
 def barrier(
     buffer: Any, wait_comm_stream: bool = True, with_cpu_sync: bool = False, *args: object, **kwargs: object
 ) -> None:
-    """Let all ranks' streams meet; see `ElasticBuffer.barrier`. Collective. Other arguments are ignored."""
+    """Synchronise all ranks' streams; see `ElasticBuffer.barrier`. Collective. Other arguments are ignored."""
     buffer.barrier(with_cpu_sync=with_cpu_sync)
 
 

@@ -1,4 +1,4 @@
-"""DeepEP 2.5's `EPBuffer`: `ElasticBuffer` with 2.5's arguments, in its order, and results that come with the wait."""
+"""DeepEP 2.5's `EPBuffer`: `ElasticBuffer` with 2.5's arguments, in its order, and results returned by the wait."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class EPBuffer(ElasticBuffer):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> Any:
-        """Bring rows back to their tokens and sum them, unweighted, in V2's order. Collective.
+        """Send rows back to their tokens and sum them, unweighted, in V2's order. Collective.
 
         Args:
             defer_epilogue: return the event alone, whose `current_stream_wait()` returns the two results; needs

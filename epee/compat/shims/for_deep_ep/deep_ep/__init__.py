@@ -1,4 +1,4 @@
-"""Stands for `deep_ep`: `epee.compat.deep_ep` where EPEE_AS_DEEP_EP=1, else the real package."""
+"""Stand-in for `deep_ep`: `epee.compat.deep_ep` if EPEE_AS_DEEP_EP=1, else the real package."""
 
 from pathlib import Path
 from runpy import run_path

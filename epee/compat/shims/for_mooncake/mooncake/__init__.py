@@ -1,4 +1,4 @@
-"""Stands for `mooncake`: `pg`, `ep`, buffers are epee's where EPEE_AS_MOONCAKE=1, all else is the real package's."""
+"""Stand-in for `mooncake`: `pg`, `ep`, buffers are epee's if EPEE_AS_MOONCAKE=1, all else is the real package's."""
 
 from pathlib import Path
 from runpy import run_path

@@ -1,9 +1,9 @@
 """`epee bench NAME`: run a benchmark of the repository.
 
 Benchmarks are not part of the installed package; they lie in the clone's `benchmarks/` folder. A script there with a
-line `NAME = "..."` is a benchmark of that name, and its docstring's first line is its description. Scripts are read,
-not imported, to find that out, and run in an interpreter of their own, so that they may start processes and choose
-their threads as they like. All arguments behind the name go to the script, `--help` too.
+line `NAME = "..."` is a benchmark of that name, and its docstring's first line is its description. Scripts are read for
+that, not imported, and run in an interpreter of their own, so that they may start processes and choose their threads
+freely. All arguments after the name are passed to the script, `--help` too.
 """
 
 from __future__ import annotations

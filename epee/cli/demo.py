@@ -24,13 +24,13 @@ def demo(
     kill_host: int | None = typer.Option(None, help="Kill all ranks of this host in the midst of the training."),
     stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
-    """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
+    """Train a small Mixture-of-Experts language model over local processes, whose tokens are sent through epee.
 
-    Shows loss, speed and bytes per link while it trains; then the proof that one step through epee equals
-    the same step in one dense process. Exit code 1 when a rank or the proof fails.
+    Shows loss, speed and bytes per link while it trains; then the proof that one step through epee equals the same step
+    in one dense process. Exit code 1 when a rank or the proof fails.
 
-    With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
-    takes its place and its experts, with --hosts on the same host. The loss curve shows both moments. After --kill-host
+    With --kill or --stall a rank is lost on purpose: the others continue with copies of its experts, and a new process
+    replaces it with its experts, with --hosts on the same host. The loss curve shows both moments. After --kill-host
     the others end without that host.
     """
     from ..demo.run import num_gpus, run
@@ -58,6 +58,6 @@ def demo(
         fault=fault,
         killed_host=kill_host,
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder goes too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder is removed too
         signal.signal(number, signal.default_int_handler)
     raise typer.Exit(run(settings))

@@ -1,5 +1,5 @@
-"""`epee doctor`: what this machine can do for epee, why a job hangs, what buffers hold, or whether another host is
-reached; everything else is `epee.doctor`."""
+"""`epee doctor`: capabilities of this machine for epee, the cause of a hanging job, the memory of buffers, or whether
+another host is reached; everything else is `epee.doctor`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def doctor(
     ),
     seconds: float = typer.Option(60.0, min=0.1, max=86400, help="How long to listen."),
 ) -> None:
-    """Say what this machine can do for epee, what not, and what to do about it.
+    """Report what this machine can do for epee, what not, and what to do about it.
 
-    Looks at versions, cores, memory, limits, what processes may share, what groups over several hosts would use,
-    settings, GPUs with their driver and links. Tries things rather than guessing; changes nothing. Exit code 0 when
-    epee works on CPU tensors here, else 1.
+    Checks versions, cores, memory, limits, what processes may share, what groups over several hosts would use,
+    settings, GPUs with their driver and links. Tests instead of guessing; changes nothing. Exit code 0 when epee works
+    on CPU tensors here, else 1.
 
-    With --pid of any rank of a job that hangs: per rank which operation it is in, for whom it waits and since when, and
-    whether it runs, is stopped or dead. Read from outside: no rank has to answer.
+    With --pid of any rank of a job that hangs: the operation of each rank, the ranks that it waits for and since when,
+    and whether it runs, is stopped or dead. Read from outside: no rank has to answer.
 
-    With --sizes: how many bytes a rank's buffers hold for calls of so many ranks, experts over all ranks, elements of a
-    row, experts of a token, and tokens of a rank, and why.
+    With --sizes: the bytes of a rank's buffers for calls of this many ranks, experts over all ranks, elements of a row,
+    experts of a token, and tokens of a rank, with reasons.
 
     With --listen [PORT] here and --peer on another host: whether that one reaches this one, at the address that groups
     over several hosts would use. Exit code 0 when it does, on both.

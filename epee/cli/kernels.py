@@ -21,7 +21,7 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
         num_ranks: sizes of groups.
         architectures: such as `sm_90a`.
     Returns:
-        How many cubins are in place.
+        The number of cubins in the cache.
     Raises:
         CompileError: a kernel does not compile for one of the architectures.
     """

@@ -1,5 +1,5 @@
 """`epee demo`: a small byte-level Mixture-of-Experts language model, trained over local processes through epee.
 
-`run.py` is the whole story in the parent, `rank.py` the one in each rank; how to train with epee is in `train.py`, how
-to go on without a lost rank in `survive.py`.
+`run.py` is the program of the parent, `rank.py` that of each rank; `train.py` shows how to train with epee,
+`survive.py` how to continue without a lost rank.
 """

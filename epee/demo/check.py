@@ -1,20 +1,20 @@
 """The demo's proof: one training step over epee equals the same step computed densely in one process.
 
-All members take the trained weights, draw one batch each and do one step over epee: forward, backward, sum of the
-shared gradients, AdamW. Rank 0 gets all experts' weights and all batches, and does the same step with dense layers,
-where no token travels. Loss, every gradient and every updated weight are compared.
+All members use the trained weights, draw one batch each and do one step over epee: forward, backward, sum of the shared
+gradients, AdamW. Rank 0 gets all experts' weights and all batches, and does the same step with dense layers, where no
+token is sent. Loss, every gradient and every updated weight are compared.
 
-On CPUs both do it in float64. The two sum in different orders: in float32 that rounding is about 1e-6, enough to let a
-router change its mind about a token now and then, which is no error and would still look like one. In float64 it is
-about 1e-15, and any misplaced row, lost weight or missing term stands out by ten orders of magnitude.
+On CPUs both do it in float64. The two sum in different orders: in float32 that rounding is about 1e-6, enough to make a
+router choose another expert for a token now and then, which is no error and would still look like one. In float64 it is
+about 1e-15, and any misplaced row, lost weight or omitted term stands out by ten orders of magnitude.
 
-On GPUs rows of float64 are not served, so the step over epee is one in float32, and three things make up for it:
+On GPUs rows of float64 are not served, so the step over epee is one in float32, and three measures compensate for it:
 
 - The dense process computes in float64 with the experts that the routers over epee have chosen. That each of these was
-  among the best in float64 as well, but for rounding, is one more thing that is compared.
-- How far off float32 may be is measured: the dense process does its step in float32, too, on the same device, and what
-  that is off by is the rounding of this very step without epee. Ours rounds in another order, so it is off by another
-  number of that size: `MARGIN` times as much is allowed, and in no case more than `MOST`, where a row begins to count.
+  among the best in float64 as well, but for rounding, is also compared.
+- The allowed error of float32 is measured: the dense process does its step in float32, too, on the same device, and its
+  error is the rounding of this very step without epee. Ours rounds in another order, so its error is another number of
+  that size: `MARGIN` times as much is allowed, and in no case more than `MOST`, where a row begins to count.
 - AdamW's first step divides a gradient by its own size, so the rounding of a gradient near zero would become a whole
   step of its weight. The dense optimiser is given our gradients, which have been compared by then.
 """
@@ -36,11 +36,11 @@ from .train import Batch, Trainer, backward, gather, make_buffer, make_optimizer
 TOLERANCE = 1e-9  # of float64
 MARGIN = 8.0  # over 40 seeds on CPUs ours was off by 0.9 to 1.4 times as much as the dense float32 step
 MOST = 1e-3
-Step = dict[str, Tensor]  # what a step yields: "loss", "gradients of NAME", "weights of NAME"
+Step = dict[str, Tensor]  # results of a step: "loss", "gradients of NAME", "weights of NAME"
 
 
 def compare_one_step(trainer: Trainer) -> dict[str, Any] | None:
-    """Do one step both ways and return how far they differ, on rank 0; None elsewhere. Collective of the members."""
+    """Do one step both ways and return their differences, on rank 0; None elsewhere. Collective of the members."""
     settings, members, batch = trainer.settings, trainer.members, trainer.next_batch()
     num_ranks = len(members)
     dtype = torch.float64 if settings.device == "cpu" else torch.float32
@@ -66,13 +66,13 @@ def compare_one_step(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def compare(ours: Step, dense: Step) -> dict[str, Any]:
-    """Return the verdict about two steps in float64."""
+    """Return the result of comparing two steps in float64."""
     worst = deviation(ours, dense)
     return {"passed": worst <= TOLERANCE, "tolerance": TOLERANCE, "max_deviation": worst, "dtype": "float64"}
 
 
 def compare_rounded(ours: Step, rounded: Step, exact: Step, missed: float) -> dict[str, Any]:
-    """Return the verdict about a step in float32, by the dense one in float32 and the dense one in float64.
+    """Return the result of comparing a step in float32 with the dense one in float32 and the dense one in float64.
 
     `missed` is the probability by which a router over epee has missed the best experts.
     """
@@ -90,9 +90,9 @@ def deviation(ours: Step, dense: Step) -> float:
 
 @torch.no_grad()
 def shortfall(layer: DenseMoELayer, x: Tensor) -> Tensor:
-    """Return by how much the least probable expert that a token is given falls short of the last that it should have.
+    """Return the shortfall in probability of the worst given expert below the last that should be given.
 
-    The largest such difference of probabilities over the tokens of `x`; 0 where the given experts are the best.
+    The largest such difference over the tokens of `x`; 0 if the given experts are the best.
     """
     assert layer.given_idx is not None
     probabilities = functional.linear(x.reshape(-1, layer.hidden), layer.router).softmax(-1)
@@ -101,14 +101,14 @@ def shortfall(layer: DenseMoELayer, x: Tensor) -> Tensor:
 
 
 def _dense(settings: Settings, start: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
-    """Return the dense model with these weights, where they are."""
+    """Return the dense model with these weights, on their device."""
     dense = Transformer(settings, None).to(start["head.weight"].device, dtype)
     dense.load_state_dict(start)
     return dense
 
 
 def _filled(state: Step, num_experts: int) -> Step:
-    """Leave out the places that no expert has, where some ranks are lost."""
+    """Remove the rows of places that no expert has, if some ranks are lost."""
     return {name: value[:num_experts] if is_expert(name) else value for name, value in state.items()}
 
 

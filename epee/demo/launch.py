@@ -1,8 +1,8 @@
-"""Start the ranks, listen to them, and end them: all of them, always.
+"""Start of the ranks, their messages, and their end in every case.
 
-Each rank has a pipe to the parent and writes messages into it; the last one says how it ended. A thread in each rank
-waits for the end of the parent, however that comes, and ends the rank: none outlives its parent. Ctrl-C reaches the
-parent only: ranks are born with SIGINT blocked, and the parent kills them. They hold nothing that outlives a process
+Each rank has a pipe to the parent and writes messages into it; the last one reports how it ended. A thread in each rank
+waits for the end of the parent, for any reason, and ends the rank: none outlives its parent. Ctrl-C reaches the parent
+only: ranks are created with SIGINT blocked, and the parent kills them. They hold nothing that outlives a process
 (memory is anonymous, sockets are closed by the kernel), so that is a clean end.
 """
 
@@ -23,7 +23,7 @@ from ..errors import RankFailedError
 
 # Imported once, before the ranks are forked. The optimiser imports torch._dynamo at its first use: 1.2 s a rank.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "epee.demo.rank"]
-_SILENT_DEATH_S = 0.5  # how long a death without a word may lag behind the peers' reports of it
+_SILENT_DEATH_S = 0.5  # how long a death without a message may lag behind the peers' reports of it
 _GRACE_S = 1.0
 Message = dict[str, Any]
 Send = Callable[[Message], None]
@@ -36,7 +36,7 @@ class _Rank(NamedTuple):
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Processes that call `function(rank, send, *arguments)`, found again by its name; none is left after the block."""
+    """Processes that call `function(rank, send, *arguments)`, imported by its name; none is left after the block."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -66,7 +66,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         report: RankFailedError | None = None
         while talking := self._ranks.keys() - finished:
             ready = wait(list(talking), None if report is None else _SILENT_DEATH_S)
-            if not ready:  # no peer of the one that has failed died without a word: that would be the cause
+            if not ready:  # no peer of the failed one died without a message: that would be the cause
                 break
             for connection in cast("list[Connection]", ready):
                 message = _receive(connection, self._ranks[connection])
@@ -80,7 +80,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     def __exit__(self, kind: object, *_: object) -> None:
         for one in self._ranks.values():
-            one.process.join(_GRACE_S if kind is None else 0)  # without an error it is on its way out
+            one.process.join(_GRACE_S if kind is None else 0)  # without an error it is about to exit
             one.process.kill()
             one.process.join()
 
@@ -93,7 +93,7 @@ def _main(connection: Connection, function: Callable[..., None], rank: int, argu
         connection.send(None)
     except BaseException as exc:  # noqa: BLE001 - whatever it was, the parent shows it
         connection.send(_failed(rank, f"{type(exc).__name__}: {exc}", traceback.format_exc()))
-        os._exit(1)  # peers may be waiting for this rank: nothing may hold it up on its way out
+        os._exit(1)  # peers may be waiting for this rank: nothing may delay its exit
 
 
 def _end_with_parent() -> None:
@@ -102,7 +102,7 @@ def _end_with_parent() -> None:
 
 
 def _receive(connection: Connection, one: _Rank) -> Message | RankFailedError | None:
-    """Return the next message of a rank, or, when there will be none, how it has failed, if it has."""
+    """Return the next message of a rank, or, if there will be none, the error of its failure, if it has failed."""
     try:
         return cast("Message | RankFailedError | None", connection.recv())
     except (EOFError, ConnectionResetError):

@@ -1,7 +1,7 @@
 """The demo's model: a byte-level transformer whose feed-forward layers are Mixture-of-Experts layers.
 
-Given a buffer, its experts live on the ranks (`MoELayer`); without one they are all here (`DenseMoELayer`), for the
-check. Attention, norms and embeddings are plain and the same on all ranks.
+Given a buffer, its experts are distributed over the ranks (`MoELayer`); without one they are all in this process
+(`DenseMoELayer`), for the check. Attention, norms and embeddings are plain and the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TransformerBlock(nn.Module):
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[batch, length, hidden]` to the same shape."""
+        """Map `[batch, length, hidden]` to the same shape."""
         normed = self.attention_norm(x)
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
         x = x + self.attention(normed, normed, normed, attn_mask=mask, is_causal=True, need_weights=False)[0]
@@ -41,12 +41,13 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, logits of the next byte out. Weights depend on the seed only, an expert's on its number, too."""
+    """A model from bytes to logits of the next byte. Weights depend on the seed only, an expert's on its number,
+    too."""
 
     def __init__(self, settings: Settings, buffer: Buffer | None) -> None:
         super().__init__()
         self.settings = settings
-        # The layers' experts draw from generators of their own: what follows is the same on all ranks.
+        # The layers' experts draw from generators of their own: the parameters below are the same on all ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.embedding = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
@@ -57,9 +58,9 @@ class Transformer(nn.Module):
             self.head = nn.Linear(settings.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[batch, length]` int64 bytes to `[batch, length, 256]` logits."""
+        """Map `[batch, length]` int64 bytes to `[batch, length, 256]` logits."""
         # Pairs of bytes from the first layer on: attention would need the first half minute to find its neighbour.
-        # No embedding of positions: the causal mask tells enough of them for what is learned in a minute.
+        # No embedding of positions: the causal mask gives enough information for one minute of training.
         x = self.embedding(tokens) + self.previous(functional.pad(tokens, (1, 0))[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -80,10 +81,10 @@ def _make_moe(settings: Settings, buffer: Buffer | None, layer: int) -> MoE:
         return DenseMoELayer(settings.hidden, settings.ffn_hidden, num_experts, num_topk, seed=seed)
     places = buffer.config.num_experts
     moe = MoELayer(settings.hidden, settings.ffn_hidden, places, num_topk, buffer, seed=seed)
-    moe.router = nn.Parameter(moe.router.detach()[:num_experts])  # no token for an empty place
+    moe.router = nn.Parameter(moe.router.detach()[:num_experts])  # no token for an unused place
     return moe
 
 
 def is_expert(name: str) -> bool:
-    """True for parameters that live on one rank only; the others are the same everywhere."""
+    """Whether a parameter is on one rank only; the others are the same everywhere."""
     return ".experts." in name

@@ -1,14 +1,14 @@
-"""Networks of their own for the demo's hosts, where this user may make them (root): else hosts are loopback addresses.
+"""Separate networks for the demo's hosts, if this user may create them (root): else hosts are loopback addresses.
 
 A host is a network namespace with one interface, `net0`; a router, one more namespace, joins them. Packets between two
 hosts go through both their interfaces and the router, those within a host stay on its own loopback. Ranks enter the
-namespace of their host before they open a socket; threads begun later are in it, too.
+namespace of their host before they open a socket; threads started later are in it, too.
 
-    parent   starts a process in each namespace, which holds it, and has `ip` join them; tells the ranks by a file
+    parent   starts a process in each namespace, which holds it, and connects them by `ip`; publishes them in a file
     rank     reads the file, enters
 
 A namespace lives as long as a process in it. The holders end when their input is closed, so also when the parent dies
-in whatever way, and ranks end with the parent (`launch.py`): nothing is left, and no file names a namespace.
+for any reason, and ranks end with the parent (`launch.py`): nothing is left, and no file names a namespace.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..errors import UnsupportedError
 
 _FILE = "networks"
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_STEP_S = 20.0  # of one command, on a machine that crawls
+_STEP_S = 20.0  # of one command, on a very slow machine
 
 
 @contextlib.contextmanager
 def networks(num_hosts: int, folder: Path) -> Iterator[str]:
-    """Make a network per host, told to the ranks by a file in `folder`; yields how hosts are made, in words."""
+    """Create a network per host, published to the ranks in a file in `folder`; yields a description of the hosts."""
     if num_hosts == 1:
         yield ""
         return
@@ -47,14 +47,14 @@ def networks(num_hosts: int, folder: Path) -> Iterator[str]:
 
 
 def enter(host: int, folder: Path) -> str:
-    """Enter the network of a host, if there is one; return the address at which this rank's host is reached."""
+    """Enter the network of a host, if there is one; return the address of this rank's host."""
     path = folder / _FILE
     if not path.exists():
         return f"127.0.83.{1 + host}"
     pid = json.loads(path.read_text())[host]
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        libc = ctypes.CDLL(None, use_errno=True)  # `os.setns` comes with Python 3.12
+        libc = ctypes.CDLL(None, use_errno=True)  # `os.setns` exists from Python 3.12 on
         if libc.setns(namespace, _NEW_NETWORK):
             error = ctypes.get_errno()
             raise OSError(error, f"setns: {os.strerror(error)}")
@@ -68,7 +68,7 @@ def _address(host: int, of_router: bool = False) -> str:
 
 
 def _make(num_hosts: int, holders: contextlib.ExitStack) -> list[int]:
-    """Make the namespaces and join them; return the process that holds each host's."""
+    """Create and connect the namespaces; return the process that holds each host's."""
     if os.geteuid():
         raise UnsupportedError("only root may make networks")
     pids = [_hold(holders) for _ in range(num_hosts + 1)]
@@ -85,7 +85,7 @@ def _make(num_hosts: int, holders: contextlib.ExitStack) -> list[int]:
 
 
 def _hold(holders: contextlib.ExitStack) -> int:
-    """Start a process in a network of its own; return its pid when it is there."""
+    """Start a process in a network of its own; return its pid when the network exists."""
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     holders.callback(_end, holder)
     assert holder.stdin is not None

@@ -1,7 +1,7 @@
-"""The whole story of one rank: join, train, prove the step, report.
+"""The program of one rank: join, train, prove the step, report.
 
-Rank 0 sends what the parent shows and writes; the other ranks contribute through the process group and send nothing
-but how they ended (see `launch.py`).
+Rank 0 sends what the parent shows and writes; the other ranks contribute through the process group and send only how
+they ended (see `launch.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .train import Trainer
 
 
 def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: bool = False) -> None:
-    """Train on one rank; rank 0 sends the result. `folder` has the text, and files through which ranks meet.
+    """Train on one rank; rank 0 sends the result. `folder` has the text, and the files of the rendezvous.
 
-    With `joins` it takes the place of a lost rank.
+    With `joins` it replaces a lost rank.
     """
     if settings.num_hosts > 1:
         host = settings.host_of(rank)
@@ -44,7 +44,7 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
         while trainer.progress < 1.0:
             trainer.step()
     elif not Survivor(trainer, folder / "state.npz", joins).train():
-        return  # lost on purpose (`--stall`), and awake again: it has no part in this any more
+        return  # lost on purpose (`--stall`), and running once more: it takes no part any more
     with trainer.buffer:
         result = {
             "kind": "result",

@@ -1,4 +1,4 @@
-"""The whole story in the parent: check, start the ranks, show what they say, write what they found."""
+"""The program of the parent: check, start the ranks, show their messages, write the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(settings: Settings) -> int:
     settings.check()
     if settings.device == "cuda" and num_gpus() == 0:
         raise UnsupportedError("--device cuda needs a GPU, and torch sees none; leave it out to train on CPUs")
-    if find_spec("matplotlib") is None:  # an extra: missed before a minute of training, not after
+    if find_spec("matplotlib") is None:  # an extra: detected before a minute of training, not after
         raise UnsupportedError("the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'")
     try:
         result = _train(settings)
@@ -50,7 +50,7 @@ def run(settings: Settings) -> int:
 
 def _train(settings: Settings) -> Message:
     """Start the ranks and return the result; its `events` are in order."""
-    # The ranks' story needs torch, which takes a second or two to import: after the settings were found good.
+    # The ranks' program needs torch, which takes a second or two to import: only after the settings were checked.
     from .rank import run_rank
 
     events: list[Message] = []
@@ -74,7 +74,7 @@ def _train(settings: Settings) -> Message:
                 events.append(message)
                 if message["what"] == "started" and settings.victim is not None:
                     ranks.start(settings.victim, settings, Path(name), True)
-                if message["what"] == "rejoined":  # a victim that was only stopped finds its place taken
+                if message["what"] == "rejoined":  # a victim that was only stopped finds its rank taken
                     for stopped in (event for event in events if event["what"] == "stall"):
                         os.kill(stopped["pid"], signal.SIGCONT)
             elif time.monotonic() >= next_line_s:
@@ -114,7 +114,7 @@ def links(traffic: list[list[float]]) -> str:
 
 
 def between_hosts(network: list[list[float]], traffic: list[list[float]], settings: Settings) -> str:
-    """Return what has crossed the network, and what one copy per rank would have been; nothing on one host."""
+    """Return the bytes that crossed the network, and the bytes of one copy per rank; nothing on one host."""
     if not network:
         return ""
     ranks, hosts = range(len(traffic)), range(len(network))
@@ -161,7 +161,7 @@ def _version(package: str) -> str:
 
 
 def _draw(settings: Settings, result: Message, path: Path) -> None:
-    """Draw the losses, with a line where a rank was lost, and one where its replacement was in."""
+    """Draw the losses, with a line where a rank was lost, and one where its replacement joined."""
     from matplotlib.figure import Figure
 
     figure = Figure(dpi=160, layout="constrained")  # one of its own touches neither global state nor a display

@@ -1,4 +1,4 @@
-"""What a run of the demo is told. Checked once, in the parent; ranks trust it."""
+"""The settings of a run of the demo. Checked once, in the parent; ranks trust them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..errors import InvalidArgument
 
-TIMEOUT_S = 60.0  # of the calls while nobody is lost on purpose
-SLOW_S = 15.0  # of those around a death, which needs no waiting: only a machine that crawls gets so far
-STALL_S = 5.0  # how long a silent rank is waited for, in the buffer and then in the group, before it is voted out
+TIMEOUT_S = 60.0  # of the calls while no rank is lost on purpose
+SLOW_S = 15.0  # of those around a death, which needs no waiting: reached only on a very slow machine
+STALL_S = 5.0  # how long a silent rank is waited for, in the buffer and then in the group, before it is evicted
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,16 @@ class Settings:
     """One run of the demo. The model's sizes learn most per second on two CPU cores.
 
     Attributes:
-        num_steps: train exactly so many steps, whatever `seconds` says.
+        num_steps: train exactly this many steps, independently of `seconds`.
         context: bytes that the model sees. `batch`: sequences per rank and step.
         valid_batches: batches per rank for the validation loss.
         device: "cpu", or "cuda" for a GPU per rank; ranks share GPUs if there are more of them.
-        num_hosts: hosts that the ranks stand for, in a row: they share no memory, and have networks of their own
-            where this user may make them, else loopback addresses.
-        victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
-        killed_host: host that is lost in the midst of training, all its ranks at once; None: none.
-        fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started;
-            the ranks of a killed host are not replaced.
+        num_hosts: hosts that consecutive ranks represent: they share no memory, and have separate networks if this user
+            may create them, else loopback addresses.
+        victim: rank that is lost during training, by the `fault` "kill" or "stall"; None: no rank.
+        killed_host: host that is lost during training, all its ranks at once; None: none.
+        fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started; the
+            ranks of a killed host are not replaced.
     """
 
     num_ranks: int = 2
@@ -90,18 +90,18 @@ class Settings:
 
     @property
     def victims(self) -> tuple[int, ...]:
-        """The ranks that are lost on purpose, ascending."""
+        """Ranks that are lost on purpose, ascending."""
         if self.killed_host is not None:
             return tuple(rank for rank in range(self.num_ranks) if self.host_of(rank) == self.killed_host)
         return () if self.victim is None else (self.victim,)
 
     @property
     def loss(self) -> str:
-        """What is lost on purpose, for messages."""
+        """The loss on purpose, in words for messages."""
         return f"rank {self.victim}" if self.killed_host is None else f"host {self.killed_host}"
 
     def host_of(self, rank: int) -> int:
-        """Return the host that a rank is on."""
+        """Return the host of a rank."""
         return rank * self.num_hosts // self.num_ranks
 
     @property
@@ -111,5 +111,5 @@ class Settings:
 
     @property
     def timeout_s(self) -> float:
-        """How long a silent rank is waited for."""
+        """Time for which a silent rank is waited for."""
         return TIMEOUT_S if not self.victims else STALL_S if self.fault == "stall" else SLOW_S

@@ -1,20 +1,21 @@
-"""Training that survives the loss of a rank: `epee demo --kill 1` and `--stall 1`, the story of one rank.
+"""Training that survives the loss of a rank: `epee demo --kill 1` and `--stall 1`, the program of one rank.
 
-What happens, in order:
+The steps, in order:
 
 1. Every few steps the ranks gather all weights, experts included, and rank 0 writes them into a file: the copy.
-2. The victim kills or stops itself in the midst of a forward. The others' calls end: in the `Buffer` at once when the
-   process is dead, after `timeout_s` when it is silent; in the backend with a view without the victim.
-3. Whoever has had such an error closes its buffer and meets the others in a barrier of the group, in mode "mask": it
-   completes for all with the same contributors, those who are left. A rank that waits in another call meanwhile gets a
-   mismatch and comes, too. All go back to the copy; the experts, the victim's included, are dealt out to those left.
-4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
-   `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
-   After the loss of a host (`--kill-host 1`: all its ranks are victims) nobody takes a place: the others end without.
-5. A victim that was only stopped wakes up, asks as in 3 and is told that it was evicted.
+2. The victim kills or stops itself during a forward. The others' calls end: in the `Buffer` at once when the process is
+   dead, after `timeout_s` when it is silent; in the backend with a view without the victim.
+3. A rank that has had such an error closes its buffer and meets the others in a barrier of the group, in mode "mask":
+   it completes on all ranks with the same contributors, the remaining ranks. A rank that waits in another call
+   meanwhile gets a mismatch and enters the barrier, too. All return to the copy; the experts, the victim's included,
+   are distributed over the remaining ranks.
+4. A replacement process asks to join. Rank 0 is notified and announces it with the gradients of a step, so that all
+   call `recover_ranks` after the same step. Before that the copy is renewed; the replacement begins with it. After the
+   loss of a host (`--kill-host 1`: all its ranks are victims) no rank is replaced: the others end without.
+5. A victim that was only stopped resumes, enters the barrier as in 3 and is notified that it was evicted.
 
 The copy has no moments of AdamW: they begin at zero on all ranks whenever experts move. With n members each has
-`ceil(num_experts / n)` places; expert e has place e. Places at the end may be empty; no token is sent there.
+`ceil(num_experts / n)` places; expert e has place e. Places at the end may be unused; no token is sent there.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from .model import Transformer, is_expert
 from .settings import SLOW_S, TIMEOUT_S, Settings
 from .train import Trainer, whole
 
-_LOSSES = (PeerError, CommTimeoutError, StaleHandleError, MismatchError)  # how a lost rank shows, here or at a peer
-_ATTEMPTS = 16  # a loss costs one, or two where a rank comes out of another call
+_LOSSES = (PeerError, CommTimeoutError, StaleHandleError, MismatchError)  # the errors of a lost rank, here or at a peer
+_ATTEMPTS = 16  # a loss costs one, or two if a rank was in another call
 
 
 class Survivor:
-    """Runs a `Trainer`, goes on without a lost rank and takes in a replacement.
+    """Runs a `Trainer`, continues without a lost rank and admits a replacement.
 
-    With `joins` this process is the replacement: it begins where the others are. `file` holds the copy.
+    With `joins` this process is the replacement: it begins at the others' step. `file` holds the copy.
     """
 
     def __init__(self, trainer: Trainer, file: Path, joins: bool) -> None:
@@ -51,16 +52,16 @@ class Survivor:
         self.group: Any = dist.group.WORLD
         self.everybody = tuple(range(self.settings.num_ranks))
         self.is_victim = trainer.rank in self.settings.victims and not joins
-        self.is_replaced = joins or self.settings.killed_host is not None  # nobody is waited for any more
-        self.is_owed = False  # somebody was lost, and nobody was started since
+        self.is_replaced = joins or self.settings.killed_host is not None  # no replacement is waited for any more
+        self.is_owed = False  # a rank was lost, and no replacement was started since
         if joins:
             self.load()
 
     def train(self) -> bool:
-        """Train to the end, whatever becomes of one rank; collective. False: the others went on without this rank.
+        """Train to the end, through the loss of one rank; collective. False: the others continued without this rank.
 
         Raises:
-            EpeeError: it cannot be made good: the group does not agree, or loses somebody again and again.
+            EpeeError: recovery failed: the group does not agree, or loses ranks repeatedly.
         """
         for attempt in range(_ATTEMPTS):
             try:
@@ -77,7 +78,7 @@ class Survivor:
         return True
 
     def save(self) -> None:
-        """Write the state as it is now, or keep the one before if somebody is lost meanwhile; collective of members."""
+        """Write the present state, or keep the previous one if a rank is lost meanwhile; collective of members."""
         trainer = self.trainer
         state: dict[str, Any] = whole(trainer.model.state_dict(), trainer.members)
         self._require_all()
@@ -87,7 +88,7 @@ class Survivor:
             new.replace(self.file)
 
     def load(self) -> None:
-        """Go on from the state in the file, with whatever experts this rank has now."""
+        """Continue from the state in the file, with the present experts of this rank."""
         trainer = self.trainer
         with np.load(self.file) as data:
             trainer.num_steps, trainer.progress = int(data["num_steps"]), float(data["progress"])
@@ -116,14 +117,14 @@ class Survivor:
             raise RankFailedError(f"rank(s) {lost} did not contribute", lost, "demo")
 
     def _meet_fate(self, module: object, arguments: object) -> None:
-        """Kill or stop this process in the midst of a forward."""
+        """Kill or stop this process during a forward."""
         number = signal.SIGKILL if self.settings.fault == "kill" else signal.SIGSTOP
         text = f"rank {self.trainer.rank} gets {number.name} in the midst of step {self.trainer.num_steps + 1}"
         self._tell(self.settings.fault, text, pid=os.getpid())
         os.kill(os.getpid(), number)
 
     def order_replacement(self) -> None:
-        """Have a new process started, once, when somebody was lost and the time has come; on rank 0."""
+        """Request a new process, once, after a loss and at the set time; on rank 0."""
         if (
             self.trainer.rank == 0
             and self.is_owed
@@ -134,7 +135,7 @@ class Survivor:
             self._tell("started", f"a new process takes the place of rank {self.settings.victim}")
 
     def _recover(self) -> None:
-        """Agree with those who are left and go on from the copy."""
+        """Agree with the remaining ranks and continue from the copy."""
         trainer, before, again = self.trainer, self.trainer.members, self.trainer.num_steps
         trainer.buffer.close()
         dist.barrier()
@@ -147,7 +148,7 @@ class Survivor:
             self._tell(what, f"ranks {list(members)} go on; {again} steps are done again", again=again)
 
     def _welcome(self, lost: list[int]) -> None:
-        """Take in the replacement; collective of the members."""
+        """Admit the replacement; collective of the members."""
         self.save()
         self.trainer.buffer.close()
         self.group.recover_ranks(lost, TIMEOUT_S)
@@ -158,7 +159,7 @@ class Survivor:
             self._tell("rejoined", f"the new rank {self.settings.victim} trains with the others")
 
     def _rebuild(self, members: tuple[int, ...]) -> None:
-        """Make buffer and model for these members, from the copy, and a group if they are not all; collective."""
+        """Create buffer and model for these members, from the copy, and a group if they are not all; collective."""
         group = self.group
         if members != self.everybody:
             timeout, options = timedelta(seconds=TIMEOUT_S), backend_options(self.settings)
@@ -167,7 +168,7 @@ class Survivor:
         self.load()
 
     def _tell(self, what: str, text: str, **facts: object) -> None:
-        """Send what happened just now; `step` is the one under way or the next."""
+        """Send an event of this moment; `step` is the present or next one."""
         members, step = list(self.trainer.members), self.trainer.num_steps + 1
         seconds = time.perf_counter() - self.trainer.began
         message = {"kind": "event", "what": what, "text": text, "seconds": seconds, "step": step, "members": members}
@@ -175,7 +176,7 @@ class Survivor:
 
 
 def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:
-    """Return the options of the groups: a rank that is silent for so long is voted out."""
+    """Return the options of the groups: a rank that is silent for this time is evicted."""
     timeout_s = SLOW_S if joins else settings.timeout_s  # a process that has just begun is slow, not stalled
     return BackendOptions(fault_mode="mask", op_timeout=timeout_s, is_extension=joins)
 
@@ -185,4 +186,4 @@ def restore(model: Transformer, state: dict[str, torch.Tensor]) -> None:
     first = model.layers()[0].experts.first_expert
     for name, here in model.state_dict().items():
         value = state[name][first : first + len(here)] if is_expert(name) else state[name]
-        here[: len(value)] = value  # an empty place keeps what it has: nobody uses it
+        here[: len(value)] = value  # an unused place keeps its weights

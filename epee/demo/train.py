@@ -1,11 +1,11 @@
 """Training on one rank: the example of how to train a Mixture-of-Experts model with epee.
 
 Data path of a step: a batch of this rank's own -> loss / num_ranks -> backward (dispatch and combine run in both
-directions) -> gradients of shared parameters summed over the ranks; an expert's gradient is already complete on the
-rank where it lives -> AdamW.
+directions) -> gradients of shared parameters summed over the ranks; an expert's gradient is already complete on its
+rank -> AdamW.
 
-What the ranks agree on: rank 0's clock decides about progress and about when to stop. It rides along with the
-gradients as one of a few words, so all ranks take the same decision after the same step.
+Agreement of the ranks: rank 0's clock decides about progress and about the end. It is sent with the gradients as one of
+a few words, so all ranks take the same decision after the same step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Trainer:
     """Trains this rank's part of a model, in step with the other members.
 
     Attributes:
-        device: where this rank computes: the CPU, or its GPU.
+        device: of this rank's computation: the CPU, or its GPU.
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
-        group, buffer, model, optimizer: as made for the members.
+        group, buffer, model, optimizer: created for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
         steps: (step, seconds, loss over all ranks in nats per byte) of each step.
         rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
@@ -60,25 +60,26 @@ class Trainer:
         self.build(tuple(range(settings.num_ranks)), dist.group.WORLD)
 
     def build(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
-        """Make buffer, model and optimiser over `members`, whose group it is; collective of them."""
+        """Create buffer, model and optimiser over `members`, whose group it is; collective of them."""
         self.members, self.group = members, group
         self.buffer = make_buffer(self.settings, group, torch.float32, self.device)
         self.model = Transformer(self.settings, self.buffer).to(self.device)
         self.optimizer = make_optimizer(self.model)
-        began = self.rows.new_tensor([self.began])  # rank 0's: what different ranks tell is put in order by the time
+        began = self.rows.new_tensor([self.began])  # rank 0's: events of different ranks are ordered by this time
         dist.broadcast(began, 0, group)
         self.began = float(began)
 
     def step(self, call: float = 0.0) -> float:
-        """Do one step, collective; return what rank 0 `call`s the others to, above 0 for something."""
-        # A short warm-up, and then down to a tenth.
+        """Do one step, collective; return the value that rank 0 passes as `call` to the others, above 0 for a
+        request."""
+        # A short warm-up, then decay to a tenth.
         self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(0.1 + 25 * self.progress, 1.0 - 0.9 * self.progress)
         self.optimizer.zero_grad()
         loss = backward(self.model, self.next_batch(), len(self.members))
         for layer in self.model.layers():  # twice: the backward moves the same rows again
             self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
             if layer.num_sent_to_hosts is not None:
-                hosts = sorted({self.settings.host_of(member) for member in self.members})  # that are left
+                hosts = sorted({self.settings.host_of(member) for member in self.members})  # remaining hosts
                 self.crossed[self.settings.host_of(self.rank), hosts] += 2 * self.crossed.new_tensor(
                     layer.num_sent_to_hosts
                 )
@@ -93,7 +94,7 @@ class Trainer:
         return call
 
     def validate(self) -> float:
-        """Return the loss on text that is never trained on, on the same windows each time; collective."""
+        """Return the loss on text that is never used for training, on the same windows each time; collective."""
         generator = torch.Generator(device="cpu").manual_seed(self.rank)
         loss = torch.zeros(1, dtype=torch.float32, device=self.device)
         with torch.no_grad():
@@ -121,7 +122,7 @@ class Trainer:
 
 
 def place(settings: Settings, rank: int) -> torch.device:
-    """Return where a rank computes; ranks share GPUs if there are more of them."""
+    """Return the device of a rank; ranks share GPUs if there are more of them."""
     if settings.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -132,7 +133,7 @@ def place(settings: Settings, rank: int) -> torch.device:
 def make_buffer(
     settings: Settings, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
 ) -> Buffer:
-    """Make this rank's buffer (collective), with places for all experts. One buffer serves all layers."""
+    """Create this rank's buffer (collective), with places for all experts. One buffer serves all layers."""
     num_ranks = dist.get_world_size(group)
     return Buffer(
         group,
@@ -142,7 +143,7 @@ def make_buffer(
         max_tokens_per_rank=settings.tokens_per_rank,
         dtype=dtype,
         device=device,
-        # A young router may send everything to one rank; a demo should not stop for that.
+        # An untrained router may send everything to one rank; a demo should not stop for that.
         max_recv_rows=settings.num_ranks * settings.tokens_per_rank * settings.num_topk,
         timeout=settings.timeout_s,
         num_slots=settings.num_layers + 1,  # autograd keeps what each layer received until the backward
@@ -166,7 +167,7 @@ def backward(model: Transformer, batch: Batch, num_ranks: int) -> float:
 
 
 def sum_gradients(model: Transformer, words: Tensor) -> Tensor:
-    """Sum the gradients of all that is not an expert over the ranks, and `words`, which are returned; one call."""
+    """Sum the gradients of all parameters but experts over the ranks, and `words`, which are returned; one call."""
     shared = [cast(Tensor, value.grad) for name, value in model.named_parameters() if not is_expert(name)]
     flat = parameters_to_vector([*shared, words])
     dist.all_reduce(flat)
@@ -182,7 +183,7 @@ def gather(tensor: Tensor, members: tuple[int, ...]) -> Tensor:
 
 
 def whole(state: dict[str, Tensor], members: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return a copy of what all members have by the names of parameters: experts' are spread over them. Collective."""
+    """Return a copy of all members' state by parameter names: experts are distributed over the members. Collective."""
     return {
         name: gather(value, members).flatten(0, 1) if is_expert(name) else value.clone()
         for name, value in state.items()
@@ -198,7 +199,7 @@ def split_text(text: bytes) -> list[Tensor]:
 def draw(text: Tensor, settings: Settings, generator: torch.Generator, device: torch.device) -> Batch:
     """Draw windows of a text; return inputs and targets, the bytes one further, both `[batch, context]` int64.
 
-    The same ones on any device.
+    The result is the same on any device.
     """
     num_starts, shape = len(text) - settings.context, (settings.batch, 1)
     starts = torch.randint(num_starts, shape, generator=generator, dtype=torch.int64, device="cpu")
@@ -207,5 +208,5 @@ def draw(text: Tensor, settings: Settings, generator: torch.Generator, device: t
 
 
 def bytes_per_link(dispatched: Tensor, hidden: int) -> list[list[float]]:
-    """Turn `[num_ranks, num_ranks]` dispatched rows into bytes from (row) to (column): a combine answers each."""
+    """Convert `[num_ranks, num_ranks]` dispatched rows to bytes from (row) to (column): each dispatch has a combine."""
     return cast("list[list[float]]", ((dispatched + dispatched.T) * hidden * torch.float32.itemsize).tolist())

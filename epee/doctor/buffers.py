@@ -1,9 +1,9 @@
-"""How many bytes a rank's buffers hold for calls of given sizes, and why; and what epee's processes hold here now.
+"""Bytes that a rank's buffers hold for calls of given sizes, with reasons; and shared memory of running processes.
 
 Sizes are those of the buffers themselves (`Buffer.slot_bytes_for`, `LatencyBuffer.bytes_for`, `memory_for`), by which
-they are made. What is in use is read from `/proc`: memory that processes share has no name in a file system, but each
-process that holds a descriptor of it shows it there. It lies in RAM, not in /dev/shm. Of GPUs the section "gpu" says
-what is free; what of a GPU's memory is epee's, `buffer.nbytes` and the log say.
+they are created. The memory in use is read from `/proc`: shared memory has no name in a file system, but each process
+that holds a descriptor of it shows it there. It lies in RAM, not in /dev/shm. The section "gpu" reports the free memory
+of GPUs; `buffer.nbytes` and the log report epee's part of a GPU's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LATENCY_TOKENS = 128  # of a decode step
 
 
 class AskedSizes(NamedTuple):
-    """What calls are like.
+    """The sizes of calls.
 
     Attributes:
         num_ranks: of the group.
@@ -48,10 +48,10 @@ class HeldRegion(NamedTuple):
     """Memory that processes share.
 
     Attributes:
-        name: what it is for.
+        name: its purpose.
         nbytes: address space.
         used_bytes: that have been written, and so are RAM.
-        pids: who holds it.
+        pids: processes that hold it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class HeldRegion(NamedTuple):
 
 
 def parse_sizes(text: str) -> AskedSizes:
-    """Return sizes as `--sizes` takes them.
+    """Return the sizes in the form of `--sizes`.
 
     Raises:
         InvalidArgument: they are not five numbers above 0.
@@ -75,7 +75,7 @@ def parse_sizes(text: str) -> AskedSizes:
 
 
 def needed(sizes: AskedSizes | None = None) -> list[Finding]:
-    """Bytes of a rank's buffers for calls of such sizes, and what they are for."""
+    """Return the bytes of a rank's buffers for calls of such sizes, and their purpose."""
     asked = AskedSizes() if sizes is None else sizes
     told = (
         f"{asked.num_ranks} ranks, {asked.num_experts} experts, hidden {asked.hidden} bfloat16, "
@@ -143,7 +143,7 @@ def _drop_in(sizes: AskedSizes) -> str:
 
 
 def in_use(proc: str = "/proc") -> list[Finding]:
-    """Memory that epee's processes of this user share now."""
+    """Return the memory that epee's processes of this user share now."""
     regions = shared_regions(proc)
     if not regions:
         return [Finding("buffers", "in use", Verdict.OK, "nothing: no process of this user shares memory by epee")]
@@ -161,7 +161,7 @@ def in_use(proc: str = "/proc") -> list[Finding]:
 
 
 def shared_regions(proc: str = "/proc") -> list[HeldRegion]:
-    """Return the regions of epee that processes hold into which this one may look."""
+    """Return epee's regions of all processes whose descriptors this process may read."""
     found: dict[tuple[int, int], HeldRegion] = {}
     for pid, name, status in _descriptors(proc):
         key = status.st_dev, status.st_ino
@@ -188,7 +188,7 @@ def _descriptors(proc: str) -> Iterator[tuple[int, str, os.stat_result]]:
 
 
 def _kind(target: str) -> str:
-    """Return what a region is for, of its name: without the numbers of ranks, epochs and processes."""
+    """Return the purpose of a region by its name: without the numbers of ranks, epochs and processes."""
     name = target.removeprefix("/memfd:epee-").split(" ")[0]
     return name.rstrip("0123456789-") or name
 

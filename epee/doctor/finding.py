@@ -1,7 +1,7 @@
-"""One line of the doctor's report, and how a check is run so that it always gives one.
+"""One line of the doctor's report, and the runner of a check, which always returns one.
 
-A check is called in a thread of its own and waited for; what it raises, or that it does not answer, becomes a finding.
-A check that hangs leaves its thread behind: the command is about to end, and a daemon thread does not stop it.
+A check is called in a thread of its own and waited for; an error, or no result in time, becomes a finding. A check that
+hangs leaves its thread behind: the command is about to end, and a daemon thread does not stop it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 class Verdict(str, enum.Enum):
-    """What a finding means: works, works less well, does not work."""
+    """The meaning of a finding: works, works less well, does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -30,10 +30,10 @@ class Finding:
 
     Attributes:
         section: "versions", "machine", "sharing", "buffers", "hosts", "settings", "gpu" or "peer".
-        name: what was looked at.
-        verdict: whether it will do.
+        name: subject of the check.
+        verdict: its outcome.
         value: what was found.
-        remedy: what to do about it; empty when nothing need be done.
+        remedy: what to do about it; empty if nothing.
     """
 
     section: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 def from_dict(raw: object) -> Finding:
-    """Make a finding of what another process printed.
+    """Make a finding from the output of another process.
 
     Raises:
         ProtocolError: it is no finding.
@@ -70,7 +70,7 @@ def examine(
     found: list[Finding] = []
 
     def run() -> None:
-        """Run the check in its thread, so that one that hangs holds nobody up."""
+        """Run the check in its thread, so that one that hangs delays nothing else."""
         try:
             found.extend(check())
         except Exception as exc:  # noqa: BLE001 - whatever goes wrong is what the user wants to read

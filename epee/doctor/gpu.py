@@ -1,8 +1,8 @@
 """GPUs, their driver, their links, and whether they lend memory to another process.
 
 This runs in a process of its own (`python -m epee.doctor.gpu`), which prints findings as JSON lines: a driver that
-hangs or crashes ends that process, not the doctor. To try lending for real it starts one more process, which attaches
-to a region of the first GPU and answers with the way by which it got there.
+hangs or crashes ends that process, not the doctor. To try lending it starts one more process, which attaches to a
+region of the first GPU and returns the method that it used.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _line(name: str, verdict: Verdict, value: str, remedy: str = "") -> Finding:
 
 
 def _refusal(name: str, error: EpeeError) -> Finding:
-    """A finding of one of our errors, whose text ends with the way out."""
+    """Return the finding of one of our errors, whose text ends with the remedy."""
     what, _, remedy = str(error).rpartition("; ")
     return _line(name, Verdict.NO, what or remedy, remedy if what else "")
 
 
 def compiler() -> list[Finding]:
-    """NVRTC: there, and able to compile for Hopper. Needs no GPU."""
+    """NVRTC: installed, and able to compile for Hopper. Needs no GPU."""
     try:
         _, major, minor = nvrtc().nvrtcVersion()
         cubin = compile_source(_TINY, "sm_90a", "doctor").cubin
@@ -63,7 +63,7 @@ def bindings() -> list[Finding]:
 
 
 def installed_driver(proc: str = "/proc/driver/nvidia/version") -> list[Finding]:
-    """The NVIDIA driver: there, new enough, and not older than NVRTC's major version."""
+    """The NVIDIA driver: installed, new enough, and not older than NVRTC's major version."""
     try:
         served = int(check(driver().cuDriverGetVersion(), "ask for the driver's version"))
     except EpeeError as exc:
@@ -108,7 +108,7 @@ def _text(result: bytes) -> str:
 
 
 def devices() -> list[Finding]:
-    """One line per GPU: name, architecture, memory, and what is unusual about it."""
+    """One line per GPU: name, architecture, memory, and unusual properties."""
     cu = driver()
     findings = []
     with nvml.opened() as library:
@@ -143,7 +143,7 @@ def _judge(device: int, major: int, is_mig: bool) -> tuple[Verdict, str]:
 
 
 def links() -> list[Finding]:
-    """Which GPUs reach which, and over how many NVLinks."""
+    """The connections between GPUs, and their numbers of NVLinks."""
     cu, count = driver(), _num_devices()
     findings = []
     with nvml.opened() as library:
@@ -209,7 +209,7 @@ def lending(peer: Callable[[bytes, int], Finding] | None = None) -> list[Finding
 
 
 def attach_elsewhere(blob: bytes, device: int) -> Finding:
-    """Start a process that attaches to `blob` from `device`, and return what it found."""
+    """Start a process that attaches to `blob` from `device`, and return its finding."""
     command = [sys.executable, "-m", "epee.doctor.gpu", "attach", blob.hex(), str(device)]
     name = "lending"
     try:
@@ -224,7 +224,7 @@ def attach_elsewhere(blob: bytes, device: int) -> Finding:
 
 
 def attach(blob: bytes, device: int) -> str:
-    """Attach to a region and return the way by which; what the process of `attach_elsewhere` does."""
+    """Attach to a region and return the method; the work of the process of `attach_elsewhere`."""
     with contextlib.closing(CudaRegion.attach(blob, device)) as region:
         return names_of(region.ways)
 
@@ -239,7 +239,7 @@ def _root() -> Path:
 
 
 def survey() -> Iterator[Finding]:
-    """Yield all findings about GPUs; behind a missing driver there is nothing more to ask."""
+    """Yield all findings about GPUs; without a driver nothing more can be checked."""
     yield from bindings()
     yield from compiler()
     yield from torch_build()
@@ -255,7 +255,7 @@ def survey() -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print findings as JSON lines, or attach to a region and print how."""
+    """Print findings as JSON lines, or attach to a region and print the method."""
     if arguments[:1] == ["attach"]:
         try:
             sys.stdout.write(attach(bytes.fromhex(arguments[1]), int(arguments[2])) + "\n")
@@ -267,7 +267,7 @@ def main(arguments: list[str]) -> int:
         return 0
     for finding in survey():
         sys.stdout.write(json.dumps(finding.as_dict()) + "\n")
-        sys.stdout.flush()  # what was found stays found if the next step hangs
+        sys.stdout.flush()  # keeps the findings so far if the next step hangs
     return 0
 
 

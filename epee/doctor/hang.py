@@ -1,13 +1,13 @@
-"""Why does a job hang? `epee doctor --pid PID`: what each rank of the job of one process is doing.
+"""Diagnosis of a hanging job, `epee doctor --pid PID`: the state of each rank of the job of one process.
 
 Data path: `view/report.py` reads the boards of all ranks of the job, from outside; nothing is sent, so ranks may be
 stopped or hold the GIL. A wait of a group or a buffer that has slept writes its call to the board (`view/awaited.py`);
 a rank without a line computes, or is between two calls.
 
-Boards are those of one host. Of a group over several `engine/replication/report.py` tells how far each rank is, those
-of other hosts as far as this host has heard, and that tells who is behind.
+Boards are those of one host. For a group over several hosts `engine/replication/report.py` gives the progress of each
+rank, for other hosts' ranks as far as this host has been notified; the ranks behind follow from that.
 
-Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
+This module only reads. A line that a rank is writing at the same time may be incomplete; the report is for people.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Group = Sequence[Progress]
 
 
 def look(pid: int) -> JobReport:
-    """Return what the ranks of the job of process `pid` are doing; takes about three seconds.
+    """Return the state of the ranks of the job of process `pid`; takes about three seconds.
 
     Raises:
         ResourceError: the process does not exist, is another user's, or is no rank.
@@ -48,7 +48,7 @@ def look(pid: int) -> JobReport:
 
 
 def look_everywhere(pid: int) -> tuple[JobReport | None, list[Group]]:
-    """Return what the ranks of process `pid`'s job are doing, and those of its groups over several hosts.
+    """Return the state of the ranks of process `pid`'s job, and of its groups over several hosts.
 
     Raises:
         as `look`; a process that has such groups needs no job.
@@ -63,7 +63,7 @@ def look_everywhere(pid: int) -> tuple[JobReport | None, list[Group]]:
 
 
 def suspects(report: JobReport) -> list[str]:
-    """Return a line for each rank that others wait for, or that cannot run, and why, lowest rank first."""
+    """Return a line for each rank that others wait for, or that cannot run, with the reason, lowest rank first."""
     waited = {slot for rank in report.ranks for row in rank.rows if row.op for slot in row.waits_for}
     lines = []
     for rank in report.ranks:
@@ -77,14 +77,14 @@ def suspects(report: JobReport) -> list[str]:
 
 
 def _doing(rank: RankReport) -> str:
-    """What a rank does that others wait for, as far as its board tells."""
+    """Return the activity of a rank that others wait for, as far as its board shows it."""
     calls = [f"{row.op} seq {row.seq}{f' of {row.name}' if row.name else ''}" for row in rank.rows if row.op]
     return f"it is in {', '.join(calls)} itself" if calls else "it computes, or waits elsewhere"
 
 
 def suspects_over_hosts(group: Group) -> list[str]:
-    """Return a line for each rank of a group over several hosts that cannot run, or has not made a call that others
-    are in, lowest rank first."""
+    """Return a line for each rank of a group over several hosts that cannot run, or has not made a call that others are
+    in, lowest rank first."""
     newest = max((rank for rank in group if rank.op), key=lambda rank: rank.num_ended, default=None)
     done = newest.num_ended if newest is not None else -1
     waiting = ", ".join(str(rank.rank) for rank in group if rank.op and rank.num_ended == done)
@@ -101,7 +101,7 @@ def suspects_over_hosts(group: Group) -> list[str]:
 
 
 def _heard_through(rank: Progress, group: Group, done: int) -> str:
-    """What keeps this host from hearing of a rank elsewhere: its gateway here stands still itself; else ""."""
+    """Return why this host is not notified of a rank elsewhere: its gateway here does not run; else ""."""
     gateways = [one for one in group if one.pid and one.pid == rank.gateway]
     standing = [one.rank for one in gateways if one.num_made <= done or one.health == "stopped"]
     return f"or it has, and this host hears of it through rank {standing[0]}, which stands still" if standing else ""
@@ -135,7 +135,7 @@ def all_as_json(report: JobReport | None, groups: Sequence[Group]) -> str:
 
 
 def as_text(report: JobReport) -> str:
-    """Return the report for people: a line per rank, one per call that waits, then who is behind it."""
+    """Return the report for people: a line per rank, one per waiting call, then the ranks that are behind."""
     found = suspects(report)
     return "\n".join([str(report), "", *(found or ["nobody waits for long"])])
 

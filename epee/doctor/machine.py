@@ -1,6 +1,6 @@
-"""Versions, cores, memory and limits of this machine: read from the system, judged against what epee needs.
+"""Versions, cores, memory and limits of this machine: read from the system, compared with epee's requirements.
 
-Every function takes what it judges as an argument with the real value as default, so that tests can drive it.
+Every function has the value that it checks as an argument with the real value as default, so that tests can set it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def epee_version() -> list[Finding]:
 
 
 def operating_system(system: str = sys.platform, machine: str | None = None) -> list[Finding]:
-    """Linux on x86-64: elsewhere the shared memory needs fences that are not written."""
+    """Linux on x86-64: elsewhere the shared memory needs fences that are not implemented."""
     machine = platform.machine() if machine is None else machine
     value = f"{system} {platform.release()}, {machine}"
     if not system.startswith("linux") or machine not in ("x86_64", "AMD64"):
@@ -62,7 +62,7 @@ def operating_system(system: str = sys.platform, machine: str | None = None) -> 
 
 
 def cores(usable: int | None = None, quota: float | None = None, root: str = _CGROUPS) -> list[Finding]:
-    """Cores that this process may use, and what its cgroup grants it."""
+    """Cores that this process may use, and the limit of its cgroup."""
     usable = len(usable_cores()) if usable is None else usable
     quota = cgroup_cpus(root) if quota is None else quota
     value = f"{usable} usable of {os.cpu_count()}" + (f", the cgroup grants {quota:g}" if quota else "")
@@ -81,7 +81,7 @@ def cores(usable: int | None = None, quota: float | None = None, root: str = _CG
 
 
 def cgroup_cpus(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> float:
-    """Return how many cores the cgroup grants (the least of its ancestors), 0.0 where nothing limits them."""
+    """Return the number of cores that the cgroup grants (the least of its ancestors), 0.0 if nothing limits them."""
     grants = []
     for folder in _cgroup_folders(root, own, "cpu"):
         text = _text(folder / "cpu.max")  # version 2: "200000 100000" or "max 100000"
@@ -92,7 +92,7 @@ def cgroup_cpus(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> float:
 
 
 def cgroup_memory_bytes(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> int:
-    """Return how many bytes the cgroup leaves (the least of its ancestors), -1 where nothing limits them."""
+    """Return the number of bytes that the cgroup leaves (the least of its ancestors), -1 if nothing limits them."""
     left = []
     for folder in _cgroup_folders(root, own, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -139,7 +139,7 @@ def shm_room(path: str = "/dev/shm") -> list[Finding]:
 
 
 def memory(meminfo: str = "/proc/meminfo", left: int | None = None) -> list[Finding]:
-    """Memory that is free for shared regions, which live in RAM, and what the cgroup leaves of it."""
+    """Memory that is free for shared regions, which lie in RAM, and the part that the cgroup leaves of it."""
     left = cgroup_memory_bytes() if left is None else left
     match = re.search(r"MemAvailable:\s+(\d+) kB", _text(Path(meminfo)))
     if match is None:

@@ -1,7 +1,7 @@
-"""The few things that only NVML knows: how many NVLinks are up, and whether a GPU is cut into MIG slices.
+"""Values that only NVML provides: the number of active NVLinks, and whether a GPU is divided into MIG slices.
 
-Through ctypes, because the driver always brings `libnvidia-ml.so.1`, and a Python package for it would be one more
-dependency. What cannot be asked is None; nothing here raises.
+Through ctypes, because the driver always installs `libnvidia-ml.so.1`, and a Python package for it would be one more
+dependency. A value that cannot be read is None; nothing here raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LIBRARY = "libnvidia-ml.so.1"
 
 @contextlib.contextmanager
 def opened(library: str = _LIBRARY) -> Iterator[Any]:
-    """Yield the started library, or None where there is none."""
+    """Yield the started library, or None if there is none."""
     try:
         nvml = ctypes.CDLL(library)
         is_up = nvml.nvmlInit_v2() == 0
@@ -32,7 +32,7 @@ def opened(library: str = _LIBRARY) -> Iterator[Any]:
 
 
 def num_nvlinks(nvml: Any, bus_id: str) -> int | None:
-    """Return how many NVLinks of the GPU at PCI `bus_id` are up, or None when it cannot be asked."""
+    """Return the number of active NVLinks of the GPU at PCI `bus_id`, or None if it cannot be read."""
     handle = _handle(nvml, bus_id)
     if handle is None:
         return None
@@ -45,7 +45,7 @@ def num_nvlinks(nvml: Any, bus_id: str) -> int | None:
 
 
 def is_mig(nvml: Any, bus_id: str) -> bool | None:
-    """Return whether the GPU is in MIG mode, or None when it cannot be asked."""
+    """Return whether the GPU is in MIG mode, or None if it cannot be read."""
     handle = _handle(nvml, bus_id)
     current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
     if handle is None or nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(current), ctypes.byref(pending)) != 0:

@@ -1,9 +1,9 @@
 """A child of `sharing.py`: lends a descriptor, or borrows one from a sibling. Standard library only, run by path.
 
     probe.py lend           prints "PID FD", and waits until its input ends
-    probe.py borrow PID FD  prints one line per way: its name and "ok" or the system's words
+    probe.py borrow PID FD  prints one line per method: its name and "ok" or the system's error message
 
-Two siblings of one parent are to each other what two ranks are under torchrun; a parent and its child are not, because
+Two siblings of one parent have the same relation as two ranks under torchrun; a parent and its child do not, because
 Yama lets a parent trace its children.
 """
 
@@ -25,7 +25,7 @@ def lend() -> None:
 
 
 def borrow(pid: int, fd: int) -> None:
-    """Get at the sibling's memfd in each way."""
+    """Open the sibling's memfd by each method."""
     for name, way in (("proc", _by_proc), ("pidfd_open", _by_pidfd), ("pidfd_getfd", _by_getfd)):
         try:
             said = way(pid, fd)

@@ -1,6 +1,6 @@
 """All checks in order, and their findings as a table or as JSON.
 
-The process that looks at GPUs is started first, so that it works while the others are looked at.
+The process that checks GPUs is started first, so that it works while the other checks run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_all() -> list[Finding]:
 
 
 def gpu_findings(child: subprocess.Popen[str], timeout_s: float = GPU_TIMEOUT_S) -> list[Finding]:
-    """Read the findings of the process that looks at GPUs; that it hung or crashed is a finding, too."""
+    """Read the findings of the process that checks GPUs; that it hung or crashed is a finding, too."""
     try:
         out, err = child.communicate(timeout=timeout_s)
         trouble = _death(child.returncode, err)
@@ -95,12 +95,12 @@ def _death(code: int, err: str) -> str:
 
 
 def works_on_cpu(findings: Sequence[Finding]) -> bool:
-    """Tell whether nothing stands against epee on CPU tensors."""
+    """Whether no finding prevents epee on CPU tensors."""
     return not any(finding.verdict is Verdict.NO for finding in findings if finding.section in CPU_SECTIONS)
 
 
 def works_on_gpu(findings: Sequence[Finding]) -> bool:
-    """Tell whether nothing stands against epee's kernels, and there is a GPU that was looked at."""
+    """Whether no finding prevents epee's kernels, and there is a GPU that was checked."""
     gpu = [finding for finding in findings if finding.section == "gpu"]
     has_any = any(finding.name.startswith("GPU ") for finding in gpu)
     return works_on_cpu(findings) and has_any and not any(finding.verdict is Verdict.NO for finding in gpu)
@@ -117,7 +117,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_table(findings: Sequence[Finding]) -> Table:
-    """Return the report as a table: one line per finding, the remedy below what is wrong."""
+    """Return the report as a table: one line per finding, the remedy below a failed one."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("section", "name", "verdict"):
         table.add_column(column, no_wrap=True)

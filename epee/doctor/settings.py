@@ -1,4 +1,4 @@
-"""The EPEE_* variables that are set, those that epee does not know, and the folder of compiled kernels."""
+"""The EPEE_* variables that are set, those that epee does not define, and the folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .finding import Finding, Verdict
 
 
 def variables(names: Iterable[str] | None = None) -> list[Finding]:
-    """Every EPEE_* variable of the environment: its value, or what is wrong with it."""
-    # the environment is read in env.py only; what a child would get is what there is
+    """Every EPEE_* variable of the environment: its value, or the error in it."""
+    # the environment is read in env.py only; a child would get the present values
     names = env.for_child(Path()) if names is None else names
     known = [variable.name for variable in env.TABLE]
     findings = []
@@ -34,7 +34,7 @@ def variables(names: Iterable[str] | None = None) -> list[Finding]:
 
 
 def kernel_cache(folder: Path | None = None) -> list[Finding]:
-    """The folder of compiled kernels: whether it is ours alone, and what it holds."""
+    """The folder of compiled kernels: whether it is ours alone, and its contents."""
     folder = default_folder() if folder is None else folder
     if not folder.exists() and not folder.is_symlink():
         parent = next(parent for parent in folder.parents if parent.exists())

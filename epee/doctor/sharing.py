@@ -1,4 +1,5 @@
-"""What processes of one user may share here: tried, with real memory and real children, not guessed from versions."""
+"""Memory that processes of one user may share here: tested, with real memory and children, not derived from
+versions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _MIB = 1 << 20
 
 
 def own_region(nbytes: int = 64 * _MIB) -> list[Finding]:
-    """A region as ranks lend it: sealed memfd, mapped twice, written and read."""
+    """A region as lent by ranks: sealed memfd, mapped twice, written and read."""
     try:
         region = HostRegion.create(nbytes, "doctor")
     except EpeeError as exc:
@@ -50,7 +51,7 @@ def futex(error: str | None = None) -> list[Finding]:
 
 
 def between_children(answers: dict[str, str] | None = None) -> list[Finding]:
-    """What one child of this process gets from another, as two ranks would."""
+    """The methods by which one child of this process can access another, as two ranks would."""
     answers = ask_children() if answers is None else answers
     one_user = "run the ranks as one user, dumpable, in one PID namespace"
     rows = [
@@ -72,7 +73,7 @@ def between_children(answers: dict[str, str] | None = None) -> list[Finding]:
 
 
 def ask_children(python: str = sys.executable, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, str]:
-    """Start a lender and a borrower; return what the borrower said by way, empty when they could not be asked."""
+    """Start a lender and a borrower; return the borrower's result by method, empty if they could not be started."""
     command = [python, "-S", "-E", "-B", str(_PROBE)]
     answers = {}
     with contextlib.ExitStack() as stack:
@@ -94,7 +95,7 @@ def ask_children(python: str = sys.executable, timeout_s: float = CHILD_TIMEOUT_
 
 
 def over_socket() -> list[Finding]:
-    """A descriptor handed over a unix socket, by the code that does it for GPU memory."""
+    """A descriptor passed over a unix socket, by the code that does it for GPU memory."""
     fd = os.memfd_create("epee-doctor", os.MFD_CLOEXEC)
     try:
         os.write(fd, b"epee")
@@ -117,7 +118,7 @@ def over_socket() -> list[Finding]:
 
 
 def ptrace_scope(scope: int | None = None) -> list[Finding]:
-    """Yama's rule about who may trace whom, on which pidfd_getfd depends."""
+    """Yama's rule about which processes may trace others, on which pidfd_getfd depends."""
     scope = yama_scope() if scope is None else scope
     words = {0: "any process of the user", 1: "descendants only", 2: "administrators only", 3: "nobody"}
     value = f"kernel.yama.ptrace_scope={scope}: {words.get(scope, 'unknown')}"

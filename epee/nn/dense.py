@@ -2,7 +2,7 @@
 
 It shares the router, the experts and their seeds with `MoELayer`, and nothing of dispatch and combine: tokens are
 gathered and summed by plain torch indexing, and torch derives the gradients. Given all ranks' tokens, one after the
-other, it must compute what the ranks compute together, up to rounding.
+other, it must compute the same as the ranks together, up to rounding.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .router import route
 
 
 class DenseMoELayer(ExpertLayer):
-    """A Mixture-of-Experts layer with all its experts here; arguments and attributes as of `MoELayer`.
+    """A Mixture-of-Experts layer with all its experts in this process; arguments and attributes as of `MoELayer`.
 
     `num_sent` is empty: nothing is sent. `aux_loss` is over the tokens of one forward, so a comparison with several
-    ranks calls it once per rank's batch. `given_idx`, where it is set, has the experts of the next forward's tokens:
-    what another layer's router has chosen, which may have rounded otherwise (`MoELayer.topk_idx`).
+    ranks calls it once per rank's batch. `given_idx`, if it is set, has the experts of the next forward's tokens: the
+    choice of another layer's router, which may have rounded differently (`MoELayer.topk_idx`).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """SwiGLU experts: their parameters and the function that runs one of them. Local, no communication.
 
-Each expert is initialised from its own seed, so expert 5 has the same weights on whatever rank it lives, and a dense
-layer in one process can be built with the very same weights.
+Each expert is initialised from its own seed, so expert 5 has the same weights on any rank, and a dense layer in one
+process can be built with the very same weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def generator_for(seed: int, position: int) -> torch.Generator:
 
 
 class ExpertLayer(nn.Module):
-    """What layers with experts have in common: results of the last forward as attributes, and copies.
+    """Common base of layers with experts: results of the last forward as attributes, and copies.
 
     Attributes:
         aux_loss: of the last forward, differentiable.
@@ -66,11 +66,11 @@ class Experts(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """How many experts are here."""
+        """Number of experts on this rank."""
         return self.gate_up.shape[0]
 
     def run(self, position: int, x: Tensor) -> Tensor:
-        """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; same shape back.
+        """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; returns the same shape.
 
         It computes in the dtype of `x`, which mixed precision may have made narrower than that of the weights.
         """
@@ -85,5 +85,5 @@ def router_weight(hidden: int, num_experts: int, *, seed: int, dtype: torch.dtyp
 
 
 def router_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The router computes in float32, or in float64 for float64 tokens."""
+    """Return the dtype in which the router computes: float32, or float64 for float64 tokens."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,18 +1,18 @@
 """Dispatch and combine as autograd functions: each one's backward is the other.
 
 Data path:
-    dispatch forward    tokens and weights travel to the experts' ranks.
-    dispatch backward   one combine: gradient rows travel back and are summed per token (weights of one: the row was
-                        copied, not scaled), the weights' gradients come back in the same call.
-    combine forward     expert rows travel back; the expert layout multiplies each by its weight on arrival.
-    combine backward    one cached dispatch: the gradient of each token goes to the rows that were summed into it. In
-                        the expert layout `grad_y = w * g` and `grad_w = <g, y>` are computed where the expert lives,
+    dispatch forward    tokens and weights are sent to the experts' ranks.
+    dispatch backward   one combine: gradient rows are sent back and summed per token (weights of one: the row was
+                        copied, not scaled), the weights' gradients are sent back in the same call.
+    combine forward     expert rows are sent back; the expert layout multiplies each by its weight on arrival.
+    combine backward    one cached dispatch: the gradient of each token is sent to the rows that were summed into it.
+                        In the expert layout `grad_y = w * g` and `grad_w = <g, y>` are computed on the expert's rank,
                         and `grad_w` flows on through dispatch's `topk_weights`.
 
-Protocol: a backward is a collective call like a forward. Every rank must run it, in the same order; which calls are
-made depends on the arguments of the forward only, never on what a rank's tensors require, so ranks cannot disagree. A
+Protocol: a backward is a collective call like a forward. Every rank must run it, in the same order; the calls depend on
+the arguments of the forward only, never on the tensors of a rank that require gradients, so ranks cannot disagree. A
 rank without tokens takes part with empty tensors: its loss must depend on them all the same (a sum over nothing does).
-A rank that fails in between leaves its peers with the buffer's own error, in forward and backward alike.
+If a rank fails in between, its peers raise the buffer's own error, in forward and backward alike.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def dispatch(
         expert_alignment: each expert's block is padded to a multiple of this many rows.
         capacity: rank layout only, equal on all ranks: the most rows that a rank receives. Rows beyond it are dropped:
             they add nothing to the combined sum, and no gradient flows through them.
-        timeout: seconds to wait for a silent peer, in the forward and in the backward; None takes the buffer's.
+        timeout: seconds to wait for a silent peer, in the forward and in the backward; None uses the buffer's.
 
     Returns:
-        What `Buffer.dispatch` returns; its `x` and `topk_weights` carry gradients.
+        The result of `Buffer.dispatch`; its `x` and `topk_weights` carry gradients.
 
     Raises:
-        Whatever `Buffer.dispatch` raises; `Buffer.combine`'s errors from `backward()`.
+        The errors of `Buffer.dispatch`; `Buffer.combine`'s errors from `backward()`.
     """
     if not isinstance(x, Tensor):
         raise InvalidArgument(f"x must be a tensor, got {type(x).__name__}; an FP8 pair goes through Buffer.dispatch")
@@ -81,22 +81,22 @@ def combine(
     bias: Bias = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Bring the experts' rows back and sum them per token; differentiable in `y`, the weights and `bias`.
+    """Send the experts' rows back and sum them per token; differentiable in `y`, the weights and `bias`.
 
     Args:
         buffer: the buffer that dispatched.
         y: the experts' results, row for row as `dispatched.x`. In the expert layout epee multiplies them by
             `dispatched.topk_weights`; in the rank layout the caller has weighted and summed its local experts. It is
             kept for the backward, so it must not be changed before that (nor be memory of `combine_input`).
-        dispatched: what `epee.nn.dispatch` returned.
+        dispatched: the result of `epee.nn.dispatch`.
         bias: one tensor or a pair of `[num_tokens, hidden]`, added to the sum.
-        timeout: seconds to wait for a silent peer, in the forward and in the backward; None takes the buffer's.
+        timeout: seconds to wait for a silent peer, in the forward and in the backward; None uses the buffer's.
 
     Returns:
         `[num_tokens, hidden]` in `y`'s dtype, one row per token of this rank.
 
     Raises:
-        Whatever `Buffer.combine` raises; `Buffer.dispatch`'s errors from `backward()`.
+        The errors of `Buffer.combine`; `Buffer.dispatch`'s errors from `backward()`.
     """
     first, second = bias if isinstance(bias, tuple) else (bias, None)
     result: Tensor = _Combine.apply(y, dispatched.topk_weights, first, second, buffer, dispatched.handle, timeout)
@@ -118,7 +118,7 @@ class _Dispatch(torch.autograd.Function):
         capacity: int | None,
         timeout: float | None,
     ) -> tuple[Tensor, Tensor | None, Dispatched]:
-        """Dispatch, and keep what the backward needs: the handle, and which weights are local."""
+        """Dispatch, and keep the handle and the indices of local weights for the backward."""
         dispatched = buffer.dispatch(
             x,
             topk_idx,
@@ -129,7 +129,7 @@ class _Dispatch(torch.autograd.Function):
             timeout=timeout,
         )
         ctx.buffer, ctx.handle, ctx.timeout = buffer, dispatched.handle, timeout
-        ctx.local_idx = dispatched.handle.recv_topk_idx  # rank layout only: which of a row's k are experts of this rank
+        ctx.local_idx = dispatched.handle.recv_topk_idx  # rank layout only: a row's k whose expert is local
         ctx.has_weights = topk_weights is not None
         if not ctx.has_weights and dispatched.topk_weights is not None:
             ctx.mark_non_differentiable(dispatched.topk_weights)
@@ -142,7 +142,7 @@ class _Dispatch(torch.autograd.Function):
         """Return the gradients of `x`, `[num_tokens, hidden]`, and of `topk_weights`; one combine, unweighted."""
         weights = None
         if ctx.has_weights:
-            assert grad_weights is not None  # torch hands out zeros where nothing used the output
+            assert grad_weights is not None  # torch passes zeros if nothing used the output
             weights = grad_weights.contiguous()
             if ctx.local_idx is not None:
                 # A weight that is not local was replaced by a constant 0 here: no gradient passes through it.

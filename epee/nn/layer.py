@@ -4,10 +4,10 @@ Data path: tokens `[.., hidden]` -> router (local) -> dispatch -> each local exp
 Each rank holds the router and its own experts only (`num_experts / num_ranks`, in order). The router is the same on all
 ranks and its gradient has to be averaged over them; an expert's gradient is complete on its rank, because every rank's
 tokens reach it, and has to be divided by the number of ranks. `sync_gradients` (`parallel.py`) does both; DDP and FSDP
-leave the experts alone.
+do not touch the experts.
 
-Protocol: forward and backward are collective calls on the buffer's group; every rank makes them in the same order,
-also a rank without tokens.
+Protocol: forward and backward are collective calls on the buffer's group; every rank makes them in the same order, also
+a rank without tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FFN_HIDDEN = 1 << 20
 
 
 class MoELayer(ExpertLayer):
-    """A Mixture-of-Experts feed-forward layer whose experts live on the ranks of a buffer.
+    """A Mixture-of-Experts feed-forward layer whose experts are distributed over the ranks of a buffer.
 
     Args:
         hidden: elements per token; the buffer's.
@@ -41,26 +41,26 @@ class MoELayer(ExpertLayer):
         num_experts: over all ranks; the buffer's.
         num_topk: experts per token; the buffer's.
         buffer: this rank's buffer. It is not owned: close it yourself.
-        layout: "expert" or "rank"; the results agree up to rounding. None: "expert" where the buffer has room for any
+        layout: "expert" or "rank"; the results agree up to rounding. None: "expert" if the buffer has room for any
             routing in it (`max_recv_rows` of at least `num_ranks * max_tokens_per_rank * num_topk`), else "rank", in
             which a buffer without `max_recv_rows` has room for any routing. With "expert" given and less room, a
             forward whose routing is too uneven raises `InvalidArgument` on all ranks.
-        capacity: rank layout only, equal on all ranks: the most rows that this rank takes in a forward, from all ranks
-            together; one row is a token with all its experts here. Rows beyond it, in the order of source rank and
-            token, are dropped: the token's sum lacks the experts of this rank, and no gradient flows through them.
-            `num_dropped` counts them. None drops nothing.
-        seed: expert e of two layers with one seed starts with the same weights, on whatever rank it lives.
+        capacity: rank layout only, equal on all ranks: the most rows that this rank receives in a forward, from all
+            ranks together; one row is a token with all its experts on this rank. Rows beyond it, in the order of source
+            rank and token, are dropped: the token's sum lacks the experts of this rank, and no gradient flows through
+            them. `num_dropped` counts them. None drops nothing.
+        seed: expert e of two layers with one seed starts with the same weights, on any rank.
         dtype: of experts and tokens; the router computes in float32 (float64 for float64).
 
     Attributes:
         aux_loss: load-balance loss of the last forward (scalar, differentiable), over this rank's tokens.
         expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
-        topk_idx: `[num_tokens, num_topk]` int64, the experts that the last forward's tokens went to.
+        topk_idx: `[num_tokens, num_topk]` int64, the experts of the last forward's tokens.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
         num_dropped: `[1]` int32, rows that this rank dropped in the last forward; None without `capacity`.
-        num_sent_to_hosts: tokens that went to each host, once each; None where all ranks share a host.
+        num_sent_to_hosts: tokens sent to each host, once each; None if all ranks share a host.
 
-    Parameters are made on the CPU in `dtype`, whatever torch's defaults are; `.to(device)` moves them.
+    Parameters are created on the CPU in `dtype`, independently of torch's defaults; `.to(device)` moves them.
 
     A model that trains over several ranks calls `sync_gradients` before each step of the optimiser, with DDP, with FSDP
     and without either.
@@ -119,7 +119,7 @@ class MoELayer(ExpertLayer):
 
         Raises:
             InvalidArgument: the last dimension is not `hidden`.
-            Whatever the buffer's dispatch and combine raise.
+            Else as the buffer's dispatch and combine.
         """
         if x.shape[-1:] != (self.hidden,):
             raise InvalidArgument(f"x must be [.., {self.hidden}], got {list(x.shape)}; its rows are the tokens")
@@ -140,20 +140,21 @@ class MoELayer(ExpertLayer):
         return combine(self._buffer, y, dispatched).view(x.shape)
 
     def _route(self, tokens: Tensor) -> Routing:
-        wide = torch.promote_types(self.router.dtype, torch.float32)  # be it that the parameters were made narrower
+        wide = torch.promote_types(self.router.dtype, torch.float32)  # also if the parameters were made narrower
         routing = route(functional.linear(tokens.to(wide), self.router.to(wide)), self.num_topk)
         self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         return routing
 
     def _run_blocks(self, dispatched: Dispatched) -> Tensor:
-        """Expert layout: block e of the rows belongs to local expert e."""
+        """Run the experts in the expert layout: block e of the rows belongs to local expert e."""
         assert isinstance(dispatched.x, Tensor)  # a tensor went in
         blocks = dispatched.x.split(dispatched.num_tokens_per_expert)
         # Experts without rows run too, on zero rows: then all parameters have gradients on every rank.
         return torch.cat([self.experts.run(position, block) for position, block in enumerate(blocks)])
 
     def _run_rows(self, dispatched: Dispatched) -> Tensor:
-        """Rank layout: a row belongs to one or more local experts; weight and sum them here, as combine expects."""
+        """Run the experts in the rank layout: a row belongs to one or more local experts, weighted and summed here for
+        combine."""
         topk_idx, topk_weights = dispatched.topk_idx, dispatched.topk_weights
         assert topk_idx is not None  # the rank layout always has them
         assert topk_weights is not None
@@ -168,7 +169,7 @@ class MoELayer(ExpertLayer):
 
 
 def _layout_with_room(buffer: Buffer) -> str:
-    """Return the expert layout where any routing has room in it, else the rank layout, which needs the fewest rows."""
+    """Return the expert layout if any routing has room in it, else the rank layout, which needs the fewest rows."""
     config = buffer.config
     most = config.num_ranks * config.max_tokens_per_rank * min(config.num_topk, config.num_local_experts)
     return "expert" if config.capacity("expert") >= most else "rank"

@@ -1,17 +1,18 @@
-"""Expert parameters in a data-parallel training: DDP and FSDP leave them alone, `sync_gradients` scales gradients.
+"""Expert parameters in a data-parallel training: DDP and FSDP skip them, `sync_gradients` scales gradients.
 
 Ranks of a `MoELayer` hold different experts under the same parameter names. DDP would overwrite them with rank 0's and
-average gradients of different experts; FSDP would cut them up as if they were equal. `mark_experts` prevents both:
+average gradients of different experts; FSDP would shard them as if they were equal. `mark_experts` prevents both:
 
-DDP     reads names to leave out from the module that it wraps, however deep the experts are below it. So the marking
+DDP     reads names to skip from the module that it wraps, at any depth of the experts below it. So the marking
         registers torch's public hook on module registration: when DDP registers the module that it wraps, the names
-        of all experts below are added to those that it leaves out. DDP broadcasts and buckets parameters after that.
-FSDP    (both versions) leaves out a module, with all below it, on which the composable API "replicate" is registered:
-        "somebody else takes care of its parameters". The marking registers an API of this name that does nothing.
+        of all experts below are added to those that it skips. DDP broadcasts and buckets parameters after that.
+FSDP    (both versions) skips a module, with all below it, on which the composable API "replicate" is registered: that
+        API manages its parameters. The marking registers an API of this name that does nothing.
 
 Gradients: every rank calls `backward()` on the mean loss of its own tokens, and the model is to follow the mean of
-these losses over the ranks. DDP and FSDP average the gradients of what they manage. An expert's gradient is complete
-on its rank, as the tokens of all ranks reach it there: it is the sum over the ranks, to be divided by their number.
+these losses over the ranks. DDP and FSDP average the gradients of the parameters that they manage. An expert's gradient
+is complete on its rank, as the tokens of all ranks reach it there: it is the sum over the ranks, to be divided by their
+number.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _SPREAD = "_num_expert_ranks"  # attribute of a layer whose submodule `experts` 
 
 
 def mark_experts(module: _Module, num_ranks: int = 0) -> _Module:
-    """Mark all parameters of a module as experts of this rank alone; DDP and FSDP leave them alone from then on. Local.
+    """Mark all parameters of a module as experts of this rank alone; DDP and FSDP skip them from then on. Local.
 
     `MoELayer` does this for its experts. Layers made of `epee.nn.dispatch` and `combine` do it for theirs, before DDP
     or FSDP is given the model.
 
     Args:
         module: holds experts of this rank, and nothing that other ranks hold as well.
-        num_ranks: ranks over which the experts are spread; `sync_gradients` then checks it. 0: not checked.
+        num_ranks: ranks over which the experts are distributed; `sync_gradients` then checks it. 0: not checked.
 
     Returns:
         The module.
@@ -56,7 +57,8 @@ def mark_experts(module: _Module, num_ranks: int = 0) -> _Module:
 
 
 def spread_experts(layer: nn.Module, num_ranks: int) -> None:
-    """Have whatever becomes the submodule `experts` of a layer marked; with one rank nothing is spread, nor marked."""
+    """Mark every module that becomes the submodule `experts` of a layer; with one rank nothing is distributed, nor
+    marked."""
     _watch_registrations()
     setattr(layer, _SPREAD, num_ranks)
 
@@ -70,23 +72,23 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
 def sync_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, replicas: dist.ProcessGroup | None = None
 ) -> None:
-    """Make all gradients those of the mean over the ranks of their losses. Collective.
+    """Replace all gradients by those of the mean over the ranks of their losses. Collective.
 
     Call it once between the last `backward()` and the optimiser's step, with gradient accumulation also only once.
-    Gradients of experts are divided by the number of ranks. All others are averaged over the ranks, unless DDP or
-    FSDP has done so: a model without them needs nothing but this call.
+    Gradients of experts are divided by the number of ranks. All others are averaged over the ranks, unless DDP or FSDP
+    has done so: a model without them needs nothing but this call.
 
     Args:
         module: the model: plain, wrapped by DDP, or sharded by FSDP.
         group: the ranks that train together, each on tokens of its own; None for the default group.
-        replicas: the ranks that hold the same experts, where buffers span only a part of `group`; gradients of
-            experts are added up over them first.
+        replicas: the ranks that hold the same experts, if buffers span only a part of `group`; gradients of experts are
+            summed over them first.
 
     Raises:
         InvalidArgument: this rank is not in `group`; or the ranks of a layer's buffer, times those of `replicas`, are
             not as many as those of `group`.
         UnsupportedError: a gradient is sparse, or a parameter is a DTensor that FSDP does not manage.
-        Whatever an all_reduce raises.
+        Else as an all_reduce.
     """
     num_ranks = dist.get_world_size(group)
     if num_ranks < 1:
@@ -123,7 +125,7 @@ def _experts_below(module: nn.Module) -> set[int]:
 
 def _averaged_by_others(module: nn.Module) -> set[int]:
     """Return the ids of the parameters whose gradients DDP or FSDP averages."""
-    # What has not been imported has not been used, and costs seconds to import.
+    # A module that has not been imported has not been used, and its import takes seconds.
     fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
     kinds: tuple[Any, ...] = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ((), ())
     is_dtensor = functools.partial(_is_a, kind=tensor.DTensor if tensor else ())
@@ -150,7 +152,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def _add_up(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, divisor: int) -> None:
-    """Replace gradients by their sum over the ranks of a group, divided; a missing one counts as zeros."""
+    """Replace gradients by their sum over the ranks of a group, divided; a parameter without one counts as zeros."""
     if not named:
         return
     for name, parameter in named:
@@ -182,7 +184,7 @@ def _watch_registrations() -> None:
 
 
 def _when_registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Keep DDP from the experts below the module that it wraps; mark experts that replace a layer's."""
+    """Exclude the experts below the module that DDP wraps; mark experts that replace a layer's."""
     if module is None:
         return
     if isinstance(parent, DistributedDataParallel):
@@ -193,7 +195,8 @@ def _when_registered(parent: nn.Module, name: str, module: nn.Module | None) -> 
 
 
 def _leave_out_of_ddp(ddp: Any, module: nn.Module) -> None:
-    """Add the experts below `module` to what DDP leaves out; DDP is in its constructor, before it uses the names."""
+    """Add the experts below `module` to the names that DDP skips; DDP is in its constructor, before it uses the
+    names."""
     experts = _experts_below(module)
     if not experts:
         return
@@ -216,9 +219,9 @@ def _leave_out_of_ddp(ddp: Any, module: nn.Module) -> None:
 
 
 def _names_of_experts(module: nn.Module, experts: set[int]) -> Iterator[str]:
-    """Yield the names of experts' parameters and buffers in both forms by which DDP asks for them.
+    """Yield the names of experts' parameters and buffers in both forms that DDP uses.
 
-    They differ for parameters of `module` itself (a leading dot) and where a wrapper hides a part of the names.
+    They differ for parameters of `module` itself (a leading dot) and if a wrapper hides a part of the names.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in experts:
@@ -230,7 +233,7 @@ def _names_of_experts(module: nn.Module, experts: set[int]) -> Iterator[str]:
 
 
 def _leave_out_of_fsdp(module: nn.Module) -> None:
-    """Register an API of the name "replicate" on a module: FSDP takes nothing of a module that has one."""
+    """Register an API of the name "replicate" on a module: FSDP manages nothing of a module that has one."""
     try:
         from torch.distributed._composable.contract import contract
     except ImportError:
@@ -246,5 +249,5 @@ def _leave_out_of_fsdp(module: nn.Module) -> None:
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Return `module`: an API for torch's registry, of which the name alone matters."""
+    """Return `module`: an API for torch's registry, of which only the name matters."""
     return module

@@ -1,7 +1,7 @@
-"""The softmax top-k router: which experts a token goes to, with what weight, and how even the load is.
+"""The softmax top-k router: the experts of each token, their weights, and the balance of the load.
 
-Local: no communication. Logits, softmax and weights are float32 (float64 for float64 tokens) whatever the tokens are,
-because a router in bfloat16 changes its mind from one rounding to the next.
+Local: no communication. Logits, softmax and weights are float32 (float64 for float64 tokens) for tokens of any dtype,
+because the choice of a router in bfloat16 would depend on rounding.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """What the router says about a batch of tokens.
+    """The routing of a batch of tokens.
 
     Attributes:
         topk_idx: `[num_tokens, num_topk]` int64, global expert ids, the most probable first.
         topk_weights: `[num_tokens, num_topk]` float32 (or float64), the chosen probabilities scaled to a sum of one.
         aux_loss: scalar, 1.0 for an even load and `num_experts / num_topk` at worst; 0 for a batch of no tokens.
-        expert_load: `[num_experts]` int64, how many (token, k) slots each expert was given.
+        expert_load: `[num_experts]` int64, number of (token, k) slots of each expert.
     """
 
     topk_idx: Tensor
@@ -31,8 +31,8 @@ class Routing(NamedTuple):
 def route(logits: Tensor, num_topk: int, topk_idx: Tensor | None = None) -> Routing:
     """Choose `num_topk` experts per token from `logits` `[num_tokens, num_experts]` (float32 or float64).
 
-    With `topk_idx` `[num_tokens, num_topk]` int64 these are taken, whatever the logits say: another router, which
-    rounds otherwise, has decided already.
+    With `topk_idx` `[num_tokens, num_topk]` int64 these are used, independently of the logits: another router, which
+    rounds differently, has decided already.
 
     The auxiliary loss is `num_experts * sum over experts of (share of the slots) * (mean probability)`, after Switch
     Transformer; its gradient flows through the probabilities.

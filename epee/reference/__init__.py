@@ -1,6 +1,7 @@
-"""The oracle: what dispatch and combine must return, in plain torch from all ranks' inputs, without communication.
+"""The oracle: the expected results of dispatch and combine, in plain torch from all ranks' inputs, without
+communication.
 
-It is written apart from `epee/ep` and imports nothing of epee, so that an error in one cannot hide in the other.
+It is independent of `epee/ep` and imports nothing of epee, so that an error in one cannot be hidden by the other.
 Clear, slow, and exact: `dispatch` gives the rows bit for bit, `combine` follows the defined order of additions.
 """
 

@@ -1,21 +1,22 @@
-"""Dispatch and combine as the definition says them, one token at a time.
+"""Dispatch and combine by their definition, one token at a time.
 
-Data path: the inputs of *all* ranks come in as a list (index = rank), the outputs of all ranks go out as a list. There
-is no communication, no shared memory and no crash to think about; nothing here is fast.
+Data path: the inputs of *all* ranks are passed as a list (index = rank), the outputs of all ranks are returned as a
+list. There is no communication, no shared memory and no crash; nothing here is fast.
 
-Dispatch, in words. Expert `e` lives on rank `e // num_local_experts`. A token goes to every rank on which one of its
-experts lives (or that `is_token_in_rank` names), once per rank.
+Dispatch. Expert `e` is on rank `e // num_local_experts`. A token is sent to every rank that has one of its experts (or
+that `is_token_in_rank` names), once per rank.
 
 - Rank layout: one row per token that arrives, in (source rank, token) order.
-  With a `capacity` only the first so many rows arrive; of the others nothing does, and nothing comes back.
+  With a `capacity` only the first so many rows arrive; of the others nothing does, and nothing is sent back.
 - Expert layout: one row per (local expert, source rank, token, k), ascending in that order; the block of each expert is
   filled up with zero rows to a multiple of `expert_alignment`.
 
-Combine, in words. Every accumulation is in float32 (float64 for float64 payload) and rounded to the payload's dtype
-once, at the end. For token t: `acc = -0.0` (the neutral element: a sum of one row is that row, bit for bit); for each
-destination rank with rows of t, ascending, `acc = acc + row` (rank layout) or `acc = acc + partial`, where `partial =
--0.0` and, for k ascending over the token's experts on that rank, `partial = partial + weight * row` with the product
-rounded before it is added (expert layout); a token without any row has `acc = +0.0`; then each bias is added in turn.
+Combine. Every accumulation is in float32 (float64 for float64 payload) and rounded to the payload's dtype once, at the
+end. For token t: `acc = -0.0` (the neutral element: a sum of one row is that row, bit for bit); for each destination
+rank with rows of t, ascending, `acc = acc + row` (rank layout) or `acc = acc + partial`, where `partial = -0.0` and,
+for k ascending over the token's experts on that rank, `partial = partial + weight * row` with the product rounded
+before it is added (expert layout); a token without any row has `acc = +0.0`; then the biases are added one after the
+other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Payload = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Routed:
-    """What one rank passes to dispatch.
+    """One rank's input of dispatch.
 
     Attributes:
         x: `[num_tokens, hidden]`, or a pair (values `[num_tokens, hidden]`, scales `[num_tokens, num_scales]`).
@@ -48,7 +49,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank must get from dispatch.
+    """One rank's expected result of dispatch.
 
     Attributes:
         x: `[num_recv, hidden]`, or the pair.
@@ -59,7 +60,7 @@ class Received:
         num_tokens_per_expert: (token, k) pairs per local expert, each rounded up to the alignment; empty without top-k.
         src_rank: `[num_recv]` int64, -1 in padding.
         src_token: `[num_recv]` int64, -1 in padding.
-        src_k: `[num_recv]` int64: which of the token's k the row stands for; -1 in padding and in the rank layout.
+        src_k: `[num_recv]` int64: the k of the token that the row is for; -1 in padding and in the rank layout.
         layout: "rank" or "expert".
         num_dropped: rows beyond the capacity.
     """
@@ -83,10 +84,10 @@ def dispatch(
     expert_alignment: int = 1,
     capacity: int | None = None,
 ) -> list[Received]:
-    """Return what each rank must receive, in rank order.
+    """Return the expected results of all ranks, in rank order.
 
     Args:
-        inputs: what each rank passes; `len(inputs)` is the number of ranks and divides `num_experts`.
+        inputs: of each rank; `len(inputs)` is the number of ranks and divides `num_experts`.
         num_experts: over all ranks.
         layout: "rank" or "expert" (needs `topk_idx`).
         expert_alignment: rows per block of the expert layout; both layouts round `num_tokens_per_expert` up to it.
@@ -112,10 +113,10 @@ def combine(
     """Return each rank's combined tokens `[num_tokens, hidden]`, in rank order, of the dtype of `y`.
 
     Args:
-        inputs: what each rank passed to `dispatch`.
-        received: what `dispatch` returned (its weights are the ones the expert layout multiplies by).
+        inputs: each rank's input of `dispatch`.
+        received: the result of `dispatch` (the expert layout multiplies by its weights).
         y: for each rank, one row per row that it received, `[num_recv, hidden]`; padding rows are not read.
-        bias: for each rank zero, one or two tensors `[num_tokens, hidden]`, added in turn after the sum.
+        bias: for each rank zero, one or two tensors `[num_tokens, hidden]`, added one after the other after the sum.
     """
     where = _row_of(received)
     wide = torch.float64 if y[0].dtype == torch.float64 else torch.float32
@@ -150,10 +151,10 @@ def combine_weights(
     """Return each rank's weights `[num_tokens, num_topk]` as `combine(topk_weights=...)` sends them back.
 
     Args:
-        inputs: what each rank passed to `dispatch`.
-        received: what `dispatch` returned.
+        inputs: each rank's input of `dispatch`.
+        received: the result of `dispatch`.
         topk_weights: for each rank `[num_recv, num_topk]` (rank layout: rows are summed over the destination ranks,
-            ascending) or `[num_recv]` (expert layout: the value of the row of (token, k); 0 where there is none).
+            ascending) or `[num_recv]` (expert layout: the value of the row of (token, k); 0 if there is none).
     """
     where = _row_of(received)
     results = []
@@ -200,7 +201,7 @@ def lost_weight(inputs: Sequence[Routed], received: Sequence[Received], num_expe
 
 
 def tokens_per_expert(inputs: Sequence[Routed], num_experts: int, rank: int, expert_alignment: int = 1) -> list[int]:
-    """Return, for each expert that lives on `rank`, its number of (token, k) pairs, rounded up to the alignment."""
+    """Return, for each expert on `rank`, its number of (token, k) pairs, rounded up to the alignment."""
     num_local = num_experts // len(inputs)
     counts = [0] * num_local
     for given in inputs:

@@ -67,7 +67,7 @@ Mask = Sequence[Sequence[bool]]
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank passes to dispatch.
+    """One rank's input of dispatch.
 
     Attributes:
         x: `[num_tokens, hidden]` bfloat16.
@@ -82,14 +82,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Packed:
-    """What one rank must get from dispatch.
+    """One rank's expected result of dispatch.
 
     Attributes:
         x: `[L, R * T, H]` bfloat16, or the pair (float8_e4m3fn values, scales).
         num_tokens_per_expert: `[L]` int32.
         layout_range: `[L, R]` int64, `begin << 32 | count`.
-        src_rank: `[L, R * T]` int32, -1 behind the rows.
-        src_token: `[L, R * T]` int32, -1 behind the rows.
+        src_rank: `[L, R * T]` int32, -1 after the rows.
+        src_token: `[L, R * T]` int32, -1 after the rows.
         got: `[R]` bool.
     """
 
@@ -145,13 +145,13 @@ def dispatch(
     use_ue8m0: bool = False,
     got: Mask | None = None,
 ) -> list[Packed]:
-    """Return what each rank must receive, in rank order.
+    """Return the expected results of all ranks, in rank order.
 
     Args:
-        inputs: what each rank passes; `len(inputs)` is R and divides `num_experts`.
+        inputs: of each rank; `len(inputs)` is R and divides `num_experts`.
         num_experts: over all ranks.
         max_tokens: T.
-        use_fp8, round_scale, use_ue8m0: as the module says.
+        use_fp8, round_scale, use_ue8m0: see the module docstring.
         got: `got[me][src]`; all True when None.
     """
     ranks = range(len(inputs))
@@ -171,12 +171,12 @@ def combine(
     """Return each rank's combined tokens `[num_tokens, H]` bfloat16, in rank order.
 
     Args:
-        inputs: what each rank passed to `dispatch`.
-        packed: what `dispatch` returned.
-        y: for each rank `[L, R * T, H]` bfloat16 expert outputs; rows behind the counts are not read.
+        inputs: each rank's input of `dispatch`.
+        packed: the result of `dispatch`.
+        y: for each rank `[L, R * T, H]` bfloat16 expert outputs; rows after the counts are not read.
         topk_weights: for each rank `[num_tokens, K]` float32 instead of the dispatch's weights.
-        partial_dtype: bfloat16 or float32: what crosses back.
-        got: `got[me][dst]`: whose partials came; all True when None.
+        partial_dtype: bfloat16 or float32: dtype of the rows that are sent back.
+        got: `got[me][dst]`: whether the partials of `dst` arrived; all True when None.
     """
     where = [_row_of(there) for there in packed]
     results = []
@@ -196,16 +196,16 @@ def combine(
 
 
 def counted(packed: Sequence[Packed], me: int, got: Mask | None = None) -> list[bool]:
-    """Return the `got` of a combine on rank `me`: who had its tokens, and whose partials came."""
+    """Return the `got` of a combine on rank `me`: ranks that had its tokens, and whose partials arrived."""
     came = _row(got, me, len(packed))
     return [came[dst] and bool(there.got[me]) for dst, there in enumerate(packed)]
 
 
 def lost_weight(given: Sent, num_local_experts: int, got: Sequence[bool], topk_weights: Tensor | None = None) -> Tensor:
-    """Return `[num_tokens]` float32: the weights of each token whose expert lives on a rank that did not count.
+    """Return `[num_tokens]` float32: the weights of each token whose expert is on a rank that did not count.
 
     Args:
-        given: what the rank passed to dispatch.
+        given: the rank's input of dispatch.
         num_local_experts: L.
         got: of its combine (`counted`).
         topk_weights: the weights of the combine, when it had its own.
@@ -220,7 +220,7 @@ def lost_weight(given: Sent, num_local_experts: int, got: Sequence[bool], topk_w
 
 
 def _rows(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Payload:
-    """Return what of a token crosses: its row, or its FP8 values and scales."""
+    """Return the payload of a token: its row, or its FP8 values and scales."""
     if not use_fp8:
         return x
     values, scales = quantise(x, round_scale=round_scale)
@@ -259,7 +259,7 @@ def _parts(payload: Payload) -> tuple[Tensor, ...]:
 
 
 def _empty(like: Tensor, num_local: int, capacity: int) -> Tensor:
-    """Return zeros `[L, R * T, columns]`; scales (any 4-byte dtype) with the rows of a column side by side."""
+    """Return zeros `[L, R * T, columns]`; scales (any 4-byte dtype) with the rows of a column adjacent."""
     columns = like.shape[1]
     if like.dtype.itemsize == 4:
         return torch.zeros(num_local, columns, capacity, dtype=like.dtype, device="cpu").transpose(1, 2)
@@ -276,7 +276,7 @@ def _partial(
     where: dict[tuple[int, int, int], int],
     partial_dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return what rank `dst` sends back for a token of rank `me`, as float32: one row or none."""
+    """Return the row that rank `dst` sends back for a token of rank `me`, as float32: one row or none."""
     num_local = len(y)
     products = []
     for k, expert in enumerate(experts):

@@ -1,11 +1,11 @@
-"""Low-latency combine over several hosts as the definition says it, one token at a time; dispatch is `latency.py`'s.
+"""Low-latency combine over several hosts by its definition, one token at a time; dispatch is `latency.py`'s.
 
-Inputs and outputs are lists over all ranks, as there; `hosts[r]` is the host of rank r, whatever the number means. What
-a dispatch brings does not depend on it. A combine sums by host, so that one row per token and host crosses back:
+Inputs and outputs are lists over all ranks, as there; `hosts[r]` is the host of rank r, an arbitrary number. The result
+of a dispatch does not depend on it. A combine sums by host, so that one row per token and host crosses back:
 
     partial of a rank: as in `latency.py`, rounded to `partial_dtype`
     sum of a host:   acc = -0.0;  for the ranks of the host that count for the token's rank and have rows of the token,
-                     ascending: acc = acc + partial, in float32; then rounded to `partial_dtype`, whichever host it is
+                     ascending: acc = acc + partial, in float32; then rounded to `partial_dtype`, for every host
     result:          acc = -0.0;  for the hosts that have a sum for the token, by their lowest rank ascending:
                      acc = acc + sum;  a token without any sum: +0.0;  rounded to bfloat16, once
 
@@ -38,7 +38,7 @@ def combine(
     Args:
         inputs, packed, y, topk_weights, partial_dtype: as of `latency.combine`.
         hosts: of each rank.
-        got: `got[me][dst]`: whose partials came; all True when None.
+        got: `got[me][dst]`: whether the partials of `dst` arrived; all True when None.
     """
     results = []
     for me, given in enumerate(inputs):

@@ -2,10 +2,10 @@
 
 For token t every destination rank that has rows of it contributes one value: its row (rank layout), or the sum of its
 `weight * row` for k ascending, from -0.0 and with each product rounded first (expert layout), which `round_partials`
-rounds to the payload's dtype. `by` says in which order the values are added, in float32 (float64 for float64):
+rounds to the payload's dtype. `by` is the order in which the values are added, in float32 (float64 for float64):
 
 - "rank": ranks ascending.
-- "last_k": ascending in the last k of the token whose expert lives on the rank.
+- "last_k": ascending in the last k of the token whose expert is on the rank.
 - "k" (expert layout): no values per rank; the products themselves, k ascending.
 
 `bias_first`: the sum starts from the first bias, then the second is added, then the values. Else it starts from -0.0,
@@ -36,11 +36,11 @@ def combine_in_order(
     """Return each rank's combined tokens `[num_tokens, hidden]`, in rank order, of the dtype of `y`.
 
     Args:
-        inputs: what each rank passed to `dispatch`, routed by `topk_idx`.
-        received: what `dispatch` returned.
+        inputs: each rank's input of `dispatch`, routed by `topk_idx`.
+        received: the result of `dispatch`.
         y: for each rank `[num_recv, hidden]`.
         num_experts: over all ranks.
-        by, bias_first, round_partials: see above.
+        by, bias_first, round_partials: see the module docstring.
         bias: for each rank up to two tensors `[num_tokens, hidden]`.
     """
     num_local = num_experts // len(inputs)
@@ -68,7 +68,7 @@ def _values(
     by: str,
     round_partials: bool,
 ) -> list[Tensor]:
-    """Return what is added for one token, in order; `home` is the rank of each k, -1 for none."""
+    """Return the values that are added for one token, in order; `home` is the rank of each k, -1 for none."""
     keyed: list[tuple[int, Tensor]] = []
     for dst in sorted(set(home) - {-1}):
         key = dst if by == "rank" else max(k for k, rank in enumerate(home) if rank == dst)

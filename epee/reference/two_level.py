@@ -1,9 +1,9 @@
-"""Combine over several hosts, one token at a time: what each host has summed is rounded, then the hosts are added up.
+"""Combine over several hosts, one token at a time: the sum of each host is rounded, then the hosts are added up.
 
 For token t every destination rank that has rows of it contributes one value, as in `exchange.py`: its row (rank
 layout), or the sum of its `weight * row` for k ascending (expert layout). The values of the ranks of a host are added,
-ranks ascending. The sum of a host is rounded to the payload's dtype, as it travels, unless `wide_partials`; so is that
-of the token's own host. Then the hosts are added, in order of their lowest rank, and the biases. All in float32
+ranks ascending. The sum of a host is rounded to the payload's dtype, in which it is sent, unless `wide_partials`; so is
+that of the token's own host. Then the hosts are added, in order of their lowest rank, and the biases. All in float32
 (float64 for float64), each sum from -0.0; a token without rows is +0.0 before the biases.
 """
 
@@ -29,18 +29,18 @@ def combine_by_host(
     """Return each rank's combined tokens `[num_tokens, hidden]`, in rank order, of the dtype of `y`.
 
     Args:
-        inputs: what each rank passed to `dispatch`.
-        received: what `dispatch` returned.
+        inputs: each rank's input of `dispatch`.
+        received: the result of `dispatch`.
         y: for each rank, one row per row that it received.
-        host_of: for each rank the host that it runs on.
+        host_of: the host of each rank.
         wide_partials: hosts' sums are not rounded.
-        bias: for each rank zero, one or two tensors `[num_tokens, hidden]`, added in turn after the sum.
+        bias: for each rank zero, one or two tensors `[num_tokens, hidden]`, added one after the other after the sum.
     """
     dtype = y[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     hosts = sorted(set(host_of), key=list(host_of).index)
     here = {host: [rank for rank, place in enumerate(host_of) if place == host] for host in hosts}
-    # one host's part of all tokens: `combine` of what only its ranks have received, from values that are wide already
+    # one host's part of all tokens: `combine` of the rows received by its ranks only, from values that are wide already
     values = [rows.to(wide) for rows in y]
     sums = {host: combine(inputs, _only(received, here[host]), values) for host in hosts}
     has = {host: _has_rows(inputs, received, here[host]) for host in hosts}
@@ -61,11 +61,12 @@ def combine_by_host(
 def combine_weights_by_host(
     inputs: Sequence[Routed], received: Sequence[Received], topk_weights: Sequence[Tensor], host_of: Sequence[int]
 ) -> list[Tensor]:
-    """Return each rank's weights `[num_tokens, num_topk]` as they come back: summed by rank in a host, then by host.
+    """Return each rank's weights `[num_tokens, num_topk]` as they are sent back: summed by rank in a host, then by
+    host.
 
     Args:
         inputs, received, topk_weights: as of `exchange.combine_weights`.
-        host_of: for each rank the host that it runs on.
+        host_of: the host of each rank.
     """
     shapes = [(len(given.topk_idx), given.topk_idx.shape[1]) for given in inputs if given.topk_idx is not None]
     results = [torch.zeros(shape, dtype=topk_weights[0].dtype, device="cpu") for shape in shapes]
@@ -85,7 +86,7 @@ def combine_weights_by_host(
 
 
 def _only(received: Sequence[Received], ranks: Sequence[int]) -> list[Received]:
-    """Return what the ranks received, and for the others as if nothing had come."""
+    """Return the ranks' received rows, and empty results for the others."""
     return [there if rank in ranks else _without_rows(there) for rank, there in enumerate(received)]
 
 

@@ -1,1 +1,1 @@
-"""What `epee doctor` says of other hosts: what groups over several would use, and whether another one is reached."""
+"""The part of `epee doctor` about other hosts: settings of groups over several hosts, and reachability."""

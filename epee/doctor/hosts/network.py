@@ -1,7 +1,7 @@
-"""What groups over several hosts would use here: the host's key, the address for links, the secret.
+"""Settings that groups over several hosts would use here: the host's key, the address for links, the secret.
 
-Nothing is connected to; `reach.py` tries whether another host can be reached. A machine without a network is fine for
-groups on one host, so what is missing is a warning, unless it stands in the way of these, too.
+Nothing is connected to; `reach.py` tests whether another host can be reached. A machine without a network is fine for
+groups on one host, so a problem is a warning, unless it affects these, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAKE_TOKEN = "head -c 32 /dev/urandom > FILE; chmod 600 FILE; the same file on 
 
 
 def host() -> list[Finding]:
-    """The key by which ranks find out whether they share a host."""
+    """The key by which ranks detect whether they share a host."""
     try:
         key = own_host_key()
     except EpeeError as exc:
@@ -34,7 +34,7 @@ def host() -> list[Finding]:
 
 
 def address(choice: AddressChoice | None = None) -> list[Finding]:
-    """The address for links to other hosts, why it is that, and whether a process can listen there."""
+    """The address for links to other hosts, the reason for it, and whether a process can listen there."""
     try:
         choice = choose_address() if choice is None else choice
         listen(choice.address).close()
@@ -53,7 +53,8 @@ def where(own: str) -> str:
 
 
 def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
-    """What moves bytes between hosts, which RDMA devices are here, and whether NIXL is, which would use them."""
+    """The engine that moves bytes between hosts, the RDMA devices here, and whether NIXL, which would use them, is
+    installed."""
     devices = rdma_devices() if devices is None else devices
     try:
         chosen = chosen_engine()
@@ -74,7 +75,7 @@ def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
 
 
 def token() -> list[Finding]:
-    """The secret of groups over several hosts: a file, or what rank 0 puts into the store."""
+    """The secret of groups over several hosts: a file, or the value that rank 0 puts into the store."""
     named = str(env.get("EPEE_TOKEN_FILE"))
     try:
         found = token_of_file()

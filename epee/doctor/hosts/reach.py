@@ -1,14 +1,14 @@
-"""Whether a process of another host is reached: `epee doctor --listen` there, `epee doctor --peer HOST:PORT` here.
+"""Test whether a process of another host is reached: `epee doctor --listen` there, `epee doctor --peer HOST:PORT` here.
 
-    listener    tells GREETING and the address that it sees
+    listener    sends GREETING and the peer's address
     peer        sends BULK_BYTES
-    listener    tells DONE
+    listener    sends DONE
 
-The bulk finds what a handshake does not: full packets that vanish on the way, because an interface believes in larger
-ones than all of the way takes. One try proves one direction; ranks connect in either.
+The bulk finds a failure that a handshake does not: full packets lost in the network, because an interface assumes
+larger ones than the whole path supports. One try proves one direction; ranks connect in either.
 
-Whoever connects may be anybody: nothing that comes is kept, and each gets `VISIT_S`. What the listener tells is shown
-to people, once it looks like an address.
+Connections may come from any program: no received data is kept, and each connection gets `VISIT_S`. The address that
+the listener sends is shown to people, once it looks like an address.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ VISIT_S = 2.0
 BULK_BYTES = 256 << 10
 GREETING = b"epee doctor sees "
 DONE = b"done\n"
-_GREETING_S = 1.0  # another service may say nothing
+_GREETING_S = 1.0  # another service may send nothing
 _PIECE_BYTES = 64 << 10
 _MAX_LINE = len(GREETING) + 64
 _PAUSE_S = 0.05
 
 
 class Visit(NamedTuple):
-    """Somebody has connected: from where, and whether all of a doctor's bytes came."""
+    """A connection: its source, and whether all of a doctor's bytes were received."""
 
     address: str
     is_doctor: bool
@@ -56,15 +56,15 @@ def parse_peer(text: str) -> tuple[str, int]:
 
 
 def shown(address: str, port: int) -> str:
-    """Return address and port as `parse_peer` takes them."""
+    """Return address and port in the form of `parse_peer`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-# ---- who connects
+# ---- connecting side
 
 
 def reach(host: str, port: int, timeout_s: float = REACH_S) -> Finding:
-    """Try to connect, bounded by `timeout_s` seconds, names included; say how it went and what to do about it."""
+    """Try to connect, bounded by `timeout_s` seconds, names included; return the outcome and a remedy."""
     name = shown(host, port)
     (found,) = examine("peer", name, lambda: [_reach(host, port, timeout_s)], timeout_s + 0.5)
     return found
@@ -115,7 +115,7 @@ def _why(error: OSError, port: int, timeout_s: float) -> tuple[str, str]:
 
 
 def _talk(connection: socket.socket, name: str, took_s: float, deadline: float) -> Finding:
-    """Say what a connection is worth: see the head of this module."""
+    """Test a connection by the exchange described in the module docstring."""
     own = connection.getsockname()[0]
     value = f"reachable from {own}, connected in {took_s * 1e3:.1f} ms"
     try:
@@ -151,10 +151,10 @@ def _talk(connection: socket.socket, name: str, took_s: float, deadline: float) 
 
 
 def _line(connection: socket.socket, deadline: float) -> bytes:
-    """Read up to a line's end; what has come when the other side closes, or is too long.
+    """Read up to a line's end; returns the received part when the other side closes, or the line is too long.
 
     Raises:
-        OSError: nothing came by the deadline, or the connection broke.
+        OSError: nothing was received by the deadline, or the connection broke.
     """
     got = b""
     while not got.endswith(b"\n") and len(got) < _MAX_LINE:
@@ -167,7 +167,7 @@ def _line(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _address_in(greeting: bytes) -> str:
-    """Return the address that a listener tells, "" where it is no listener of ours."""
+    """Return the address that a listener sends, "" if it is no listener of ours."""
     if not greeting.startswith(GREETING):
         return ""
     try:
@@ -176,18 +176,18 @@ def _address_in(greeting: bytes) -> str:
         return ""
 
 
-# ---- who is connected to
+# ---- listening side
 
 
 def visits(listener: socket.socket, seconds: float) -> Iterator[Visit]:
-    """Yield whoever connects to a non-blocking listener, for so many seconds; one after the other."""
+    """Yield the connections to a non-blocking listener, for this many seconds; one after the other."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([listener], [], [], left)[0]:
             continue
         try:
             connection, place = listener.accept()
-        except OSError:  # it has gone again, or no descriptor is left
+        except OSError:  # it has been closed already, or no descriptor is left
             time.sleep(_PAUSE_S)
             continue
         with connection:
@@ -196,7 +196,7 @@ def visits(listener: socket.socket, seconds: float) -> Iterator[Visit]:
 
 
 def _serve(connection: socket.socket, address: str) -> bool:
-    """Do the listener's part; return whether all of it came about."""
+    """Run the listener's part; return whether all of it succeeded."""
     deadline = time.monotonic() + VISIT_S
     missing = BULK_BYTES
     try:

@@ -59,7 +59,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `[batch, length]` int64 bytes to `[batch, length, 256]` logits."""
-        # Pairs of bytes from the first layer on: attention would need the first half minute to find its neighbour.
+        # Embeds pairs of bytes: attention would need the first half minute of training to learn the previous byte.
         # No embedding of positions: the causal mask gives enough information for one minute of training.
         x = self.embedding(tokens) + self.previous(functional.pad(tokens, (1, 0))[:, :-1])
         for block in self.blocks:

@@ -72,7 +72,7 @@ def installed_driver(proc: str = "/proc/driver/nvidia/version") -> list[Finding]
     try:
         _, major, minor = nvrtc().nvrtcVersion()
     except EpeeError:
-        return [_line("driver", Verdict.OK, value)]  # its own line says that NVRTC is missing
+        return [_line("driver", Verdict.OK, value)]  # the line of NVRTC reports that it is not installed
     if major > served // 1000:
         return [
             _line("driver", Verdict.NO, f"{value}, older than NVRTC {major}.{minor}",

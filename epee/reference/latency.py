@@ -1,38 +1,39 @@
-"""Low-latency dispatch and combine as the definition says them, one token at a time.
+"""Low-latency dispatch and combine by their definition, one token at a time.
 
-The inputs of *all* ranks come in as a list (index = rank), the outputs of all ranks go out as a list; no communication.
+Inputs and outputs are lists over *all* ranks (index = rank); there is no communication.
 R is the number of ranks, T `max_tokens`, L the experts of one rank, H the hidden size, K the columns of `topk_idx`.
-Expert `e` lives on rank `e // L`. What is written here is what CPU code and kernels must do, bit for bit.
+Expert `e` is on rank `e // L`. CPU code and kernels must give these results, bit for bit.
 
 **Dispatch.** The result of a rank is `x [L, R * T, H]`: block `j` holds the rows of its local expert `j`, packed from
-row 0 on, in (source rank, token) order. `num_tokens_per_expert[j]` (int32) says how many; what lies behind them is
-undefined (zeros here) and nobody reads it.
+row 0 on, in (source rank, token) order. `num_tokens_per_expert[j]` (int32) is their number; the rows after
+them are undefined (zeros here) and never read.
 
-- A row is a token: an expert that stands twice in a token's `topk_idx` gets the token once, so that R * T rows always
-  suffice. (Combine adds both weights' products all the same.) -1 selects nothing; a token of only -1 goes nowhere.
-- Zero tokens are a legal batch. Ranks may bring different numbers of tokens, 0 ... T.
-- Weights travel with the rows: float32, as given to dispatch, ones when none were given.
+- A row is a token: an expert that occurs twice in a token's `topk_idx` receives the token once, so that R * T rows
+  always suffice. (Combine adds both weights' products all the same.) -1 selects nothing; a token of only -1 is not
+  sent.
+- Zero tokens are a legal batch. Ranks may have different numbers of tokens, 0 ... T.
+- Weights are sent with the rows: float32, as given to dispatch, ones when none were given.
 - `layout_range[j, s] = begin << 32 | count` (int64): the rows of source `s` in block `j`. `begin` is right for empty
   runs too: the rows of the sources before `s`. `src_token[j, row]` (int32) is the token's index on its source.
 
-**FP8** (float8_e4m3fn, finite values up to 448). The sender quantises each token once; all experts get the same bytes.
-For each block of 128 channels, everything in float32, each operation rounded once (to nearest, ties to even), true
-divisions, no fused multiply-add:
+**FP8** (float8_e4m3fn, finite values up to 448). The sender quantises each token once; all experts receive the same
+bytes. For each block of 128 channels, everything in float32, each operation rounded once (to nearest, ties to even),
+true divisions, no fused multiply-add:
 
     amax   = max(|v| over the block, 1e-4)           NaNs do not count
     scale  = amax / 448        factor = 448 / amax       value = e4m3(v * factor)
     with `round_scale`: scale = the smallest power of two that is not below amax / 448 (from its bits: exponent, plus
     one unless the mantissa is zero), factor = 1 / scale
 
-`v * factor` never exceeds 448 by more than rounding, so saturation does not matter. A value that is not finite comes
-out as a NaN, of either sign. Scales are float32 `[L, R * T, H / 128]`, or with `use_ue8m0` (needs `round_scale`, and
+`v * factor` never exceeds 448 by more than rounding, so saturation does not matter. A value that is not finite
+becomes a NaN, of either sign. Scales are float32 `[L, R * T, H / 128]`, or with `use_ue8m0` (needs `round_scale`, and
 H a multiple of 512) int32 `[L, R * T, H / 512]`: the exponent bytes (`bits >> 23`) of four neighbouring blocks, the
-first in the lowest byte. In memory they are DeepEP's: `[L, H / 128, R * T]` (`[L, H / 512, R * T]`), handed out
+first in the lowest byte. In memory they are DeepEP's: `[L, H / 128, R * T]` (`[L, H / 512, R * T]`), returned
 transposed, so the row stride is 1.
 
-**Combine.** The expert rank weighs and sums its own experts' rows of a token, and one row crosses back:
+**Combine.** The expert rank weights and sums its own experts' rows of a token, and sends one row back:
 
-    partial = -0.0;  for k ascending over the token's k whose expert lives on that rank:
+    partial = -0.0;  for k ascending over the token's k whose expert is on that rank:
         partial = partial + w[t, k] * row(expert, t)     in float32, the product rounded before it is added
     partial is rounded to `partial_dtype` (bfloat16 by default, float32 leaves it); also when it stays on its rank
     acc = -0.0;  for the ranks that have rows of the token, ascending:  acc = acc + partial
@@ -41,11 +42,11 @@ transposed, so the row stride is 1.
 -0.0 is the neutral element, so a sum of one row is that row, bit for bit. Weights are those of the dispatch, or those
 given to combine (`topk_weights`, `[num_tokens, K]` float32 on the token's rank), which then replace all of them.
 
-**Masks.** `got[me][peer]` says whose half of the call reached `me` in time. A dispatch without a source is a dispatch
-in which that source brought no token: no row, no count, no range, whatever of it had arrived. In combine, rank `d`
-counts for the tokens of rank `s` only if `d` had `s` in its dispatch *and* its partials reached `s`; else all of them
-are left out. Nothing is renormalised: `lost_weight` is the sum (k ascending, float32, from +0.0) of the weights whose
-expert lives on a rank that did not count. A token all of whose weight is lost is +0.0.
+**Masks.** `got[me][peer]` says whether the rows of `peer` reached `me` in time. A dispatch without a source equals a
+dispatch in which that source has no token: no row, no count, no range, even if a part of them had arrived. In combine,
+rank `d` counts for the tokens of rank `s` only if `d` had `s` in its dispatch *and* its partials reached `s`; else all
+of them are excluded. Nothing is renormalised: `lost_weight` is the sum (k ascending, float32, from +0.0) of the weights
+whose expert is on a rank that did not count. A token all of whose weight is lost is +0.0.
 """
 
 from __future__ import annotations

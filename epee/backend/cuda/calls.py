@@ -3,8 +3,8 @@
 Strided tensors are copied on the current stream, into contiguous ones before the call and back after it; so is an input
 that shares memory with an output in a way that the kernels do not allow. Nothing waits for the GPU.
 
-PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM in its cache key
-only.
+PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM only in its
+signature (`facts`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ different times on different ranks; so kernels send each other the rank whose de
 same error, whenever their own thread detects the death. Nothing waits for that: after a report that names no death the
 cpu polls once for dead ranks. The engine detects a death by its own means: the meeting is its first call without the
 rank, which in mode "raise" would raise the loss; it does so only if the error has not been raised here before. A call
-that is refused here is still made, with a key that matches no other, so that peers are notified at once.
+that is refused here is still made, with a signature that matches no other, so that peers are notified at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .work import DeviceWork, note_use
 
 logger = logging.getLogger("epee")
 
-_REFUSED = 1 << 62  # key of no call
+_REFUSED = 1 << 62  # signature (`facts`) of no call
 _Before = tuple[set[int], Count | None]  # the ranks that took part at the call, the word for those in its result
 
 

@@ -182,7 +182,7 @@ class MeetingHalf:
         return False
 
     def _meet(self, device: torch.device, method: str) -> None:
-        """Meet all members, until all have begun anew in one epoch or know that calls go through cpu memory."""
+        """Meet all members, until all have restarted in one epoch or know that calls go through cpu memory."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidState(
                 f"{method}: the ranks' hosts must meet before this call (the group's first on CUDA tensors, or the "
@@ -263,7 +263,7 @@ class MeetingHalf:
             return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
 
     def _begin(self, rows: Mapping[int, MeetingRow]) -> str:
-        """Map the members' memory and begin anew; returns why that does not work."""
+        """Map the members' memory and restart; returns why that failed, else ""."""
         machine = self._machine
         assert machine is not None
         try:

@@ -68,7 +68,7 @@ class Move(NamedTuple):
 
 
 def facts_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
-    """Return the values that all ranks must agree on, above the bits of a number of bytes."""
+    """Return the signature of a call, equal on all ranks, above the bits of a number of bytes."""
     code = 0 if dtype is None else CARRIERS[dtype].code
     word = OP_NUMBERS[op] | code << 5 | _REDUCTION_CODES.get(reduction, 0) << 11 | (root + 1) << 15
     return word << 40
@@ -140,9 +140,9 @@ def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
 
 
 def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = "") -> tuple[int, int]:
-    """Return the cache key of a call whose `rows` have the same lengths on all ranks, and its `num_bytes`.
+    """Return the signature of a call whose `rows` have the same lengths on all ranks, and its `num_bytes`.
 
-    The key says whether all rows are equally long, as kernels depend on it; each pair of ranks compares its own length.
+    It says whether all rows are equally long, as kernels depend on it; each pair of ranks compares its own length.
     """
     is_even = all(row.nbytes == rows[0].nbytes for row in rows)
     facts = facts_of(op, dtype, reduction, -1 if is_even else MAX_RANKS)

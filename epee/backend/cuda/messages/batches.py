@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-_TORCH = "torch."  # tensors of classes of their own come back through other modules
+_TORCH = "torch."  # tensor subclasses call back through other modules
 _C10D = "torch.distributed.distributed_c10d"
 _MAX_DEPTH = 24
 _SEND, _RECV, _BATCH = (inspect.unwrap(call).__code__ for call in (dist.send, dist.recv, dist.batch_isend_irecv))

@@ -41,8 +41,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A model from bytes to logits of the next byte. Weights depend on the seed only, an expert's on its number,
-    too."""
+    """A model from bytes to logits of the next byte. Weights depend on the seed, an expert's on its number, too."""
 
     def __init__(self, settings: Settings, buffer: Buffer | None) -> None:
         super().__init__()

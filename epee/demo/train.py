@@ -70,8 +70,7 @@ class Trainer:
         self.began = float(began)
 
     def step(self, call: float = 0.0) -> float:
-        """Do one step, collective; return the value that rank 0 passes as `call` to the others, above 0 for a
-        request."""
+        """Do one step, collective; return the `call` of rank 0 to the others, above 0 for a request."""
         # A short warm-up, then decay to a tenth.
         self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(0.1 + 25 * self.progress, 1.0 - 0.9 * self.progress)
         self.optimizer.zero_grad()

@@ -153,8 +153,7 @@ class MoELayer(ExpertLayer):
         return torch.cat([self.experts.run(position, block) for position, block in enumerate(blocks)])
 
     def _run_rows(self, dispatched: Dispatched) -> Tensor:
-        """Run the experts in the rank layout: a row belongs to one or more local experts, weighted and summed here for
-        combine."""
+        """Run the experts in the rank layout: a row belongs to local experts, weighted and summed here for combine."""
         topk_idx, topk_weights = dispatched.topk_idx, dispatched.topk_weights
         assert topk_idx is not None  # the rank layout always has them
         assert topk_weights is not None

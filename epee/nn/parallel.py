@@ -57,8 +57,7 @@ def mark_experts(module: _Module, num_ranks: int = 0) -> _Module:
 
 
 def spread_experts(layer: nn.Module, num_ranks: int) -> None:
-    """Mark every module that becomes the submodule `experts` of a layer; with one rank nothing is distributed, nor
-    marked."""
+    """Mark every module that becomes the submodule `experts` of a layer; with one rank nothing is marked."""
     _watch_registrations()
     setattr(layer, _SPREAD, num_ranks)
 
@@ -195,8 +194,7 @@ def _when_registered(parent: nn.Module, name: str, module: nn.Module | None) -> 
 
 
 def _leave_out_of_ddp(ddp: Any, module: nn.Module) -> None:
-    """Add the experts below `module` to the names that DDP skips; DDP is in its constructor, before it uses the
-    names."""
+    """Add the experts below `module` to the names that DDP skips; called in DDP's constructor, before it uses them."""
     experts = _experts_below(module)
     if not experts:
         return

@@ -59,8 +59,7 @@ class Prepared:
                 tensor.copy_(scratch)
 
     def again(self, move: Move) -> Move:
-        """Return a move that may be repeated: an input that it overwrites is read from a copy, which its kernel
-        makes."""
+        """Return a move that may be repeated: its kernel copies an input that it overwrites."""
         own, is_taker = move.inputs[self.rank], move.takers >> self.rank & 1
         if move.kind == moves.MOVED or not own or not is_taker or own != move.outputs[self.rank]:
             return move

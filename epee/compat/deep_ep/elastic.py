@@ -194,8 +194,7 @@ class ElasticBuffer(PoolOwner):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs that DeepEP's model gives for such a dispatch; `num_scaleout_topk` and `rdma_gbs` are
-        ignored."""
+        """Return the SMs for such a dispatch by DeepEP's model; `num_scaleout_topk` and `rdma_gbs` are ignored."""
         return sizing.theoretical_num_sms(
             self.num_ranks,
             num_experts,

@@ -73,8 +73,7 @@ class EPHandle:
         return found
 
     def in_order(self, order: CombineOrder) -> Handle:
-        """Return epee's handle for combines with this order of additions, with this rank's routing; the last one is
-        kept."""
+        """Return epee's handle for combines in this order of additions, with this rank's routing; the last is kept."""
         if self._ordered is None or self._ordered[0] is not order:
             own = order if self.given_idx is None else replace(order, topk_idx=self.given_idx)
             self._ordered = order, self.core.in_order(own)
@@ -165,8 +164,7 @@ class EPHandle:
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """`[num_tokens, num_topk]` int32: the token's index among those that this rank sends to that rank, -1 for
-        none."""
+        """`[num_tokens, num_topk]` int32: the token's index among those sent to that rank, -1 for none."""
         there = count_layout(self.topk_idx, self.num_ranks, self.num_experts).is_token_in_rank
         place = torch.where(there, there.cumsum(0) - 1, -1)
         rank = self.topk_idx.div(self.num_experts // self.num_ranks, rounding_mode="floor")

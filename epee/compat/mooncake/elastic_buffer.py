@@ -115,7 +115,6 @@ class ElasticBuffer(elastic.ElasticBuffer):
         )
 
     def update_ep_member(self) -> None:
-        """Start over with the group's present members; handles end. All ranks call it, joiners create a buffer
-        instead."""
+        """Restart with the group's present members; handles end. All ranks call it, joiners create a buffer instead."""
         self._pool().close()
         super().__init__(self.group, **self._arguments)

@@ -53,8 +53,7 @@ def where(own: str) -> str:
 
 
 def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
-    """The engine that moves bytes between hosts, the RDMA devices here, and whether NIXL, which would use them, is
-    installed."""
+    """The engine that moves bytes between hosts, the RDMA devices here, and whether NIXL for them is installed."""
     devices = rdma_devices() if devices is None else devices
     try:
         chosen = chosen_engine()

@@ -23,9 +23,8 @@ def masked(move: Move, rank: int, num_ranks: int, num_entries: int) -> Move:
     if move.op not in ("reduce", "gather"):
         return move
     outputs = move.outputs if rank == move.root else _NOWHERE
-    return move._replace(
-        takers=(1 << num_ranks) - 1, outputs=outputs
-    )  # all get the ranks that count, the root the result
+    # all ranks receive which ranks count; only the root keeps the result
+    return move._replace(takers=(1 << num_ranks) - 1, outputs=outputs)
 
 
 def widened(move: Move, num_ranks: int, num_entries: int) -> Move:

@@ -31,8 +31,7 @@ class StreamPlace(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """A stream of ours; `begun` is recorded where its next kernel begins, and waited for before it is recorded once
-    more."""
+    """A stream of ours; `begun` is recorded where its next kernel begins, and waited for before its next record."""
 
     stream: torch.cuda.Stream
     raw: int

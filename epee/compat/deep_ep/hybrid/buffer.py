@@ -275,8 +275,7 @@ class HybridEPBuffer:
     def _agree(
         self, routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, hidden: torch.Tensor, is_blind: bool
     ) -> None:
-        """Let the ranks agree on one top-k and one most number of tokens; if waiting is not allowed, use those of
-        earlier calls."""
+        """Let the ranks agree on top-k and the most tokens of a rank; without waiting, use those of earlier calls."""
         if is_blind and self._num_topk:
             return
         if is_capturing():

@@ -1,5 +1,4 @@
-"""Buffers of DeepEP 2.5 that epee does not support: the constructor of each raises `UnsupportedError`, in one
-sentence."""
+"""Buffers of DeepEP 2.5 that epee does not support: each constructor raises `UnsupportedError`, in one sentence."""
 
 from __future__ import annotations
 

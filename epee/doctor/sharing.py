@@ -1,4 +1,4 @@
-"""Memory that processes of one user may share here: tested with real memory and children, not derived from versions."""
+"""Memory that processes of one user may share here: tested with real memory and children, not assumed."""
 
 from __future__ import annotations
 

@@ -45,9 +45,8 @@ _COMBINE_FACTS = (
 _LOSS_BITS = 2  # the highest, to which the kernels add which calls have failed before
 _COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
 _SHAPE_BIT = 1 << 31  # distinguishes a shape from the number of a handle
-WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(
-    3
-)  # the word that differs, in kernels' reports; other values: a combine's
+# The word that differs, in kernels' reports; other values: a combine's.
+WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(3)
 
 
 def shape_signature(*sizes: int) -> int:

@@ -197,7 +197,7 @@ class Messages:
         return ReadyBatch(self, kernel, grid, places)
 
     def _fill(self, args: Any, parcels: Sequence[Parcel], is_beside: bool) -> tuple[HostWords | None, int, list[int]]:
-        """Write a batch into arguments; returns memory to keep alive, the blocks, the index of each parcel's address."""
+        """Write a batch into arguments; returns memory to keep, the blocks, the index of each parcel's address."""
         channels: dict[int, list[int]] = {}
         for number, parcel in enumerate(parcels):
             channels.setdefault(parcel.peer << 1 | parcel.is_send, []).append(number)

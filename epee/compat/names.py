@@ -66,7 +66,7 @@ class _Finder(MetaPathFinder, Loader):
         """Return epee's module, imported by its own name."""
         assert spec.origin is not None
         module = importlib.import_module(spec.origin)
-        self._specs[spec.name] = module.__spec__  # the import system is about to set another
+        self._specs[spec.name] = module.__spec__  # the import system will set another one
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -82,7 +82,7 @@ class _Finder(MetaPathFinder, Loader):
         mine = _DEEP_EP + name.removeprefix("deep_ep")
         try:
             return mine if find_spec(mine) is not None else None
-        except ModuleNotFoundError:  # its package is not there either
+        except ModuleNotFoundError:  # its package does not exist either
             return None
 
 
@@ -109,7 +109,7 @@ def take_place(top: str) -> None:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.tops.add(top)
     mine = NAMES.get(top)
-    if mine is None and _is_there(top):  # a real `mooncake`, whose other modules stay its own
+    if mine is None and _is_there(top):  # a real `mooncake` keeps its other modules
         return
     sys.modules[top] = importlib.import_module(mine or _MOONCAKE)
 

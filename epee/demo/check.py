@@ -33,8 +33,8 @@ from .model import Transformer, is_expert
 from .settings import Settings
 from .train import Batch, Trainer, backward, gather, make_buffer, make_optimizer, sum_gradients, whole
 
-TOLERANCE = 1e-9  # of float64
-MARGIN = 8.0  # over 40 seeds on CPUs ours was off by 0.9 to 1.4 times as much as the dense float32 step
+TOLERANCE = 1e-9  # in float64
+MARGIN = 8.0  # over 40 seeds on CPUs our error was 0.9 to 1.4 times that of the dense float32 step
 MOST = 1e-3
 Step = dict[str, Tensor]  # results of a step: "loss", "gradients of NAME", "weights of NAME"
 

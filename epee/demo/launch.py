@@ -48,7 +48,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         context.set_forkserver_preload(PRELOAD)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(theirs, self._function, number, arguments), daemon=True)
-        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the rank and the fork server inherit that
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the rank and the fork server
         try:
             process.start()
             self._ranks[ours] = _Rank(number, process, is_mortal)
@@ -86,7 +86,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def _main(connection: Connection, function: Callable[..., None], rank: int, arguments: tuple[object, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the fork server was started by someone else
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # if other code started the fork server
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function(rank, connection.send, *arguments)

@@ -164,7 +164,7 @@ def _draw(settings: Settings, result: Message, path: Path) -> None:
     """Draw the losses, with a line where a rank was lost, and one where its replacement joined."""
     from matplotlib.figure import Figure
 
-    figure = Figure(dpi=160, layout="constrained")  # one of its own touches neither global state nor a display
+    figure = Figure(dpi=160, layout="constrained")  # a separate figure uses neither global state nor a display
     axes = figure.subplots()
     _, seconds, losses = zip(*result["steps"], strict=True)
     axes.plot(seconds, losses)

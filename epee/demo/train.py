@@ -75,7 +75,7 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(0.1 + 25 * self.progress, 1.0 - 0.9 * self.progress)
         self.optimizer.zero_grad()
         loss = backward(self.model, self.next_batch(), len(self.members))
-        for layer in self.model.layers():  # twice: the backward moves the same rows again
+        for layer in self.model.layers():  # twice: the backward moves the same rows
             self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
             if layer.num_sent_to_hosts is not None:
                 hosts = sorted({self.settings.host_of(member) for member in self.members})  # remaining hosts

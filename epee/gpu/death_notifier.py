@@ -53,7 +53,7 @@ class DeathNotifier:
         self.told: tuple[int, ...] = ()
         self._watch, self._signs = DeathWatch(), DyingSigns()
         self._needs_end = needs_end
-        self._seen = 0  # of the word
+        self._seen = 0  # last value of the kernels' word
         self._sleep_s, self._dying_s = PERIOD_S, DYING_S
         self._has_dying = False  # a process shows a sign of dying and is not proved dead
         self._gate, self._lock = threading.Lock(), threading.Lock()
@@ -85,7 +85,7 @@ class DeathNotifier:
         self._is_stopped = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():  # a finalizer may run in it
             self._thread.join()
-        if not self._thread.is_alive():  # nor in a forked child
+        if not self._thread.is_alive():  # a forked child has no such thread
             self._close()
 
     def _begin(self, rank: int, process: tuple[int, int]) -> None:

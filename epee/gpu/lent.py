@@ -47,7 +47,7 @@ NOWHERE: LentRegion = _Nowhere()
 
 
 class Lent(NamedTuple):
-    """A region of each rank; `members` have lent theirs together, and have the same `digest` of that."""
+    """A region of each rank; `members` have lent theirs together, with the same `digest`."""
 
     regions: list[LentRegion]
     members: frozenset[int]
@@ -102,7 +102,7 @@ class Lending:
             Else as `LentRegion.replace`.
         """
         if regions[rank].blob != blob and rank != self._rank:
-            self._platform.synchronize()  # the kernels' last loads and stores
+            self._platform.synchronize()  # waits for the kernels' last loads and stores
             regions[rank].replace(blob)
 
     def _map(self, rank: int, blob: bytes, own: LentRegion) -> LentRegion:

@@ -18,11 +18,11 @@ from ..memory.layout import Field, Layout
 MAX_RANKS = 8
 MAX_EXPERTS = 1024
 MAX_CHANNELS = 1056  # 132 SMs with 8 sending warps each
-MAX_BLOCKS = 256  # of one kernel; a flag each
+MAX_BLOCKS = 256  # of one kernel; each has a flag
 MAX_STAGED_CHUNKS = 16384
 STAGED_ROWS = 4  # rows that a copying block announces at once
 MAX_LAYOUT_BLOCKS = 32
-MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
+MAX_FEW_TOKENS = 512  # tokens of a rank in the one-kernel dispatch
 MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
 NEWS_WORDS = 3  # in cpu memory: abort, dead ranks, and the word of waiting kernels (`csrc/common/wait.cuh`)

@@ -158,7 +158,7 @@ class ThroughputConfig:
 
     @cached_property
     def info_words(self) -> int:
-        """32-bit words of what a dispatch reports (`recv_info`, mailbox)."""
+        """32-bit words of a dispatch's report (`recv_info`, mailbox)."""
         return align_up(RECV_INFO_COUNTS + self.num_local_experts, 2)
 
     @cached_property
@@ -201,7 +201,7 @@ def _ceil_div(count: int, divisor: int) -> int:
 
 
 def chunk_of(row_bytes: int, limit: int) -> int:
-    """Cut a row into equal chunks of at most `limit` bytes, multiples of 16 (of 128 where that fits)."""
+    """Cut a row into equal chunks of at most `limit` bytes, multiples of 16 (of 128 if that fits)."""
     pieces = -(-row_bytes // limit)
     exact = -(-row_bytes // pieces)
     wide = align_up(exact, 128)
@@ -256,7 +256,7 @@ def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int
 
 @lru_cache(maxsize=256)
 def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits, has_weights: bool) -> LaunchShape:
-    """Return the launch of the combine kernel: at least three stages of `num_entries` rows side by side."""
+    """Return the launch of the combine kernel: at least three stages of `num_entries` adjacent rows."""
     limit = max(BULK_BYTES, limits.shared_bytes // (3 * num_entries) // BULK_BYTES * BULK_BYTES)
     chunk = chunk_of(row_bytes, limit)
     stages = min(8, limits.shared_bytes // (num_entries * chunk))

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ResourceError
 
-RESERVE = 26  # the blocks that a default call sends with, and two
+RESERVE = 26  # the sending blocks of a default call, plus two
 
 
 class Share:

@@ -42,7 +42,7 @@ _COMBINE_FACTS = (
     ("the order of the additions (1 another library's, 0 epee's)", 1),
     ("the memory that expert-layout rows are pulled from (0 in the rank layout; record the graph again)", 3),
 )
-_LOSS_BITS = 2  # the highest, to which the kernels add which calls have failed before
+_LOSS_BITS = 2  # the highest; the kernels store there which calls have failed before
 _COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
 _SHAPE_BIT = 1 << 31  # distinguishes a shape from the number of a handle
 # The word that differs, in kernels' reports; other values: a combine's.

@@ -117,7 +117,7 @@ class Turns:
             except BaseException:
                 gpu.__exit__(None, None, None)
                 raise
-        if num_dispatch_modes():  # rows are copied by torch's operators, which would be another's (FakeTensorMode)
+        if num_dispatch_modes():  # torch's operators copy rows; a mode would replace them (FakeTensorMode)
             modes = without_modes()
             modes.__enter__()
             self._modes = modes

@@ -26,7 +26,7 @@ from .params import ELEMENTS
 _NAMES = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "and", 6: "or", 7: "xor", 8: PREMUL_SUM}
 _AS_SIGNED = {"uint16": torch.int16, "uint32": torch.int32, "uint64": torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_SAME_BITS = ("sum", "product", "and", "or", "xor")  # whether integers have a sign or not
+_SAME_BITS = ("sum", "product", "and", "or", "xor")  # equal for signed and unsigned integers
 
 
 class NotServed(Exception):

@@ -90,7 +90,7 @@ class DeviceHalf(MeetingHalf):
     def _run_here(
         self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
     ) -> Any:
-        """Make a call on the current stream, which is `side` where that is the group's own."""
+        """Make a call on the current stream, which is `side` if that is the group's own."""
         again = self._again.get(is_async)
         is_quiet = not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost
         if again is not None and is_quiet:
@@ -183,7 +183,7 @@ class DeviceHalf(MeetingHalf):
         return call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
 
     def _prepare(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared:
-        """Return a call as the kernels make it."""
+        """Return a call in the form of the kernels."""
         size = self._engine.members.group_size
         least = min(size, self._engine.mask.span) if self._policy.counts_present else size
         entries = max(least, min(size, self._engine.mask.told))

@@ -111,14 +111,14 @@ class Collectives:
         self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
-        self._files = MASKED_KERNELS if config.is_masked else KERNELS  # that calls may need
+        self._files = MASKED_KERNELS if config.is_masked else KERNELS  # kernel files that calls may need
         self.device = GpuDevice(platform, head, self._files)
         self.told = platform.host_words(1)
         self.shown, self.fills_absent = (0, 0), False
         self.counts = CountWords(platform)
         self._own = platform.create(config.region_layout.nbytes)
         self._kernels: dict[Kind, dict[str, Any]] = {}
-        self._loaded: dict[Kind, set[str]] = {}  # files of them
+        self._loaded: dict[Kind, set[str]] = {}  # loaded files by kind
         self._add(MOVED, self._files, self.device.kernels)
         for kind in kinds:
             self.load(kind)
@@ -235,7 +235,7 @@ class Collectives:
         if is_again:
             name = name.replace("try", "mend").replace("saving", "reduced")
             block = mend_threads(plan.pipeline)
-            sizes = (*sizes[:-2], 0, sizes[-1])  # threads store
+            sizes = (*sizes[:-2], 0, sizes[-1])  # no bulk copies: threads store
         mode, width = plan.launch, -(-grid // per_sm) if sizes is not _NO_SIZES else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
@@ -260,7 +260,7 @@ class Collectives:
     def _fill(
         self, fitted: Fitted, move: Move, told: tuple[int, int] = NOBODY_ASKS, at: int = 0, saved: int = 0
     ) -> None:
-        """Write the arguments of one kernel, those that begin `at` bytes behind the first."""
+        """Write the arguments of one kernel, those that begin `at` bytes after the first."""
         CALL_FORM.pack_into(
             fitted.kernel.args,
             at + CALL_OFFSET,

@@ -259,7 +259,7 @@ class MeetingHalf:
                 blob=machine.blob,
                 pool=self._lend(machine),
             )
-        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
+        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
 
     def _begin(self, rows: Mapping[int, MeetingRow]) -> str:

@@ -46,7 +46,7 @@ def rows_of(tensor: torch.Tensor, num_ranks: int) -> list[Stretch]:
 
 
 class Move(NamedTuple):
-    """See `params.CollectiveCall` and `CollectiveParams`; all tuples have `MAX_RANKS` elements.
+    """The move of one call, see `params.CollectiveCall` and `CollectiveParams`; all tuples have `MAX_RANKS` elements.
 
     Attributes:
         num_bytes: of every row, or `UNEVEN`.

@@ -145,7 +145,7 @@ assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 # The arguments after them in mode "mask".
 MASKED_FORM = struct.Struct("=5Q4i")
 MASKED_OFFSET = MaskedParams.saved.offset
-COUNTED_FORM = struct.Struct("=2Q")  # a part of it
+COUNTED_FORM = struct.Struct("=2Q")  # the part for `counted` and `stamp`
 COUNTED_OFFSET = MaskedParams.counted.offset
 assert MASKED_OFFSET + MASKED_FORM.size == ctypes.sizeof(MaskedParams)
 
@@ -162,14 +162,14 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "collective_pipeline_placed": CollectiveParams,
     },
 }
-# Those of groups whose ranks have pools.
+# Kernel files of groups whose ranks have pools.
 DIRECT_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "kernels/collective/direct.cuh": {
         "collective_direct_reduced": CollectiveParams,
         "collective_direct_placed": CollectiveParams,
     },
 }
-# Those of groups in mode "mask".
+# Kernel files of groups in mode "mask".
 _EXCHANGE = "kernels/collective/exchange.cuh"
 MASKED_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     _EXCHANGE: KERNELS[_EXCHANGE],

@@ -342,7 +342,7 @@ class Buffer(LowLatency, PoolOwner):
             `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
         """
         known = self._known(handle)
-        is_own_order = bias is None or len(self.hosts) > 1  # over hosts there is no other
+        is_own_order = bias is None or len(self.hosts) > 1  # over hosts it is the only order
         rows: Any = x
         weights: Any = topk_weights
         if known.num_worst_tokens:

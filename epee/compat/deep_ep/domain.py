@@ -38,7 +38,7 @@ def get_logical_domain_size(group: dist.ProcessGroup | None, allow_hybrid_mode: 
     """Return (scale-out ranks, scale-up ranks): the physical sizes; without the hybrid mode 1 and all ranks.
 
     Raises:
-        As `get_physical_domain_size`, which it asks.
+        As `get_physical_domain_size`, which it calls.
     """
     return logical_domain_size(get_physical_domain_size(group), allow_hybrid_mode)
 

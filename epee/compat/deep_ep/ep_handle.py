@@ -61,7 +61,7 @@ class EPHandle:
     given_idx: torch.Tensor | None
 
     _ordered: tuple[CombineOrder, Handle] | None = field(default=None, init=False)
-    token_metadata_at_forward: None = None  # of DeepEP's hybrid mode, for its own combine, which is not like epee's
+    token_metadata_at_forward: None = None  # of DeepEP's hybrid mode, for its own combine, which differs from epee's
     channel_linked_list: None = None  # likewise
     cached_recv_src_metadata_before_sort: None = None  # nothing needs sorting here
 

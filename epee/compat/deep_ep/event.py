@@ -105,7 +105,7 @@ class EventOverlap:
             self.current_stream_wait()
 
 
-no_event: Callable[[], EventOverlap] = partial(object.__new__, EventOverlap)  # `EventOverlap()` in half its time
+no_event: Callable[[], EventOverlap] = partial(object.__new__, EventOverlap)  # as `EventOverlap()`, in half the time
 
 Event: TypeAlias = "EventHandle | EventOverlap"
 

@@ -275,7 +275,7 @@ def get_local_success(work: Any) -> bool:
 def _failed(work: Any) -> set[int]:
     """Return the ranks that a call has lost, or that took no part in it though the program has them active."""
     if not hasattr(work, "lost_ranks"):
-        return set()  # it has ended before it returned
+        return set()  # the call had ended when it returned
     lost: set[int] = work.lost_ranks()
     return lost if work.exception() is not None else lost | (work.engine.mask.kept() - work.contributors())
 

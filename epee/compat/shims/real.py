@@ -39,7 +39,7 @@ def stand_in(name: str, switch: str) -> None:
     from epee.compat.names import NAMES, take_place
 
     spec = None if name in NAMES else _real_spec(name)
-    if spec is not None:  # epee has some of its modules only
+    if spec is not None:  # epee has only some of its modules
         _load_real(name, spec)
     take_place(name)
 

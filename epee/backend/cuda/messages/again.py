@@ -120,7 +120,7 @@ class KnownBatches:
         try:
             for op in operations:
                 x = op.tensor
-                if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():  # no plan is of complex numbers
+                if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():  # complex numbers have no plans
                     return None
                 key += op.op, op.group_peer, op.tag, x.dtype, x.numel(), x.get_device(), type(x)
                 addresses.append(x.data_ptr())
@@ -229,7 +229,7 @@ class ShortWay:
     def post_batch(self, who: MessageCaller) -> MessageWork | None:
         """Make a whole batch that matches an earlier one, and return its first work."""
         if who.position:
-            return None  # one that was begun by the ordinary way
+            return None  # a batch begun on the ordinary path
         self._batch.look = None
         look = self._known.look(who.operations)
         if look is None:

@@ -64,7 +64,7 @@ class LostMessages:
 
     def _error_of(self, machine: Messages, report: KernelReport) -> EpeeError:
         if report.peer >= MAX_RANKS:
-            return error_of(report, self._rank)  # of a receive from any source: no pair has lost anything
+            return error_of(report, self._rank)  # a receive from any source: no pair has lost a message
         self._pairs.lost.add(report.peer)
         if report.code in (TIMEOUT, PEER_GAVE_UP):
             begun = time.monotonic()

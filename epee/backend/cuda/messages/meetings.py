@@ -92,7 +92,7 @@ class Pairs:
         self._owners: dict[int, str] = {}  # processes that may have stored here
         self._processes: dict[int, tuple[int, int]] = {}
         self._gpus: dict[int, bytes] = {}
-        self._meetings: dict[int, int] = {}  # after losses
+        self._meetings: dict[int, int] = {}  # number of meetings after losses, by peer
         self._notifier: DeathNotifier | None = None
 
     @property
@@ -157,7 +157,7 @@ class Pairs:
             self.machine, self.streams = machine, Streams(platform)
             if platform.device.type == "cuda":
                 self.index, self.current = platform.device.index, torch._C._cuda_getDevice
-        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
+        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
         self._board.publish(row)
         self.own_row, self._owners = row, self._members()
@@ -175,7 +175,7 @@ class Pairs:
         assert machine is not None
         try:
             machine.connect(peer, row.blob)
-        except UnsupportedError as exc:  # GPUs that do not reach each other, which both ends find
+        except UnsupportedError as exc:  # GPUs that do not reach each other, as both ends find
             self.off[peer] = owner
             logger.warning("messages with rank %d go through host memory: %s", peer, exc)
             return

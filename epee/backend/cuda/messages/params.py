@@ -20,7 +20,7 @@ from ....memory.layout import Field, Layout
 
 MAX_RANKS = 8
 MAX_LANES = 64
-MAX_CHANNELS = 2 * MAX_RANKS  # each rank both ways
+MAX_CHANNELS = 2 * MAX_RANKS  # each rank in both directions
 OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in cpu memory
 OP_WORDS = 4  # address, bytes, tag, dtype
 GONE_WORDS = 4

@@ -11,7 +11,7 @@ from epee.compat.deep_ep.shared.layout import align_up
 from epee.ep import PAYLOAD_DTYPES, Payload
 from epee.errors import InvalidArgument
 
-_DTYPES = (*PAYLOAD_DTYPES, torch.float8_e4m3fn)  # of values
+_DTYPES = (*PAYLOAD_DTYPES, torch.float8_e4m3fn)  # dtypes of values
 
 
 def values_of(x: object) -> torch.Tensor:

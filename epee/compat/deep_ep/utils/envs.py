@@ -29,7 +29,7 @@ __all__ = [
     "init_seed",
 ]
 
-_NOMINAL = 0.9  # the share of the links' rate that DeepEP counts on
+_NOMINAL = 0.9  # share of the links' nominal rate in DeepEP's estimate
 
 
 class _Here(NamedTuple):

@@ -1,29 +1,30 @@
-"""How the ranks of a buffer over hosts meet in `sync`, and take in who has a lost rank's place.
+"""The meeting of the ranks of a buffer over hosts in `sync`, and the admission of processes that replace lost ranks.
 
-The buffer's engine is a lane of its own (`birth.py`). A process that has come into the *group* is no part of it; it
-finds the lane (`notices.py`), and asks to come in by an offer beside the lane's row, as for any group made with
-`new_group` (`engine/bootstrap/joining.py`). In `sync` the members want it in; the decision that has it says with which
-call it begins, the same for all.
+The buffer's engine is a group of its own (`birth.py`). A process that has joined the *process group* is no member of
+it; it finds the engine's group (`notices.py`), and requests admission by an offer beside the group's row, as for any
+group made with `new_group` (`engine/bootstrap/joining.py`). In `sync` the members admit it; the decision that includes
+it names the call with which it begins, the same for all.
 
-    a round     One exchange of rows. Each rank says whom it knows to be there or coming: who is in the lane in the
-                newest view, who asks to come in, and whose place in the group has a process (which makes the buffer, or
-                is about to). Then all know who of these was not in this very call.
-    nobody      The meeting is over; who was in the call is who takes part.
-    somebody    Each rank that has heard of an asker wants it in, and waits for the view, for a slice of its time; then
-                comes the next round.
+    a round         One exchange of rows. Each rank lists the ranks it knows to be present or joining: those in the group
+                    in the newest view, those that request admission, and those whose rank in the process group has a
+                    process (which makes the buffer, or is about to). Then all ranks know which of these were not in
+                    this very call.
+    none missing    The meeting is over; the ranks in the call are the members.
+    some missing    Each rank that has received a request admits its sender, and waits for the view, for a slice of its
+                    timeout; then follows the next round.
 
 Whether there is a next round follows from the rows and the members of the round's call alone, and these are the same on
-all ranks, so all make the same number of rounds. A newcomer's first call is a round, as nobody else leaves the meeting
-while somebody knows of it: who is in a view that anybody has heard of is in the rows. When one rank's time is over it
-says so, and the meeting ends for all without those that have not asked yet.
+all ranks, so all make the same number of rounds. A joiner's first call is a round, because no rank leaves the meeting
+while one of them knows of the joiner: the members of every view that a rank has received are in the rows. A rank whose
+timeout has expired reports that, and the meeting ends for all without the ranks that have not requested admission yet.
 
-Placement: from the newcomer's first call on hosts, gateways and sums are those of the ranks that the view has
-(`Outboxes.host_of`, `placed_in`). `CallPlacement` makes of that what a step is planned with, hosts numbered by their
-lowest rank, so it is the same on all ranks, whatever numbers the engines use.
+Placement: from the joiner's first call on hosts, gateways and sums are those of the ranks that the view has
+(`Outboxes.host_of`, `placed_in`). `CallPlacement` computes from that the topology with which a step is planned, with
+hosts numbered by their lowest rank, so it is the same on all ranks, whatever numbers the engines use.
 
-What a crash leaves. Of who asks: its offer, which goes with its membership, so nobody waits for it any more. Of who is
-in the view: a lost rank as any other; the next one for its place begins with an offer. Of a member that wants: others
-want as well, for the union of what all have said is the same on all.
+After a crash: of a rank that requests admission, its offer disappears with its membership, so no rank waits for it any
+more; a member of the view is lost as any other rank, and the next process for its rank begins with an offer; if an
+admitting member dies, others admit as well, because the union of all rows is the same on all.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from ..control.messages import ControlPlaneOver
 from .exchange import HostsExchange
 from .notices import present_ranks
 
-SLICE_S = 0.2  # of the time of a meeting, until the ranks tell each other whom they still know of
+SLICE_S = 0.2  # of the timeout of a meeting, until the ranks exchange again which ranks they still know of
 PAUSE_S = 1e-3  # after a round that an error has ended
-_ROW = struct.Struct("<QQQ")  # ranks in the lane or asking, a bit for each; ranks of the group; how late it is
-_OVER, _GIVEN_UP = 1, 2  # past the deadline: who does not ask is not waited for; as long again: nobody is
+# ranks in the group or requesting admission, a bit for each; ranks of the process group; how late it is
+_ROW = struct.Struct("<QQQ")
+_OVER, _GIVEN_UP = 1, 2  # past the deadline: ranks without a request are not awaited; twice the timeout: no rank is
 
 
 class CallPlacement:
-    """Who is where, by the outboxes with which a call has run.
+    """The placement of the ranks on hosts, by the outboxes with which a call has run.
 
     Args:
-        topology: at birth, or when this process came in.
+        topology: at creation, or when this process joined.
         num_ranks: of the buffer.
     """
 
@@ -68,7 +70,7 @@ class CallPlacement:
 
 
 def placement_of(box: Outboxes, num_ranks: int) -> Topology:
-    """Return where the ranks are; hosts are numbered by their lowest rank."""
+    """Return the placement of the ranks; hosts are numbered by their lowest rank."""
     host_of = [box.host_of[rank] if rank < len(box.host_of) else -1 for rank in range(num_ranks)]
     return Topology(box.members[box.rank], [str(host) if host >= 0 else "" for host in host_of])
 
@@ -79,7 +81,7 @@ class Assembly:
     Args:
         control: of the buffer.
         engine: of the buffer.
-        seat: of its group in the view; None where nobody can take a lost rank's place.
+        seat: job handle of its group; None if lost ranks cannot be replaced.
     """
 
     def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, seat: GroupInView | None) -> None:
@@ -88,12 +90,12 @@ class Assembly:
         self._seat = seat if seat is not None and seat.is_open else None
 
     def meet(self, data: bytes, deadline: float, is_loss: Callable[[Exception], bool]) -> list[bytes]:
-        """Meet, and take in who comes; return everybody's `data`, in rank order.
+        """Meet, and admit joiners; return the `data` of all ranks, in rank order.
 
         Args:
             data: equally long on all ranks.
-            deadline: until when to wait for who is expected and has not come, a `time.monotonic()` value. Each call is
-                given as much time as there is until then.
+            deadline: until when to wait for expected ranks that have not arrived, a `time.monotonic()` value. Each call
+                is given as much time as there is until then.
             is_loss: whether an error of a round, which all ranks get, is no reason to end.
 
         Raises:
@@ -122,12 +124,14 @@ class Assembly:
             self._take_in(missing, deadline)
 
     def _missing(self, bits: list[int]) -> set[int]:
-        """Return which ranks somebody knows of that were not in the last call."""
+        """Return the ranks that some rank knows of and that were not in the last call."""
         ranks = range(self._control.config.num_ranks)
         return {rank for rank in ranks if any(word >> rank & 1 for word in bits)}.difference(self._exchange.members)
 
     def _expected(self) -> tuple[int, int]:
-        """Return who is in the lane or asks to come in, and who has a place in the group, a bit for each rank."""
+        """Return the ranks in the engine's group or requesting admission, and those present in the process group, as
+        bit masks.
+        """
         survival, seat = self._engine.survival, self._seat
         if seat is None or survival is None:
             return 0, 0

@@ -1,27 +1,28 @@
-"""Which buffers run on a group over several hosts: what its members tell of them, and what a newcomer finds.
+"""Notices of the buffers that run on a group over several hosts: published by members, read by joiners.
 
-A buffer over hosts is an engine with a lane of its own (`birth.py`). A process that has taken a lost rank's place in
-the group learns of it by a **notice**: number of the buffer among those of the group, its lane, the sizes of its
-outboxes, what it was made with. Each member tells its notices on its board, beside a lane that is there for nothing
-else; the agents bring them to other hosts (`view/process/board.py`, `LaneTold`). So neither the store nor a call of the
-group is needed, and whoever has died takes its notices along.
+A buffer over hosts is an engine with a group id of its own (`birth.py`). A process that has taken a lost rank in the
+group learns of the buffer by a **notice**: number of the buffer among those of the group, its group id, the sizes of
+its outboxes, and its configuration. Each member publishes its notices on its board, under a group id used for nothing
+else; the agents carry them to other hosts (`view/process/board.py`, `LaneTold`). So neither the store nor a call of the
+group is needed, and the notices of a dead process disappear with it.
 
-    a buffer runs    when a member tells of it, and all do that were in the job when it was made. Who was and does not
-                     has closed it: then it is over.
-    a newcomer       waits until it has heard everything that the members tell, then takes part in the oldest running
-                     buffer of the kind that it does not have. Where there is none, all make a new one together.
+    a buffer runs    if a member has a notice of it, and so have all members that were in the job when it was made. A
+                     member that was in the job then and has no notice has closed the buffer: then it is over.
+    a joiner         waits until it has received all notices of the members, then takes part in the oldest running
+                     buffer of the kind that it does not have. If there is none, all ranks make a new one together.
 
-So survivors that want a new buffer with the newcomer close the old one before they take it into the group, as on one
-host: what they take back before is not told to it.
+So survivors that want a new buffer with the joiner close the old one before they admit it to the group, as on one host:
+a notice removed before that is not sent to it.
 
-A buffer that was made while all its ranks were on one host stays on that host: a newcomer of another host is refused
-before any call of the group, one of that host finds it there (`membership/birth.py`). So such a buffer is told, too,
-with one host; who is of another host tells nothing of it, and is not asked whether it has closed it.
+A buffer that was made while all its ranks were on one host stays on that host: a joiner on another host is refused
+before any call of the group, one on that host finds the buffer there (`membership/birth.py`). So such a buffer is
+announced too, with one host; a member on another host publishes no notice of it, and is not asked whether it has closed
+it.
 
-Who writes: each process its own rows, when its buffer is made (all ranks have theirs by then) or when it has come into
-it, and when it closes it. Who reads: newcomers. What orders it: nothing is needed; a notice is complete or not there. A
-crash takes all notices of a process away with its membership. Everything here is a peer's word: lengths, numbers and
-sizes are checked, and the lane's outboxes say whose they are (`outbox.OutboxOwner`).
+Each process writes its own rows, when its buffer is made (all ranks have theirs by then) or when it has joined a
+buffer, and when it closes it. Joiners read them. No order is needed; a notice is complete or not there. A crash removes
+all notices of a process with its membership. Every notice comes from a peer: lengths, numbers and sizes are checked,
+and the outboxes name their owner (`outbox.OutboxOwner`).
 """
 
 from __future__ import annotations
@@ -52,25 +53,27 @@ logger = logging.getLogger("epee")
 
 MAX_NOTICES = 32  # of one process and group
 _LOOK_S = 0.005
-_HEAD = struct.Struct("<IIQH")  # number, hosts, epoch, bytes of the note about the lane
+_HEAD = struct.Struct("<IIQH")  # number, hosts, epoch, bytes of the note about the group
 _WORDS = struct.Struct("<BIIBIBBQQQ6B")  # `BufferConfig.words`
 _SALT = 0xD1B54A32D192ED03
-_KIND = ("num_ranks", "kind of buffer")  # in what a newcomer's `Buffer` is like the one that it would come into
+_KIND = ("num_ranks", "kind of buffer")  # the fields in which a joiner's `Buffer` must equal the running one
 _SHAPE = (*_KIND, "num_experts", "hidden", "num_topk", "max_tokens_per_rank", "num_slots")  # a group may have several
-_taken: weakref.WeakKeyDictionary[Runtime, dict[int, set[int]]] = weakref.WeakKeyDictionary()  # places, by group
-_had: weakref.WeakKeyDictionary[Runtime, set[int]] = weakref.WeakKeyDictionary()  # lanes of buffers, closed ones too
-_lock = threading.RLock()  # a collection below it may take a notice back
-assert len(CONFIG_NAMES) == 16  # as `_WORDS` has them
+# used board indices, by group
+_taken: weakref.WeakKeyDictionary[Runtime, dict[int, set[int]]] = weakref.WeakKeyDictionary()
+# group ids of buffers, closed ones too
+_had: weakref.WeakKeyDictionary[Runtime, set[int]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # a garbage collection under it may remove a notice
+assert len(CONFIG_NAMES) == 16  # as in `_WORDS`
 
 
 class BufferNotice(NamedTuple):
-    """A buffer that runs.
+    """A running buffer.
 
     Attributes:
         number: among the buffers of its group.
-        num_hosts: on which it was made; sizes follow from it. 1: it stays there.
+        num_hosts: on which it was made; sizes follow from it. 1: it stays on one host.
         epoch: of the view in which it was made.
-        home: its lane, and, over several hosts, the sizes of its outboxes.
+        home: its group id, and, over several hosts, the sizes of its outboxes.
         words: as of `BufferConfig.words`.
     """
 
@@ -81,7 +84,7 @@ class BufferNotice(NamedTuple):
     words: tuple[int, ...]
 
     def pack(self) -> bytes:
-        """Return the bytes that are told."""
+        """Return the notice as published."""
         home = pack_home(self.home)
         data = _HEAD.pack(self.number, self.num_hosts, self.epoch, len(home)) + home + _WORDS.pack(*self.words)
         assert len(data) <= MAX_TOLD_BYTES
@@ -89,7 +92,7 @@ class BufferNotice(NamedTuple):
 
 
 def parse_notice(data: bytes) -> BufferNotice | None:
-    """Return what a member tells of a buffer, None where it cannot be right."""
+    """Return the notice of a member, None if its bytes cannot be right."""
     try:
         number, num_hosts, epoch, length = _HEAD.unpack_from(data)
         home = parse_home(data[_HEAD.size : _HEAD.size + length])
@@ -102,16 +105,16 @@ def parse_notice(data: bytes) -> BufferNotice | None:
 
 
 def notice_lane(group_lane: int, place: int) -> int:
-    """Return the lane beside which a process tells of the buffer at one of its places."""
+    """Return the group id under which a process publishes the notice with index `place`."""
     return (group_lane ^ (place + 1) * _SALT) & ((1 << 62) - 1)
 
 
 class _NoPlaceLeft(InvalidState):
-    """A process tells of as many buffers of a group as it can."""
+    """A process has published as many notices of a group as it can."""
 
 
 def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
-    """Tell the members that this process has a buffer; return what takes it back (idempotent).
+    """Publish the notice of a buffer of this process; return the function that removes it (idempotent).
 
     Raises:
         InvalidState: this process has too many buffers of the group.
@@ -127,7 +130,7 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     own = notice_lane(lane, place)
 
     def take_back() -> None:
-        """Tell nothing more of it."""
+        """Remove the notice."""
         with _lock:
             is_first = place in taken
             taken.discard(place)
@@ -150,28 +153,28 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
 def tell_of_one_host(
     seat: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
 ) -> Callable[[], None]:
-    """Tell the members that this process has a buffer that stays on its host; return what takes it back.
+    """Publish the notice of a buffer that stays on its host; return the function that removes it.
 
     Args:
         number, lane: of the buffer.
-        like: what was told of it here, where this process has come into it.
-        first: the epoch in which all have made it together; 0 where that is not so.
+        like: the notice by which this process has joined the buffer, if it has.
+        first: the epoch in which all ranks have made it together; 0 otherwise.
     """
     epoch = like.epoch if like is not None else first or seat.runtime.view().epoch
     home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
     try:
         return tell(seat, BufferNotice(number, 1, epoch, home, config.words()))
-    except _NoPlaceLeft as error:  # it works all the same; only who comes from another host waits in vain
+    except _NoPlaceLeft as error:  # the buffer works all the same; only a joiner from another host waits in vain
         logger.info("a buffer of one host is not told to processes that come: %s", error)
         return _nothing
 
 
 class OnOneHost(NamedTuple):
-    """A buffer that a newcomer would come into, and that stays on one host.
+    """A buffer that a joiner would take part in, and that stays on one host.
 
     Attributes:
-        notice: what is told of it, by `rank`.
-        host, own: keys of its host, and of that of the newcomer.
+        notice: the notice, published by `rank`.
+        host, own: keys of its host, and of that of the joiner.
     """
 
     notice: BufferNotice
@@ -180,7 +183,7 @@ class OnOneHost(NamedTuple):
     own: str
 
     def require_here(self, kind: str, own_rank: int) -> None:
-        """Raise `UnsupportedError` where the newcomer, who makes a buffer of this `kind`, is of another host."""
+        """Raise `UnsupportedError` if the joiner, which makes a buffer of this `kind`, is on another host."""
         if self.host != self.own:
             raise UnsupportedError(
                 f"{kind} (rank={own_rank}): rank {self.rank} has a {kind} of the group that was made while all ranks "
@@ -192,7 +195,8 @@ class OnOneHost(NamedTuple):
 def find_on_one_host(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
-    """Return the running buffer of one host that this process, a newcomer, would come into; None: none. Local.
+    """Return the running buffer of one host that this process, a joiner, would take part in; None if there is none.
+    Local.
 
     Args:
         is_cuda: the buffer is to be one of GPUs, whatever `config` says so far.
@@ -208,7 +212,7 @@ def find_on_one_host(
     for notice, rank in _running(seat, group.rank(), timeout_s):
         theirs = notice.words
         is_like = all(theirs[at] == own[at] for at in like) and (theirs[device] > 0) == is_cuda
-        if is_like and notice.home.lane not in had:  # the oldest is the one to come into
+        if is_like and notice.home.lane not in had:  # a joiner takes part in the oldest one
             is_alone = notice.num_hosts == 1
             host = runtime.host_of(seat.slots[rank])
             return OnOneHost(notice, rank, host, runtime.member.host) if is_alone else None
@@ -218,17 +222,18 @@ def find_on_one_host(
 def find_running(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the running buffer over hosts that this process, a newcomer, has to come into; None: there is none. Local.
+    """Return the running buffer over hosts that this process, a joiner, has to take part in; None if there is none.
+    Local.
 
     Args:
         group: of the buffer.
-        seat: its part in the view, None where it has none.
+        seat: its job handle, None if it has none.
         config: of the buffer that is made.
-        timeout_s: how long to wait until all members have been heard.
+        timeout_s: how long to wait until the notices of all members have arrived.
 
     Raises:
         MismatchError: `Buffer`: one runs that was made with other arguments.
-        CommTimeoutError: a member has not been heard.
+        CommTimeoutError: the notices of a member have not arrived.
     """
     if seat is None or not seat.is_joiner or not seat.spans or config.is_cuda:
         return None
@@ -245,7 +250,7 @@ def find_running(
 
 
 def awaited_room(group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float) -> int:
-    """Return as `membership.birth.awaited_bytes`, of buffers over hosts; raises as `find_running`."""
+    """As `membership.birth.awaited_bytes`, for buffers over hosts; raises as `find_running`."""
     if seat is None or not seat.is_joiner or not seat.spans or config.is_cuda:
         return 0
     at, own = CONFIG_NAMES.index("room_bytes"), config.words()
@@ -260,7 +265,7 @@ def awaited_room(group: dist.ProcessGroup, seat: GroupInView | None, config: Buf
 
 
 def _running(seat: GroupInView, own_rank: int, timeout_s: float) -> list[tuple[BufferNotice, int]]:
-    """Return the buffers that run, oldest first, each with a rank that has it."""
+    """Return the running buffers, oldest first, each with a rank that has it."""
     _await_words(seat.runtime, own_rank, timeout_s)
     view = seat.runtime.view()
     present = present_ranks(seat, view)
@@ -281,7 +286,7 @@ def _running(seat: GroupInView, own_rank: int, timeout_s: float) -> list[tuple[B
 
 
 def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
-    """Wait until what the members tell is known here."""
+    """Wait until the notices of all members are known here."""
     started = time.monotonic()
     while missing := runtime.unheard():
         elapsed = time.monotonic() - started
@@ -295,7 +300,7 @@ def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
 
 
 def _told(seat: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:
-    """Return what each slot tells: by lane of the buffer."""
+    """Return the notices of each slot, by group id of the buffer."""
     found: dict[int, dict[int, BufferNotice]] = {}
     for place in range(MAX_NOTICES):
         for slot, data in seat.runtime.told(notice_lane(seat.lane, place)).items():
@@ -306,7 +311,7 @@ def _told(seat: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:
 
 
 def present_ranks(seat: GroupInView, view: Decision) -> list[int]:
-    """Return which ranks have a process that takes part in the group in a view, ascending."""
+    """Return the ranks with a process that takes part in the group in a view, ascending."""
     members = {member.slot: member for member in view.members}
     parts = parts_of(view, seat.lane)
     found = []
@@ -320,4 +325,4 @@ def present_ranks(seat: GroupInView, view: Decision) -> list[int]:
 
 
 def _nothing() -> None:
-    """Do nothing: nobody was told."""
+    """Do nothing: no notice was published."""

@@ -1,19 +1,18 @@
-"""The steps of every `LatencyBuffer` call: begin, wait for room, wait for the peers' halves, mark who did not come.
+"""The steps of every `LatencyBuffer` call: begin, wait for room, wait for the peers' messages, mark the lost ranks.
 
 A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
-a flight, its slot is freed: a call that failed leaves nothing behind that could hold up or mix with a later one.
+a call, its slot is freed: a failed call leaves nothing behind that could delay or mix with a later one.
 
-An exception from a signal handler can come between any two lines, so a flight is noted before it takes its slot, and
-is given up by `abandon` when its call raises. One that no call owns all the same, and whose caller has no hook to
-receive it, is given up by the next call or by `sync` (`reclaim`).
+An exception from a signal handler can come between any two lines, so a call is recorded before it takes its slot, and
+is aborted by `abandon` when it raises. A call without an owner all the same, whose caller has no hook to receive it, is
+aborted by the next call or by `sync` (`reclaim`).
 
-A call without a mask ends alike on all (`control/ending.py`): a rank that does not get all halves in time, or is
-interrupted in its wait, gives it up for all, and is taken along where a peer has got all of its own. With a mask each
-rank ends it by itself: who did not come is a finding.
+A call without a mask ends in the same way on all ranks (`control/ending.py`): a rank that does not get all messages in
+time, or is interrupted in its wait, aborts the call for all, unless a peer has got all of its own: then it completes
+the call too. With a mask each rank ends the call by itself: a missing rank is recorded in the mask.
 
-Who is lost: a rank that is dead or gone from the epoch, that has not come (or not freed its slot) when the time is
-over, or that counts this rank out itself. What it had stored whole before it died counts. A lost rank is lost for the
-whole call.
+A rank is lost if it is dead or has left the epoch, has not sent its message (or not freed its slot) at the timeout, or
+excludes this rank itself. A message it had stored whole before it died counts. A lost rank is lost for the whole call.
 """
 
 from __future__ import annotations
@@ -72,7 +71,9 @@ def _shown(name: str, value: int) -> str:
 
 
 class NoFreeSlot(InvalidState):
-    """A call cannot even be refused: there is no slot to tell the peers in. Its caller sees an `InvalidState`."""
+    """The call cannot even be refused: there is no slot by which to notify the peers. The caller sees an
+    `InvalidState`.
+    """
 
 
 class Flight:
@@ -82,20 +83,20 @@ class Flight:
         seq: its number.
         head: what must be equal on all ranks; sent to each with what differs.
         options: of the call.
-        lost: ranks that did not come, and why.
-        active: ranks that this half counts on.
-        wait_us: microseconds that the receive half has waited for each rank.
+        lost: the lost ranks, and why.
+        active: ranks that this phase counts on.
+        wait_us: microseconds that the receive phase has waited for each rank.
         words: by which the ranks agree on the end of a call without a mask.
-        gathered: its number when this rank has all halves of such a call, 0 before.
+        gathered: its number when this rank has all messages of such a call, 0 before.
         is_received: its hook has begun to receive.
     """
 
     is_received = False
 
     part = "half"
-    gone: Collection[int] = ()  # whoever is in the epoch stays in it
+    gone: Collection[int] = ()  # members stay in an epoch until it ends
     absent: Collection[int] = ()
-    membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` does it, between calls
+    membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` ends it, between calls
 
     def __init__(self, seq: int, head: SectionHeader, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq
@@ -116,19 +117,19 @@ class Flight:
         self.start()
 
     def start(self) -> None:
-        """Start the clock of a half."""
+        """Start the clock of a phase."""
         self.started = time.monotonic()
         self.patience = Patience(self.started + self.options.timeout_s, self.options.timeout_s)
 
     @property
     def began(self) -> float:
-        """When the half began, a `time.monotonic()` value."""
+        """When the phase began, a `time.monotonic()` value."""
         return self.started
 
     @property
     def is_pull(self) -> bool:
-        """Whether the others may complete the call without anything more of this rank."""
-        return self.head.op == LATENCY_COMBINE  # after a dispatch the next calls differ, and say so
+        """Whether the others may complete the call without anything more from this rank."""
+        return self.head.op == LATENCY_COMBINE  # after a dispatch the next calls differ, and a message says so
 
     @property
     def mark(self) -> int:
@@ -137,20 +138,20 @@ class Flight:
 
     @property
     def is_alike(self) -> bool:
-        """Whether the call ends alike on all ranks."""
+        """Whether the call ends in the same way on all ranks."""
         return self.options.active_ranks is None
 
     def where(self, peer: int, started: float | None = None) -> str:
-        """Return the call as messages name it."""
+        """Return the call as named in messages."""
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self.op, rank=self.rank, peer=peer, seq=self.seq, **elapsed)
 
     def behind(self, want: int, is_data: bool = False) -> list[int]:
-        """Return the ranks whose half is not here."""
+        """Return the ranks whose message is not here."""
         return [rank for rank in self.others() if not self._has_come(rank, self.seq)]
 
     def others(self) -> list[int]:
-        """Return the other ranks that this half counts on."""
+        """Return the other ranks that this phase counts on."""
         return [rank for rank, is_active in enumerate(self.active) if is_active and rank != self.rank]
 
     def peers(self) -> list[int]:
@@ -165,8 +166,8 @@ class Flights:
         wire: of the buffer.
         epoch: returns the epoch.
         dead: returns the ranks whose processes have ended.
-        why_gone: returns the error, and why, of a rank that is gone from the epoch without being dead.
-        hide: called when a half is over that may have waited.
+        why_gone: returns the error, and why, of a rank that has left the epoch without being dead.
+        hide: called at the end of a phase that may have waited.
     """
 
     def __init__(
@@ -184,11 +185,11 @@ class Flights:
         self._hide = hide
         self._begun: dict[int, Flight] = {}  # by number: calls that have a slot, or are about to take it
         self._hooks: dict[int, Callable[[], bool]] = {}  # by number: whether a caller can still receive
-        self._unknown: list[CallEnd] = []  # of calls that were left here, and that may have ended well on others
-        self._lost = ""  # why the buffer cannot go on
+        self._unknown: list[CallEnd] = []  # of calls that this rank aborted and that may have succeeded on others
+        self._lost = ""  # why the buffer cannot continue
 
     def require_slot(self) -> None:
-        """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
+        """Raise `NoFreeSlot` if as many calls as there are slots wait for their hooks."""
         self.reclaim()
         if not self.wire.is_free():
             self.reclaim(is_thorough=True)
@@ -199,11 +200,11 @@ class Flights:
             )
 
     def check(self) -> None:
-        """Raise where the ranks stand before different calls, or may.
+        """Raise if the ranks' next calls differ, or may differ.
 
         Raises:
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
-            CommTimeoutError: it is still open how one ended.
+            CommTimeoutError: the end of a call is still open.
         """
         self.reclaim()
         for end in self._unknown[:]:
@@ -214,7 +215,7 @@ class Flights:
             raise InvalidState(self._lost)
 
     def restart(self) -> None:
-        """An epoch begins, with call 1 on all ranks: what was open is forgotten."""
+        """Begin an epoch, with call 1 on all ranks: open calls are forgotten."""
         self._begun.clear()
         self._hooks.clear()
         self._unknown.clear()
@@ -233,23 +234,23 @@ class Flights:
         return flight
 
     def _free(self, flight: Flight) -> None:
-        """Give the slot of a call back."""
+        """Free the slot of a call."""
         self.wire.free(flight.seq)
         self._hooks.pop(flight.seq, None)
         self._begun.pop(flight.seq, None)
 
     def abandon(self, last_seq: int, error: BaseException) -> None:
-        """Give up the calls after `last_seq`, whose caller gets `error` and no hook."""
+        """Abort the calls after `last_seq`, whose caller gets `error` and no hook."""
         for seq in [seq for seq in self._begun if seq > last_seq]:
             self._end(seq, error)
 
     def reclaim(self, is_thorough: bool = False) -> None:
-        """Give up the calls that nobody can receive any more: an interrupt has lost them, or their hook.
+        """Abort the calls that can no longer be received: an interrupt has lost them, or their hook.
 
         Between two calls only.
 
         Args:
-            is_thorough: look also for hooks that nobody but a cycle of references holds.
+            is_thorough: also find hooks that are held by a reference cycle only.
         """
         if not self._begun:
             return
@@ -263,21 +264,21 @@ class Flights:
     def _end(self, seq: int, error: BaseException) -> None:
         flight = self._begun[seq]
         try:
-            if seq <= self.wire.seq:  # else it was not counted: it has not begun
+            if seq <= self.wire.seq:  # otherwise it was not counted: it has not begun
                 self.give_up(flight, error)
         finally:
             self._hooks.pop(seq, None)
             self._begun.pop(seq, None)
 
     def read_mask(self, flight: Flight) -> None:
-        """Leave out who is marked inactive; this rank always counts on itself."""
+        """Exclude the ranks marked inactive; this rank always counts on itself."""
         if flight.options.active_ranks is not None:
             marks = flight.options.active_ranks[: self.wire.config.num_ranks].tolist()
             for rank, mark in enumerate(marks):
                 flight.active[rank] = flight.active[rank] and (mark != 0 or rank == self.wire.rank)
 
     def reachable(self, flight: Flight) -> list[int]:
-        """Return whom to write to, the next rank first and this one last; waits until they have room."""
+        """Return the ranks to write to, the next rank first and this one last; waits until they have room."""
         num_ranks = self.wire.config.num_ranks
         order = [(self.wire.rank + step) % num_ranks for step in range(1, num_ranks + 1)]
         for dst in order:
@@ -286,18 +287,18 @@ class Flights:
         return [dst for dst in order if dst in flight.peers()]
 
     def has_come(self, flight: Flight, src: int, field_name: str = "head") -> bool:
-        """Wait for the half of a peer, or its weights (`early`); False when it is lost."""
+        """Wait for the message of a peer, or its weights (`early`); return False if it is lost."""
         if self.wire.has_come(src, flight.seq, flight.patience, field_name):
             if field_name == "head":
                 return True
             if self.wire.is_early(src, flight.seq):
                 return True
-            self.head(flight, src)  # it has gone on without sending weights
+            self.head(flight, src)  # it has continued without sending weights
         self.lose(flight, src)
         return False
 
     def lose(self, flight: Flight, peer: int) -> None:
-        """Note that a peer is lost for this call, and why."""
+        """Record that a peer is lost for this call, and why."""
         if peer in self._dead():
             flight.lost[peer] = "dead"
         elif peer in self.wire.ended():
@@ -308,7 +309,7 @@ class Flights:
             flight.lost[peer] = "silent"
 
     def heads(self, flight: Flight) -> dict[int, SectionHeader]:
-        """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
+        """Wait for all ranks that count; return the headers of those that sent their message, ranks ascending."""
         heads = self._heads(flight)
         if not flight.is_alike:
             return heads
@@ -333,7 +334,7 @@ class Flights:
         return heads
 
     def head(self, flight: Flight, src: int) -> SectionHeader | None:
-        """Return the header of a half that has come; None, and its rank is lost, where it can not be read any more.
+        """Return the header of an arrived message; None if it can no longer be read, and its rank is then lost.
 
         Raises:
             MismatchError: it is of another call, or refuses this one.
@@ -343,7 +344,7 @@ class Flights:
         return head
 
     def _end_of(self, flight: Flight) -> CallEnd:
-        """Return what finds out how a call ends that is left."""
+        """Return the object that determines how an aborted call ends."""
         end = CallEnd(flight)
         end.begin(flight.words)
         end.open(flight.seq)
@@ -352,7 +353,7 @@ class Flights:
     def _follow(
         self, flight: Flight, heads: dict[int, SectionHeader], error: EpeeError | None
     ) -> dict[int, SectionHeader]:
-        """Wait for the halves that this rank lacks: a peer has all of its own, so these are on their way, too."""
+        """Wait for the messages that this rank lacks: a peer has all of its own, so these are on their way, too."""
         patience = Patience(time.monotonic() + GRACE_S, 0.0)
         for src in sorted(flight.lost):
             if not self.wire.has_come(src, flight.seq, patience):
@@ -365,18 +366,20 @@ class Flights:
         return dict(sorted(heads.items()))
 
     def leave(self, flight: Flight, error: BaseException) -> None:
-        """See how a call without a mask ends whose caller gets `error`, at the latest in the next call."""
+        """Determine how a call without a mask ends whose caller gets `error`, at the latest in the next call."""
         if not flight.is_alike:
             return
         end = self._end_of(flight)
         if isinstance(error, MismatchError) and is_own(error) and not flight.gathered:
-            end.fail()  # nobody can have halves that fit: each of them sees it, or that it has failed
+            # no rank can have matching messages: each of them sees the mismatch, or that the call has failed
+            end.fail()
             return
         self._unknown.append(end)
         if not flight.words.is_gathered(flight.mark):
             try:
                 end.give_up(error)
-            except BaseException as raised:  # noqa: BLE001 - it is `error`, or that its end is open; the caller has `error`
+            # noqa: BLE001 - it is `error`, or that its end is open; the caller has `error`
+            except BaseException as raised:
                 _log.debug("a call that was left: %s", raised)
             if not end.is_open:
                 self._unknown.remove(end)
@@ -395,11 +398,11 @@ class Flights:
 
     @contextlib.contextmanager
     def sending(self, flight: Flight) -> Iterator[None]:
-        """Let a send half run inside; when it fails the peers hear of it."""
+        """Run the send phase inside; if it fails the peers are notified."""
         try:
             if flight.is_alike:
                 self.reachable(flight)
-                self.require_all(flight)  # before anything is sent: a call that lacks a rank is none
+                self.require_all(flight)  # before anything is sent: a call that lacks a rank must not start
             yield
         except GeneratorExit:  # an interrupt in contextlib's own lines: noticed when this is dropped, maybe calls later
             raise
@@ -409,7 +412,7 @@ class Flights:
         self.mark(flight)
 
     def give_up(self, flight: Flight, error: BaseException) -> None:
-        """End a call that this rank cannot make, and tell the peers that have not got its half."""
+        """End a call that this rank cannot make, and notify the peers that have not got its message."""
         is_sent = any(self.wire.is_posted(dst, flight.seq) for dst in flight.others())
         try:
             for dst in self.reachable(flight):
@@ -419,11 +422,11 @@ class Flights:
             if is_sent:
                 self.leave(flight, error)
             elif flight.is_alike:
-                self._end_of(flight).fail()  # nobody has anything of this rank
+                self._end_of(flight).fail()  # no rank has anything from this rank
             self._free(flight)
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
-        """Receive now, or hand out a hook that does."""
+        """Receive now, or return a hook that does."""
         result.wait_us = flight.wait_us
         if not flight.options.return_hook:
             self.receive(flight, receive)
@@ -446,7 +449,7 @@ class Flights:
         return result
 
     def receive(self, flight: Flight, receive: Callable[[], None]) -> None:
-        """Run a receive half; the slot is freed whatever happens."""
+        """Run the receive phase; the slot is freed whatever happens."""
         self.wire.op = flight.op
         try:
             receive()
@@ -460,7 +463,7 @@ class Flights:
             self._hide()
 
     def mark(self, flight: Flight) -> None:
-        """Write who is lost into the mask, and cut them off."""
+        """Write the lost ranks into the mask, and cut them off."""
         mask = flight.options.active_ranks
         if mask is None or not flight.lost:
             return
@@ -471,23 +474,23 @@ class Flights:
         self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], flight.seq)
 
     def require_all(self, flight: Flight) -> None:
-        """Without a mask a lost rank is an error."""
+        """Raise for a lost rank in a call without a mask."""
         error = self._loss(flight) if flight.is_alike else None
         if error is not None:
             raise error
 
     def _may_be_refused(self, flight: Flight) -> bool:
-        """Whether a peer may know of a refusal that this rank has not heard of."""
+        """Whether a peer may know of a refusal that this rank has not received."""
         return flight.words.is_failed_by_peer(flight.mark)
 
     def _await_refusal(self, flight: Flight) -> None:
-        """Wait a moment for halves that are missing, one of which may tell why a call has failed.
+        """Wait a moment for missing messages, one of which may say why a call has failed.
 
-        A rank that refuses its call, or makes another one, tells one peer after the other; who hears of it fails the
+        A rank that refuses its call, or makes another one, notifies one peer after the other; a notified peer fails the
         call for all, and that may be seen here first.
 
         Raises:
-            MismatchError: a half says why.
+            MismatchError: a message says why.
         """
         until = min(time.monotonic() + GRACE_S, flight.patience.deadline)
         dead = self._dead()
@@ -501,7 +504,7 @@ class Flights:
             self.wire.nap(0.0005)
 
     def _loss(self, flight: Flight) -> EpeeError | None:
-        """Return the error that tells who did not come; raises `MismatchError` where one of them says why."""
+        """Return the error that names the lost ranks; raises `MismatchError` if one of them says why."""
         if not flight.lost:
             return None
         dead, gone = (sorted(rank for rank, why in flight.lost.items() if why == kind) for kind in ("dead", "gone"))

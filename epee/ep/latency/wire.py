@@ -1,27 +1,28 @@
-"""What the ranks of a `LatencyBuffer` on CPUs say to each other, and what orders it: tags, freed slots, who is out.
+"""The messages between the ranks of a `LatencyBuffer` on CPUs, and their order: tags, freed slots, exclusions.
 
-Calls are numbered; call n uses slot `n % num_slots`. A rank's half of a call becomes visible with its tag, which is
-stored last, behind the header and what is sent; the readers wait for exactly this tag, read, and free the slot when
-their receive half is over, whether everything came or not (`freed`). A source writes its half of call n only after its
+Calls are numbered; call n uses slot `n % num_slots`. A rank's message of a call becomes visible with its tag, which is
+stored last, after the header and the payload; the readers wait for exactly this tag, read, and free the slot when their
+receive phase is over, whether everything arrived or not (`freed`). A source writes its message of call n only after its
 readers have freed call `n - num_slots`.
 
-Where the words stand is the affair of two wires. Ranks of one host push (`one_host/wire.py`): a half lies in the memory
-of its reader. Ranks of several hosts pull (`../hosts/latency/wire.py`): a half lies in its writer's memory, and in the
+Two wires decide where the words are. Ranks of one host push (`one_host/wire.py`): a message lies in the memory of its
+reader. Ranks of several hosts pull (`../hosts/latency/wire.py`): a message lies in its writer's memory, and in the
 mirrors of it on other hosts.
 
-A rank that waits in an earlier call for somebody else is not silent: the time-out for it starts when its own wait ends,
-or a rank that stays away would make those who waited for it in vain look late to the others.
+A rank that waits in an earlier call for another one is not silent: the timeout for it starts when its own wait ends;
+otherwise one missing rank would make the ranks that waited for it in vain look late to the others.
 
-A call without a mask ends alike on all: who has all halves looks whether a peer has given the call up before it goes
-on, and who gives it up goes on after all if a peer has all of its halves (`ends`, `control/withdrawal.py`). A rank says
-that it has begun a call before it sends anything, so where that word is missing nobody has all halves, and nobody will.
+A call without a mask ends in the same way on all ranks: a rank that has all messages checks whether a peer has aborted
+the call before it continues, and a rank that aborts completes the call after all if a peer has all of its messages
+(`ends`, `control/withdrawal.py`). A rank announces that it has begun a call before it sends anything, so while that
+word is missing no rank has all messages, and none will.
 
-`cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out. It names the call:
-who has not begun the next one yet may count this rank in again there, so that is waited for.
+`cut` notifies a rank that a peer excludes it, so that it need not wait for the timeout to find out. It names the call:
+a rank that has not begun the next one yet may include this rank again there, so its message is awaited.
 
-A `sync` begins an epoch: calls are counted from 1, and tags name it.
+A `sync` begins an epoch: calls are numbered from 1, and tags name the epoch.
 
-What a crash leaves: a half without its tag, which nobody reads. A word is a peer's word: it is copied before it is
+A crash leaves a message without its tag, which no rank reads. Every word comes from a peer: it is copied before it is
 checked and used.
 """
 
@@ -49,12 +50,12 @@ LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
 
 
 class SectionHeader(NamedTuple):
-    """The words before a section: what a source says of its half of a call. The first five must be equal on all ranks.
+    """The words before a section: the source's description of its message. The first five must be equal on all ranks.
 
     Attributes:
         op: `LATENCY_DISPATCH` or `LATENCY_COMBINE`.
-        kind: of the rows: 0 bfloat16, 1 FP8, 2 FP8 with rounded scales, 3 with packed ones; combine: 4 bfloat16,
-            5 float32.
+        kind: of the rows: 0 bfloat16, 1 FP8, 2 FP8 with rounded scales, 3 with packed ones; combine: 4 bfloat16, 5
+            float32.
         handle: combine: the call that made the handle; 0 in dispatch.
         with_weights: combine: 1 when weights are sent first.
         refused: 1 when the rank cannot make this call; the reason follows.
@@ -82,7 +83,7 @@ _LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1 << 32), (0, 1))
 
 
 class Patience(NamedTuple):
-    """How long a half waits.
+    """How long a phase waits.
 
     Attributes:
         deadline: `time.monotonic()` value.
@@ -94,19 +95,19 @@ class Patience(NamedTuple):
 
 
 class Wire(ABC):
-    """Numbers the calls, posts this rank's halves and waits for the peers'.
+    """Numbers the calls, posts this rank's messages and waits for the peers'.
 
     Args:
         config: of the buffer.
         rank: this rank.
-        ended: returns the ranks of which nothing more will come.
+        ended: returns the ranks from which nothing more will arrive.
         interrupt: called while waiting; raises to end the wait.
-        show: called while waiting with the call's name and number and whom it waits for, for hang reports.
+        show: called while waiting with the call's name and number and the awaited ranks, for hang reports.
         epoch: returns the epoch, which goes into every tag.
 
     Attributes:
         seq: the last call that was begun in the epoch, from 1.
-        op: name of the call whose half is under way.
+        op: name of the call whose phase is under way.
     """
 
     _max_had = 1  # the largest `SectionHeader.had`
@@ -128,7 +129,7 @@ class Wire(ABC):
         self.op = ""
         self._show = show
         self._epoch = epoch
-        self._open: set[int] = set()  # slots whose receive half is still to come
+        self._open: set[int] = set()  # slots whose receive phase is still to come
 
     @property
     @abstractmethod
@@ -162,7 +163,7 @@ class Wire(ABC):
         return seq % self.config.num_slots
 
     def free(self, seq: int) -> None:
-        """End a call's receive half: peers may write the call that comes next into its slot."""
+        """End a call's receive phase: peers may write the next call of this slot."""
         slot = self.slot(seq)
         own = self.regions[self.rank]
         index = own.at("freed", slot)
@@ -173,10 +174,10 @@ class Wire(ABC):
     # -- how a call without a mask ends
 
     def say_begun(self, seq: int) -> None:
-        """Say that this rank takes part in a call; before it sends anything of it."""
+        """Announce that this rank takes part in a call, before it sends anything of it."""
         own = self.regions[self.rank]
         own.words[own.at("ends", self.slot(seq))] = tag(self._epoch(), seq)
-        fence()  # before the look for those who have given the call up
+        fence()  # before the check for ranks that have aborted the call
 
     def end_words(self, seq: int) -> EndWords:
         """Return the words by which the ranks agree on how a call ends."""
@@ -185,27 +186,27 @@ class Wire(ABC):
         return EndWords(self.rank, words, lambda rank: line, lambda parity, rank: line)
 
     def is_given_up(self, seq: int) -> bool:
-        """Whether a peer has given the call up."""
+        """Whether a peer has aborted the call."""
         return bool(self.end_words(seq).withdrawn(tag(self._epoch(), seq)))
 
-    # -- whom this rank talks to
+    # -- exclusion of ranks
 
     @abstractmethod
     def set_cut(self, active: Sequence[bool], seq: int) -> None:
-        """Tell peers that they are counted out up to call `seq`, or in again.
+        """Notify peers that they are excluded up to call `seq`, or included again.
 
-        Between two halves only: what was sent has its tag.
+        Between two phases only: what was sent has its tag.
         """
 
     @abstractmethod
     def is_cut_by(self, peer: int, seq: int) -> bool:
-        """Whether `peer` has said that it sends nothing here in call `seq`."""
+        """Whether `peer` has announced that it sends nothing here in call `seq`."""
 
     # -- waiting
 
     @abstractmethod
     def _at(self, field: str, src: int, seq: int) -> tuple[RegionWords, int]:
-        """Return where the tag of a peer's half ("head") or of its weights ("early") is to be seen here."""
+        """Return where the tag of a peer's message ("head") or of its weights ("early") can be read here."""
 
     def has_room(self, dst: int, seq: int, patience: Patience) -> bool:
         """Wait until `dst` has freed what call `seq` will overwrite."""
@@ -214,34 +215,34 @@ class Wire(ABC):
         return self._wait(region, index, lambda word: self._is_freed(word, seq), dst, seq, patience)
 
     def _is_freed(self, word: int, seq: int) -> bool:
-        """Tell by a rank's word whether it has freed what call `seq` will overwrite, or a later one."""
+        """Return whether a rank's word says that it has freed what call `seq` will overwrite, or a later one."""
         last = seq - self.config.num_slots
         found, done = untag(word)
         return last <= 0 or (done >= last and found == self._epoch())
 
     def has_come(self, src: int, seq: int, patience: Patience, field: str = "head") -> bool:
-        """Wait until the half of `src` in call `seq` (or, `field="early"`, its weights) can be read here.
+        """Wait until the message of `src` in call `seq` (or, `field="early"`, its weights) can be read here.
 
-        False when it did not come in time, when `src` is dead or has cut this rank off. Waiting for weights also ends
-        when the rest has come.
+        Returns False if it did not arrive in time, or if `src` is dead or has cut this rank off. Waiting for weights
+        also ends when the rest has arrived.
         """
         want = tag(self._epoch(), seq)
         region, index = self._at(field, src, seq)
         _, head = self._at("head", src, seq)
 
         def is_there(word: int) -> bool:
-            """Tell whether the awaited tag is there, or that of the whole half."""
+            """Return whether the awaited tag is there, or that of the whole message."""
             return word == want or region.words[head] == want
 
         return self._wait(region, index, is_there, src, seq, patience)
 
     def is_here(self, src: int, seq: int) -> bool:
-        """Whether the half of a peer has come."""
+        """Whether the message of a peer has arrived."""
         region, index = self._at("head", src, seq)
         return region.words[index] == tag(self._epoch(), seq)
 
     def is_early(self, src: int, seq: int) -> bool:
-        """Whether the weights that `src` sends ahead of a combine have come."""
+        """Whether the weights that `src` sends ahead of a combine have arrived."""
         region, index = self._at("early", src, seq)
         return region.words[index] == tag(self._epoch(), seq)
 
@@ -256,7 +257,7 @@ class Wire(ABC):
             self._say_waiting(seq, time.monotonic())
 
     def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], patience: Patience) -> bool:
-        """Look for a word for about a millisecond."""
+        """Poll a word for about a millisecond."""
         for _ in range(SPIN_LOADS):
             if is_there(words[index]):
                 return True
@@ -295,7 +296,7 @@ class Wire(ABC):
                 self._doze(region.address + 8 * index, seen)
 
     def nap(self, seconds: float) -> None:
-        """Sleep, whatever comes."""
+        """Sleep unconditionally."""
         time.sleep(seconds)
 
     def _doze(self, address: int, seen: int) -> None:
@@ -303,7 +304,7 @@ class Wire(ABC):
         futex_sleep(address, seen)
 
     def _say_waiting(self, seq: int, until: float) -> None:
-        """Tell the peers until when this rank waits; at the end of the wait, when that was."""
+        """Publish until when this rank waits; at the end of the wait, when that was."""
         own = self.regions[self.rank]
         index = own.at("waiting")
         own.words[index + 1] = int(until * 1e6)
@@ -316,18 +317,18 @@ class Wire(ABC):
         call, until_us = region.words[index], region.words[index + 1]
         return until_us / 1e6 if 0 < call <= seq else -math.inf
 
-    # -- halves
+    # -- messages
 
     @abstractmethod
     def post(self, dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
-        """Store a header and, last, the tag: everything else of the half has been written."""
+        """Store a header and, last, the tag: the rest of the message has been written."""
 
     @abstractmethod
     def is_posted(self, dst: int, seq: int) -> bool:
-        """Whether this rank's half of call `seq` has been posted for `dst`."""
+        """Whether this rank's message of call `seq` has been posted for `dst`."""
 
     def head_of(self, src: int, seq: int) -> tuple[SectionHeader, str]:
-        """Return the header of a half that has come, checked, and the reason of a refusal.
+        """Return the checked header of an arrived message, and the reason of a refusal.
 
         Raises:
             ProtocolError: it cannot be right.
@@ -347,12 +348,12 @@ class Wire(ABC):
 
 
 def pack_head(head: SectionHeader, reason: bytes = b"") -> memoryview:
-    """Return the words behind the tag: a header, and a refusal's reason."""
+    """Return the words after the tag: a header, and a refusal's reason."""
     return memoryview(_HEAD.pack(*head, reason[:REASON_BYTES])).cast("Q")
 
 
 def checked_tokens(tokens: Ints, num_rows: int, src: int, max_tokens: int) -> Ints:
-    """Return the tokens that a peer names, which ascend.
+    """Return the tokens named by a peer, which ascend.
 
     Raises:
         ProtocolError: they cannot be right.

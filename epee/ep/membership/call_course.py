@@ -1,17 +1,19 @@
-"""In which epoch each call of a throughput buffer on CPUs runs: the collectives' rule, for calls that begin with rows.
+"""The epoch in which each call of a throughput buffer on CPUs runs: the collectives' rule for calls that begin with
+rows.
 
-The calls of a buffer are a lane as those of a group are, counted through all its epochs, and `view/protocol/outcome.py`
-says what decisions mean for them. A rank has contributed to a call when its row stands in its own inbox, where it is
-stored first (`control/inbox.py`); that of a dead rank changes no more. While an agreement is under way the lane is
-frozen: this rank publishes nothing and goes on with nothing whose rows it has seen (it *completes* a call there; the
-payload moves behind that, and is counted per source). So what it tells the others stays true until they have decided.
+The calls of a buffer form a stream, as those of a group do, numbered through all its epochs; `view/protocol/outcome.py`
+defines what decisions mean for them. A rank has contributed to a call when its row is in its own inbox, where it is
+stored first (`control/inbox.py`); the row of a dead rank no longer changes. While an agreement is under way the stream
+is frozen: this rank publishes no call, and does not complete a call whose rows it has seen (it *completes* a call
+there; the payload moves after that, and is counted per source). So what it reports to the other ranks stays true until
+they have decided.
 
-A decision that ends a `sync` (`sync.py`) begins the lane anew: nobody waits for earlier calls any more, and all who
-are in it go on above the highest number that anybody had issued.
+A decision that ends a `sync` (`sync.py`) restarts the stream: no rank waits for earlier calls any more, and all ranks
+of the decision continue above the highest number that any rank had issued.
 
-Who calls: `freeze`, `thaw` and `add` the agent thread, all else the thread of a call. Everything is done under the lock
-of the roster, which nobody holds for long: an agreement waits neither for a rank's payload nor for its program. A crash
-leaves a rank that has promised something and is gone.
+The agent thread calls `freeze`, `thaw` and `add`; the thread of a call calls the rest. Every step holds the
+membership's lock, always briefly: an agreement waits neither for a rank's payload nor for its program. A crash leaves a
+rank that has promised a contribution and has failed.
 """
 
 from __future__ import annotations
@@ -26,25 +28,26 @@ from ...view.protocol.outcome import CallState, Course, Whole, first_seq
 
 
 class CallCourse:
-    """See above.
+    """The epoch plan of one buffer's calls.
 
     Args:
-        lane: id of the buffer's lane.
+        lane: id of the buffer's stream.
         slots: of the ranks in the job.
         slot: of this process.
         raises: a loss is an error.
         is_ours: whether a member of the job has a part in the buffer.
-        lock: of the roster.
-        decisions: what is known, oldest first.
-        first: the epoch in which all ranks begin together; 0 for a replacement, which begins where it was taken in.
+        lock: of the membership.
+        decisions: the decisions received so far, oldest first.
+        first: the epoch in which all ranks begin together; 0 for a replacement, which begins in the epoch that admitted
+            it.
 
     Attributes:
-        version: counts what has changed the lane.
-        first_seq: number of the first call since the last `sync`, or at all.
+        version: counts the changes of the stream.
+        first_seq: number of the first call since the last `sync`, or of all.
         frozen: an agreement is under way.
 
     Raises:
-        InvalidState: what took this replacement in is not known any more.
+        InvalidState: the decision that admitted this replacement is no longer stored.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class CallCourse:
                     "replacement makes its buffers when it has joined"
                 )
         view = known[base]._replace(epoch=first or known[base].epoch)
-        if not first and lane in view.met:  # the lane begins anew with it, for all
+        if not first and lane in view.met:  # the stream restarts with it, for all ranks
             self._begin(view, False, first_seq(view, lane))
         else:
             self._begin(view, joined=not first)
@@ -87,16 +90,16 @@ class CallCourse:
             self.add(decision)
 
     def _begin(self, view: Decision, joined: bool, seq: int = 0) -> None:
-        """Begin the lane with a view; `seq` is the number of the first call, as the view has it by default."""
+        """Begin the stream with a view; `seq` is the number of the first call, by default that of the view."""
         self._course = Course(self._lane, view, self._raises, self._slots, joined)
         self._views = {view.epoch: view}
         self.first_seq = seq or self._course.first_seq
         self._issued = self._completed = self.first_seq - 1
-        self._pull = (0, 0)  # the last call, where it is open and may go on among those who stay; version then
+        self._pull = (0, 0)  # the last call, if it is open and may continue among the remaining ranks; the version then
         self.version += 1
 
     def _ours(self, decision: Decision) -> Decision:
-        """Return `decision` without processes that have, or had, taken a slot but no part in the buffer."""
+        """Return `decision` without processes that hold, or held, a slot but have no part in the buffer."""
         self._strangers.update(member[:2] for member in decision.members if not self._is_ours(member))
         members = tuple(member for member in decision.members if member[:2] not in self._strangers)
         removed = tuple(removal for removal in decision.removed if removal[:2] not in self._strangers)
@@ -105,21 +108,22 @@ class CallCourse:
     # ---- on the agent thread
 
     def freeze(self) -> LaneState:
-        """Stop the lane between two steps, and say how far it is."""
+        """Stop the stream between two steps and return its progress."""
         with self._lock:
             self.frozen = True
             self._thawed.clear()
-            is_pull = self._pull == (self._issued, self.version)  # else it may have to be begun once more elsewhere
+            # otherwise the call may have to be restarted in another epoch
+            is_pull = self._pull == (self._issued, self.version)
             return LaneState(self._lane, self._completed, self._course.claimed(self._issued), is_pull)
 
     def thaw(self) -> None:
-        """Go on."""
+        """Resume the stream."""
         with self._lock:
             self.frozen = False
         self._thawed.set()
 
     def add(self, decision: Decision) -> None:
-        """Take note of the next decision. Under the lock."""
+        """Apply the next decision. The caller holds the lock."""
         decision = self._ours(decision)
         if self._lane in decision.met and self._slot in parts_of(decision, self._lane):
             self._begin(decision, False, first_seq(decision, self._lane))
@@ -130,15 +134,15 @@ class CallCourse:
     # ---- on the thread of a call
 
     def await_thaw(self, timeout_s: float) -> bool:
-        """Wait for the end of an agreement; False when it is still under way at the time-out."""
+        """Wait for the end of an agreement; return False if it is still under way at the timeout."""
         return not self.frozen or self._thawed.wait(timeout_s)
 
     def changes(self, epoch: int) -> bool:
-        """Return whether some later call may not run in `epoch`, in which the last one did."""
+        """Return whether a later call may not run in `epoch`, in which the last one ran."""
         return bool(self._course.turns) or self._course.base > epoch
 
     def place(self, seq: int, whole: Whole, epoch: int) -> tuple[CallState, int]:
-        """Return where a call stands, and the version that says so; `epoch` is the one that the buffer is in."""
+        """Return the state of a call and the version it belongs to; `epoch` is the buffer's current epoch."""
         with self._lock:
             place = self._course.place(seq, whole, epoch or None)
             if self._pull[0] == seq and place.epoch == epoch and not place.failed:
@@ -146,7 +150,7 @@ class CallCourse:
             return place, self.version
 
     def members(self, seq: int, epoch: int) -> Mapping[int, Member]:
-        """Return who takes part in call `seq` in `epoch`: slot -> member, with the epoch since which it takes part."""
+        """Return the members of call `seq` in `epoch`: slot -> member, with the epoch since which it takes part."""
         with self._lock:
             view, since = self._views[epoch], parts_of(self._views[epoch], self._lane)
             slots = self._course.contributors(seq, epoch)
@@ -154,12 +158,14 @@ class CallCourse:
             return {slot: members[slot]._replace(incarnation=since[slot]) for slot in slots}
 
     def is_complete(self, seq: int, epoch: int) -> bool:
-        """Return whether all who belong to `epoch` take part in call `seq`."""
+        """Return whether all members of `epoch` take part in call `seq`."""
         with self._lock:
             return max(self._course.starts(epoch), default=0) <= seq
 
     def withdraw(self, version: int) -> bool:
-        """Note that the last call has failed; False when the lane is frozen, or has changed since `version`."""
+        """Record that the last call has failed; return False if the stream is frozen, or has changed since
+        `version`.
+        """
         with self._lock:
             if self.frozen or self.version != version:
                 return False
@@ -167,7 +173,7 @@ class CallCourse:
             return True
 
     def issue(self, seq: int, is_pull: bool, version: int, publish: Callable[[], None]) -> bool:
-        """Publish a call; False when the lane is frozen, or has changed since `version`."""
+        """Publish a call; return False if the stream is frozen, or has changed since `version`."""
         with self._lock:
             if self.frozen or self.version != version:
                 return False
@@ -177,7 +183,7 @@ class CallCourse:
             return True
 
     def complete(self, seq: int, version: int, note: Callable[[], None]) -> bool:
-        """Note that all rows of a call have been seen; False as from `issue`."""
+        """Record that all rows of a call have been seen; return False as `issue` does."""
         with self._lock:
             if self.frozen or self.version != version:
                 return False

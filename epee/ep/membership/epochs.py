@@ -1,33 +1,33 @@
-"""Survival of a `Buffer` on CPUs: it goes on when ranks of its group die, are voted out or put out, or come back.
+"""Fault tolerance of a `Buffer` on CPUs: it continues when ranks of its group die, are excluded, or rejoin.
 
 A buffer is in one **epoch** at a time: that of a view that concerned its ranks. Each epoch has inboxes and arenas of
-its own, made by its members for its members; calls are counted through all of them. What a zombie may still write lies
-in memory of an epoch that is over: nobody reads it or uses it again, and the system frees it when the last process that
-has mapped it lets go. That is the quarantine.
+its own, made by its members for its members; calls are numbered through all of them. What a stale writer may still
+store lies in memory of a finished epoch: no rank reads or reuses it, and the system frees it when the last process that
+maps it unmaps it. That is the quarantine.
 
-**A call meets a new view.** Each call has two parts: rows are exchanged until everybody has seen everybody's
-(*gathered*), then the payload moves. Which epoch a call runs in is the collectives' rule (`call_course.py`): those to
-which all who are gone had contributed, by their rows, end where they are, and from the next one on
+**A call during a view change.** Each call has two parts: rows are exchanged until every rank has seen every row
+(*gathered*), then the payload moves. The epoch in which a call runs follows the collectives' rule (`call_course.py`):
+calls to which all lost ranks had contributed, by their rows, end in their epoch, and from the next one on
 
-    mode "raise"    the first call fails on all (`RankFailedError`); later ones run in the new epoch.
-    mode "mask"     calls run in the new epoch, those that were begun once more; a combine that all who stay had begun
-                    ends where it is, among them.
+    mode "raise"    the first call fails on all ranks (`RankFailedError`); later ones run in the new epoch.
+    mode "mask"     calls run in the new epoch, and those already begun are restarted there; a combine that all
+                    remaining ranks had begun ends in its epoch, among them.
 
-A dispatch that ends where it is counts the sources whose payload has arrived whole (`got`); in mode "raise" it is an
-error where one has not. A combine reads what all had put. Every rank raises once for each loss: whose dispatch has told
-it already uses up the number of the call that fails with the others. A call that was given up (a time-out, a refusal)
-and that runs again with the others is announced again as a refusal.
+A dispatch that ends in its epoch counts the sources whose payload has arrived whole (`got`); in mode "raise" an
+incomplete source is an error. A combine reads what all ranks had put. Every rank raises once for each loss: a rank
+whose dispatch has already reported it also uses up the number of the call that fails on the others. A call that was
+aborted (a timeout, a refusal) and that runs again with the others is announced again as a refusal.
 
-**Entering an epoch.** Each rank lends a new inbox and maps those of the others (`inboxes.py`), says so (`READY`), and
-makes no call before all have said so. Else one that dies early would have a part in the call in the eyes of those who
-had mapped its inbox, and none in those of the others. It makes its inbox when it is through with the old epoch, so once
-somebody is in, nobody asks about the old one any more. Who is taken in by a decision that also removes somebody may
-have a part from a later call on than the others: then they enter the same epoch once more, with it. Every wait ends
-with the time-out of the call, by the policy for silent ranks (`on_stall`), or with the next view, which begins the same
-again.
+**Entering an epoch.** Each rank lends a new inbox, maps those of the others (`inboxes.py`), announces that (`READY`),
+and makes no call before all ranks have announced it. Otherwise a rank that dies early would have a part in the call in
+the view of the ranks that had mapped its inbox, and none in that of the others. A rank makes its inbox after it has
+finished the old epoch, so once one rank has entered, no rank queries the old epoch any more. A rank admitted by a
+decision that also removes another may take part only from a later call than the others: then they enter the same epoch
+once more, with it. Every wait ends with the timeout of the call, by the policy for silent ranks (`on_stall`), or with
+the next view, which starts the same procedure again.
 
-Who writes: each rank its own line and inbox blob; inboxes as in `control/inbox.py`. A crash between two steps: the rank
-is not in the next view. A replacement process begins like everybody else, with the call that its view names.
+Each rank writes its own line and inbox blob; for inboxes see `control/inbox.py`. A crash between two steps: the rank is
+not in the next view. A replacement process begins like every other rank, with the call that its view names.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from .registry import FRESH_NS, READY, at_fault
 
 logger = logging.getLogger("epee")
 
-HEAR_S = 0.15  # how long a time-out waits to hear for whom the others wait
-THAW_S = 0.002  # between two looks around during an agreement
+HEAR_S = 0.15  # how long a timeout waits to learn which ranks the others wait for
+THAW_S = 0.002  # between two checks during an agreement
 _LOOK_S = 0.001
 
 
 class EpochLane(BufferLane):
-    """The lane of a `Buffer` on CPUs: its calls move from epoch to epoch as ranks are lost and come back."""
+    """The group of a `Buffer` on CPUs: its calls move from epoch to epoch as ranks are lost and rejoin."""
 
     def __init__(
         self,
@@ -77,16 +77,16 @@ class EpochLane(BufferLane):
         super().__init__(config, rank, begun, exchange, timeout_s, interrupt, inbox_layout(config).nbytes)
         assert begun.roster.calls is not None
         self._calls: CallCourse = begun.roster.calls
-        self._peers: dict[int, EpochMember] = {}  # of the epoch; this rank's own line included
-        self._next = self._calls.first_seq  # number of the next call where it is not the one after the last; else 0
-        self._asked = 0  # the last call that the course was asked about
-        self._seen = -1  # its version then
+        self._peers: dict[int, EpochMember] = {}  # of the epoch; includes this rank's own line
+        self._next = self._calls.first_seq  # number of the next call if it is not the one after the last; else 0
+        self._asked = 0  # the last call for which the epoch plan was queried
+        self._seen = -1  # the plan's version then
         self._came_with = 0  # the epoch, and the call with which this rank has entered it
-        self._is_ready = False  # all who have a part in the next call are known to have entered it
+        self._is_ready = False  # all ranks with a part in the next call are known to have entered the epoch
         self._refusal: tuple[int, Header, bytes] | None = None  # of a call, to be announced in the next epoch
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
-        self._patience = 0, -1, 0.0  # call, version and end of the time that a change of the view has given it
+        self._patience = 0, -1, 0.0  # call, version and end of the extra time that a view change has granted it
 
     def close(self) -> None:
         """As `BufferLane.close`."""
@@ -100,29 +100,29 @@ class EpochLane(BufferLane):
 
     @property
     def has_turned(self) -> bool:
-        """Whether the lane has changed since its calls were last asked about, or is about to."""
+        """Whether the plan has changed since it was last queried, or is about to."""
         return self._seen != self._calls.version or self._calls.frozen
 
     @property
     def must_turn(self) -> bool:
-        """Whether there is something to do before the next call: it must be asked about, told of, or entered for."""
+        """Whether the next call needs work first: querying the plan, raising a loss, or entering an epoch."""
         if self.has_turned or not self._is_ready or self._next:
             return True
         return self._calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
 
     @property
     def is_in_place(self) -> bool:
-        """As `BufferLane.is_in_place`; also before the first call, which has to be asked about first."""
+        """As `BufferLane.is_in_place`; also before the first call, for which the plan must be queried first."""
         seq = self._exchange.seq + 1
         is_asked = self._asked == seq or not self._calls.changes(self._exchange.epoch)
         return not self.has_turned and is_asked and self._next in (0, seq)
 
     def check(self, src: int, is_data: bool) -> None:
-        """Look around while waiting for the row of `src`, or for its payload.
+        """Check for changes while waiting for the row of `src`, or for its payload.
 
         Raises:
-            Turned: the view has changed; where a payload is waited for: that rank is gone.
-            EvictedError, NoQuorumError: this process cannot go on.
+            Turned: the view has changed; when waiting for a payload: that rank is lost.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         self._check()
         if self.is_gone(src) if is_data else self._seen != self._calls.version:
@@ -132,9 +132,9 @@ class EpochLane(BufferLane):
             self.roster.look_at(src)  # the agent's own sources may be later
 
     def patience(self, deadline: float) -> float:
-        """Return until when to wait now that the view has changed: the others begin anew, and so does the time-out.
+        """Return the deadline after a view change: the other ranks restart, and so does the timeout.
 
-        The old deadline may be over because of those who are gone, which must not speak against those who are left.
+        The old deadline may have passed because of the lost ranks, which must not count against the remaining ones.
         """
         return max(deadline, time.monotonic() + self._timeout_s)
 
@@ -143,18 +143,19 @@ class EpochLane(BufferLane):
         return self.roster.is_gone(rank, self._peers[rank].incarnation)
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """At a time-out: True while it may help to wait on (`Roster.insist`); never while the buffer is made.
+        """At a timeout: return True while waiting longer may help (`Roster.insist`); never while the buffer is made.
 
-        Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
-        showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
+        A rank that is behind may itself wait for another, and publishes that in time (HEAR_S). Then that other rank is
+        accused. What a rank published before it was stopped in a wait expires; until then all ranks may seem to wait
+        for each other.
 
-        Where the view has changed behind the deadline, the others begin anew, and so does their time, once for each
-        change. Else who was behind would be accused, by news that came since it was looked at, in a view in which its
-        time has just begun.
+        If the view has changed after the deadline, the others restart and so does their time, once for each change.
+        Otherwise a rank that was behind would be accused, because of a report that arrived after the check, in a view
+        in which its time has just begun.
         """
         if self._is_coming_in:
             return False
-        heard = self.roster.heard  # first: it is written behind the version
+        heard = self.roster.heard  # first: it is written after the version
         deadline = self._renewed(seq, deadline)
         late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
         if late_s < 0:
@@ -166,7 +167,7 @@ class EpochLane(BufferLane):
         return self.roster.insist(found or ranks, what, seq, deadline, heard)
 
     def _renewed(self, seq: int, deadline: float) -> float:
-        """Return until when call `seq` waits for the others in the view that is known now."""
+        """Return until when call `seq` waits for the others in the view that is current now."""
         version = self._calls.version
         if version == self._seen:
             return deadline
@@ -175,39 +176,43 @@ class EpochLane(BufferLane):
         return max(deadline, self._patience[2])
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Make call `seq`; False when the view changes, and it must not be."""
+        """Make call `seq`; return False if the view is changing and the call must not be made."""
         return self._calls.issue(seq, is_pull, self._seen, publish)
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Note that all rows of call `seq` have been seen; False when the view changes: `decide` what it means."""
+        """Record that all rows of call `seq` have been seen; return False if the view is changing: `decide` says what
+        it means.
+        """
         return self._calls.complete(seq, self._seen, note)
 
     def withdraw(self) -> bool:
-        """Note that the last call has failed; False when the view changes, which may make it one of those who stay."""
+        """Record that the last call has failed; return False if the view is changing, which may keep the call alive
+        among the remaining ranks.
+        """
         return self._calls.withdraw(self._seen)
 
     def decide(self, op: str, seq: int, deadline: float) -> Parties:
-        """Say which ranks have a part in the last call, which goes on where it is.
+        """Return the ranks with a part in the last call, which continues in its epoch.
 
         Raises:
-            Moved: it is to be made again, in another epoch.
+            Moved: the call is to be made again, in another epoch.
             RankFailedError, PeerError: a loss ends it (mode "raise").
-            EvictedError, NoQuorumError: this process cannot go on.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         self._op = op
         place = self._place(seq, deadline if self._exchange.settled >= seq else 0.0)
         if not place.failed and place.epoch == self._exchange.epoch:
             return self._parties(place)
         self._next = seq + place.failed
-        self._exchange.gathered = seq  # last: it says that the call is over
+        self._exchange.gathered = seq  # last: it marks the call as finished
         if not place.failed:
             raise Moved
         raise self._failure(place.epoch, op, seq, time.monotonic() - self._exchange.began)
 
     def _place(self, seq: int, patience: float = 0.0) -> CallState:
-        """Return where a call stands, as soon as no agreement is under way.
+        """Return the state of a call, as soon as no agreement is under way.
 
-        Until `patience` a lack of quorum is no error: others may have ended the call.
+        Until `patience`, a lack of quorum is no error: other ranks may have ended the call.
         """
         started = time.monotonic()
         settings = self.roster.seat.runtime.settings
@@ -226,24 +231,22 @@ class EpochLane(BufferLane):
                 raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
         place, self._seen = self._calls.place(seq, self._is_whole, self._exchange.epoch)
         self._asked = seq
-        self.roster.require_part(
-            self._rank
-        )  # behind the lock that `place` takes: the view is of this version, or later
+        self.roster.require_part(self._rank)  # after the lock that `place` takes: the view is of this version, or later
         return place
 
     def _is_whole(self, slot: int, epoch: int, seq: int) -> bool:
-        """Return whether a rank has contributed to a call; nobody has in an epoch that this rank is not in."""
+        """Return whether a rank has contributed to a call; none has in an epoch that this rank has not entered."""
         rank = self.roster.seat.slots.index(slot)
         return epoch == self._exchange.epoch and rank in self._peers and self._exchange.has_row_of(rank, seq)
 
     def _parties(self, place: CallState) -> Parties:
-        """Return who has a part in a call of the buffer's epoch."""
+        """Return the ranks with a part in a call of the buffer's epoch."""
         without = {self.roster.seat.slots.index(slot) for slot in place.without}
         gone = frozenset(rank for rank in self._exchange.members if self.is_gone(rank))
         return Parties(tuple(rank for rank in self._exchange.members if rank not in without), gone)
 
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
-        """Between two looks at what a rank does: see whether to go on waiting."""
+        """Between two polls of a rank's words: decide whether to keep waiting."""
         self._interrupt()
         self._check()
         self.show(self._op, seq or self._exchange.seq + 1, [rank])
@@ -259,14 +262,14 @@ class EpochLane(BufferLane):
         self._look(rank, what, 0, started, deadline)
 
     def _failure(self, epoch: int, op: str, seq: int, elapsed: float) -> PeerError:
-        """Return the error for the losses not raised yet, those of `epoch` at least; all that came since are in it."""
+        """Return the error for the losses not raised yet, at least those of `epoch`; all losses since are in it."""
         losses = self._losses(self._told) or self._losses(epoch - 1)
         epoch = max([epoch, *(loss.epoch for loss in losses)])
         self._told = max(self._told, epoch)
         return failure(losses, op, self._rank, seq, epoch, elapsed)
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Wait until a rank of the epoch is gone from the view; False when it is still there at the deadline."""
+        """Wait until a rank of the epoch has left the view; return False if it is still there at the deadline."""
         while not self.is_gone(rank):
             self._interrupt()
             self._check()
@@ -276,25 +279,28 @@ class EpochLane(BufferLane):
         return True
 
     def unfinished(self, op: str) -> PeerError:
-        """Return the error of a dispatch of whose sources some died in the midst of it (mode "raise")."""
+        """Return the error of a dispatch some of whose sources died during it (mode "raise")."""
         exchange = self._exchange
         return self._failure(self.roster.newest, op, exchange.seq, time.monotonic() - exchange.began)
 
     # ---- between two calls
 
     def offer(self) -> None:
-        """Lend this rank's inbox for the first epoch, while the buffer is made: all do before one comes in. Local."""
+        """Lend this rank's inbox for the first epoch, while the buffer is made: all ranks do before one enters.
+        Local.
+        """
         self._inboxes.offer(self._begun.first)
 
     def come_in(self, deadline: float) -> None:
-        """Enter the first epoch while the buffer is made. If the view changes meanwhile, the first call does it.
+        """Enter the first epoch while the buffer is made. If the view changes meanwhile, the first call enters.
 
-        Who is in already must not be waited for in another epoch: it waits in the last round of the construction.
+        A rank that has already entered must not be awaited in another epoch: it waits in the last round of the
+        construction.
 
         Raises:
             ResourceError: no memory or descriptor is left here.
-            CommTimeoutError: a member does not come; nobody is accused of that while the buffer is made.
-            EvictedError, NoQuorumError: this process cannot go on.
+            CommTimeoutError: a member does not enter; no rank is accused of that while the buffer is made.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         self._entered = {rank: member.incarnation for rank, member in self.roster.view.members.items()}
         self._is_coming_in, self._op = True, "Buffer"
@@ -312,12 +318,12 @@ class EpochLane(BufferLane):
             self.hide()
 
     def turn(self, op: str, deadline: float) -> None:
-        """Bring the buffer into the epoch of the next call; costs nothing when it is there.
+        """Bring the buffer into the epoch of the next call; free of cost when it is already there.
 
         Raises:
-            RankFailedError, PeerError: somebody was lost, and it has not been told yet (mode "raise").
-            CommTimeoutError: a member does not come.
-            EvictedError, NoQuorumError: this process cannot go on.
+            RankFailedError, PeerError: a rank was lost, and the loss has not been raised yet (mode "raise").
+            CommTimeoutError: a member does not enter.
+            EvictedError, NoQuorumError: this process cannot continue.
             Moved: the view has changed again.
         """
         if not self.must_turn:
@@ -332,15 +338,15 @@ class EpochLane(BufferLane):
             deadline = self.patience(deadline)
         if self._refusal is not None:
             seq, header, reason = self._refusal
-            if seq == self._exchange.seq + 1:  # else an interrupt came when it was announced
+            if seq == self._exchange.seq + 1:  # otherwise an interrupt came when it was announced
                 self._exchange.publish(header, None, reason, deadline)
             self._refusal = None
 
     def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """As `turn`, for a call that this rank refuses; return the loss that fails it everywhere, if one does.
+        """As `turn`, for a call that this rank refuses; return the loss that fails it on all ranks, if one does.
 
-        One error is raised for each number on all ranks, so a loss that has failed a call which raises something else
-        here is not raised again.
+        One error is raised for each call number on all ranks, so a loss that has failed a call which raises another
+        error here is not raised again.
         """
         number = self._first_of_new() or self._next or self._exchange.seq + 1
         while True:
@@ -354,7 +360,9 @@ class EpochLane(BufferLane):
                     return error
 
     def _come_to_next(self, op: str, deadline: float) -> bool:
-        """Be where the next call runs, with all who have a part in it; False when the view has changed meanwhile."""
+        """Enter the epoch of the next call, with all ranks that have a part in it; return False if the view has changed
+        meanwhile.
+        """
         exchange = self._exchange
         seq = self._next or exchange.seq + 1
         place = self._place(seq)
@@ -378,9 +386,9 @@ class EpochLane(BufferLane):
         return {slots.index(slot): member for slot, member in self._calls.members(seq, epoch).items()}
 
     def _await_ready(self, deadline: float) -> bool:
-        """Wait until all who take part have mapped each other; False when the view has changed meanwhile."""
+        """Wait until all participants have mapped each other; return False if the view has changed meanwhile."""
         started, version, mark = time.monotonic(), self._seen, self._came_with
-        if self._line.words[READY] != mark:  # an interrupt came before it was said
+        if self._line.words[READY] != mark:  # an interrupt came before it was announced
             self._line.show_ready(mark)
         for rank, peer in self._peers.items():
             line = peer.line
@@ -392,40 +400,39 @@ class EpochLane(BufferLane):
         return True
 
     def _losses(self, after: int) -> list[Loss]:
-        """Return what was lost in epochs later than `after`; that this rank was put out itself is no loss here."""
+        """Return the losses of epochs later than `after`; the exclusion of this rank itself is no loss here."""
         return [loss for loss in self.roster.losses(after) if loss.rank != self._rank]
 
     def note_agreed(self, agreed: Agreed) -> None:
-        """As `BufferLane.note_agreed`; the losses that it shows are told."""
+        """As `BufferLane.note_agreed`; the losses that it contains count as raised."""
         self._told = max(self._told, agreed.epoch)
         super().note_agreed(agreed)
 
     def _first_of_new(self) -> int:
         """Return the number with which calls begin after a `sync` that no call has followed yet; 0 without one.
 
-        Under the lock, for view and course are told of a decision one after the other.
+        Takes the lock, because view and plan receive a decision one after the other.
         """
         with self.roster.lock:
             return self._calls.first_seq if self.roster.view.agreed.epoch > self._exchange.epoch else 0
 
     def _drop_last(self, first: int) -> None:
-        """Forget the calls before a `sync`, `first` is the one after it: nobody waits for them any more."""
+        """Drop the calls before a `sync` (`first` is the one after it): no rank waits for them any more."""
         exchange = self._exchange
         exchange.end.close()
         exchange.end.lost = ""
         exchange.gathered = exchange.seq
         self._next = first
         self._refusal = None
-        if self.raises and self._losses(
-            self._told
-        ):  # an error has taken this rank out of the sync that would have shown them
+        if self.raises and self._losses(self._told):  # an error interrupted the sync that would have reported them
             raise self._failure(self.roster.newest, self._op, self._next, 0.0)
 
     def _settle_last(self, deadline: float) -> None:
-        """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.
+        """Settle a call that was refused or aborted before it was gathered; if it moves to another epoch it is refused
+        again.
 
-        If it stays, all its rows must have come before the next one is asked about: calls are asked about in order. One
-        that others have completed, and that has raised here, leaves the buffer unusable on this rank.
+        If it stays, all its rows must have arrived before the plan is queried for the next call: queries are in order.
+        A call that other ranks have completed, and that has raised here, leaves the buffer unusable on this rank.
         """
         exchange = self._exchange
         if exchange.gathered >= exchange.seq:
@@ -447,7 +454,7 @@ class EpochLane(BufferLane):
             raise self._failure(place.epoch, self._op, seq, 0.0)
 
     def _enter(self, epoch: int, seq: int, deadline: float) -> bool:
-        """Enter an epoch, with those who have a part in call `seq`; False when the view has changed meanwhile."""
+        """Enter an epoch, with the participants of call `seq`; return False if the view has changed meanwhile."""
         version, members = self._seen, self._members(seq, epoch)
         wait = Wait(epoch, lambda: self._calls.version != version, time.monotonic(), deadline)
         met = self._inboxes.meet(members, wait)
@@ -465,7 +472,7 @@ class EpochLane(BufferLane):
         old = self._exchange.epoch
         self.forget()
         self._is_ready, self._came_with = False, tag(epoch, seq)
-        self._peers = {}  # nobody is known until all is done: an interrupt before that enters once more
+        self._peers = {}  # empty until all is done: an interrupt before that enters once more
         self._inboxes.use(met)
         self._exchange.begin(epoch, met.regions, seq)
         self._entered = {rank: peer.incarnation for rank, peer in met.peers.items()}

@@ -1,17 +1,17 @@
-"""Who takes part in a buffer: the view of its group's job, as far as it concerns the buffer's ranks.
+"""The membership of a buffer: the view of its group's job, restricted to the buffer's ranks.
 
-Data path: the agent thread tells every decision in order (`decided`). One that changes nothing for the buffer's ranks
-is passed over; any other begins a new epoch of the buffer, which has the decision's number: so all members call an
-epoch by the same name, whoever else comes and goes in the job. In the same step, under `lock`, it is told to what
-knows where the buffer's calls run (`call_course.py`), if these are the lane's.
+Data path: the agent thread delivers every decision in order (`decided`). A decision that changes nothing for the
+buffer's ranks is skipped; any other begins a new epoch of the buffer, numbered as the decision: so all members use the
+same number for an epoch, whatever other processes join or leave the job. In the same step, under `lock`, the decision
+is passed to the epoch plan of the buffer's calls (`call_course.py`), if the buffer has one.
 
-Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
-microseconds at a time and nobody waits under it.
+The agent thread calls `decided` and `trouble`; the thread of a call calls the rest. The lock is held for some
+microseconds at a time, and no wait happens under it.
 
-A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count; nor
-does one of another host, in a group over several: a buffer that was made on one host stays there. Who was put out of
-the buffer (`sync.py`) is out of its epochs, but stays known; for the buffer, the incarnation of a member is the epoch
-since which it takes part.
+A process that holds a rank's slot in the job but has no part in the group (it joined for another group) does not count;
+nor, in a group over several hosts, does a process of another host: a buffer that was made on one host stays there. A
+rank excluded from the buffer (`sync.py`) is in none of its epochs but is still tracked; for the buffer, the incarnation
+of a member is the epoch since which it takes part.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ _LANE_SALT = 0x9E3779B97F4A7C15
 
 
 def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
-    """Return the seat of a group of the backend "epee", None for groups of other backends and of one rank."""
+    """Return the job handle of a group of the backend "epee"; None for groups of other backends and of one rank."""
     in_view = getattr(group, "in_view", None)
     return None if in_view is None else in_view(num_ranks)
 
 
 def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:
-    """Return the seat of a buffer on a group of another backend, whose ranks have found `place`; nobody joins there."""
+    """Return the job handle of a buffer on a group of another backend, whose ranks have found `place`; no rank can join
+    it.
+    """
     seat = place.seat
     return GroupInView(
         seat.job.runtime,
@@ -64,7 +66,7 @@ def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:
 
 
 class Loss(NamedTuple):
-    """A rank that is gone: the epoch that began without it, and why."""
+    """A lost rank: the epoch that began without it, and the cause."""
 
     rank: int
     epoch: int
@@ -72,12 +74,12 @@ class Loss(NamedTuple):
 
 
 class View(NamedTuple):
-    """The present epoch.
+    """The current epoch.
 
     Attributes:
         epoch: its number.
         members: the member that has each rank.
-        out: members of the job that were put out, by rank.
+        out: excluded members of the job, by rank.
         agreed: the newest epoch that ended a `sync`, and the ranks that it began with; 0 before the first.
     """
 
@@ -88,18 +90,18 @@ class View(NamedTuple):
 
 
 class Roster:
-    """See above.
+    """The membership of one buffer.
 
     Attributes:
-        seat: of the buffer's group.
+        seat: job handle of the buffer's group.
         state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
         newest: epoch of the view.
-        lock: for steps that must not be divided by a new view.
-        calls: says where calls run, once the roster is watched; None where the lane has none.
+        lock: for steps that a new view must not interrupt.
+        calls: the epoch plan of the calls, once `watch` has been called; None if the buffer's calls have none.
     """
 
     def __init__(self, seat: GroupInView) -> None:
-        """Begin with what the runtime remembers; `watch` follows."""
+        """Begin with the decisions that the runtime stores; `watch` follows."""
         self.seat = seat
         self.lock = threading.Lock()
         self._lane = 0
@@ -123,12 +125,12 @@ class Roster:
         Args:
             number: of the buffer among those of the group.
             rank: this process's.
-            first: the epoch in which all ranks begin, which others have heard of; 0 for a replacement.
-            has_calls: the lane has calls that go on in later epochs.
+            first: the epoch in which all ranks begin, known to the other ranks; 0 for a replacement.
+            has_calls: the buffer has calls that continue in later epochs.
             timeout_s: how long to wait until that epoch is known here.
 
         Raises:
-            InvalidState: what took this replacement in is not known any more.
+            InvalidState: the decision that admitted this replacement is no longer stored.
         """
         runtime = self.seat.runtime
         if runtime.view().epoch < first:
@@ -137,7 +139,7 @@ class Roster:
         known = (*runtime.since(0), runtime.view())
         past = [decision.epoch for decision in known if self._lane in decision.met]
         with self.lock:
-            now = self._view_of(self._last)  # who is out could not be known without the buffer's number
+            now = self._view_of(self._last)  # the excluded ranks could not be determined without the buffer's number
             before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
             self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch), agreed=max(now.agreed, before))
             if has_calls:
@@ -158,20 +160,20 @@ class Roster:
         self._is_registered = True
         self._awaited.begin(self._lane, row)
         self._replay()
-        # what was met before the lane was known here leaves no trace in the decisions after it
+        # what was agreed before the stream was registered here leaves no trace in the decisions after it
         met = max((decision.epoch for decision in runtime.since(0) if self._lane in decision.met), default=0)
         with self.lock:
             self.newest = max(self.view.epoch, first, met)
             self.state = self.heard, self.view._replace(epoch=self.newest)
 
     def _replay(self) -> None:
-        """Take over what was decided so far; what is decided meanwhile comes twice, and counts once."""
+        """Apply the decisions made so far; one made meanwhile arrives twice and counts once."""
         runtime = self.seat.runtime
         for decision in (*runtime.since(0), runtime.view()):
             self.decided(decision)
 
     def close(self) -> None:
-        """Follow no more; idempotent."""
+        """Stop following decisions; idempotent."""
         if not self._is_over:
             self._is_over = True
             self._awaited.end()
@@ -181,7 +183,7 @@ class Roster:
     # ---- on the agent thread
 
     def decided(self, decision: Decision) -> None:
-        """Take note of a decision, and of those before it that came while the lane was being registered."""
+        """Apply a decision, and those before it that came while the stream was being registered."""
         heard = self.heard
         if 0 < heard < decision.epoch - 1:
             for missed in self.seat.runtime.since(heard):
@@ -204,12 +206,12 @@ class Roster:
             new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
             if self.calls is not None:
-                self.calls.add(decision)  # first: who reads that it has been heard finds what it means for calls
+                self.calls.add(decision)  # first: a reader that sees the new epoch finds its meaning for calls
             self.state = decision.epoch, new
             self.newest = new.epoch
 
     def _view_of(self, decision: Decision) -> View:
-        """Return what a decision says by itself; its epoch is the first in which it can have been so."""
+        """Return what a decision says by itself; its epoch is the first in which this can have been true."""
         since = parts_of(decision, self._lane)
         ours = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
         members = {rank: m._replace(incarnation=since[m.slot]) for rank, m in ours.items() if m.slot in since}
@@ -234,13 +236,13 @@ class Roster:
                 self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
 
     def trouble(self, error: Exception) -> None:
-        """Take note that the agent thread has failed; all else is in `Runtime.error`."""
+        """Record that the agent thread has failed; other errors are in `Runtime.error`."""
         if not isinstance(error, PeerError):
             self._trouble = error
 
     @property
     def lane(self) -> int:
-        """The id of the buffer's lane, once it is watched."""
+        """The id of the buffer's stream, once it is watched."""
         return self._lane
 
     def _is_ours(self, member: Member) -> bool:
@@ -254,7 +256,7 @@ class Roster:
         return self.seat.takes_part(member)
 
     def _note_elsewhere(self, member: Member) -> None:
-        """Say once that the process which has a rank now is of another host."""
+        """Log once that the process that now has a rank is of another host."""
         who = member.slot, member.incarnation
         if who not in self._elsewhere:
             self._elsewhere.add(who)
@@ -279,9 +281,11 @@ class Roster:
         return self.state[1]
 
     def check(self) -> None:
-        """Raise why a call cannot end well: `EvictedError` for good, `NoQuorumError` for the time being."""
+        """Raise the reason why a call cannot succeed: `EvictedError` permanently, `NoQuorumError` for the time
+        being.
+        """
         error = self.seat.runtime.error
-        until = time.monotonic() + NO_QUORUM_PAUSE_S  # so that calls which are repeated without a quorum do not spin
+        until = time.monotonic() + NO_QUORUM_PAUSE_S  # so that calls repeated without a quorum do not spin
         while isinstance(error, NoQuorumError) and time.monotonic() < until:
             time.sleep(NEWS_LOOK_S)
             error = self.seat.runtime.error
@@ -291,11 +295,11 @@ class Roster:
             raise InvalidState(str(self._trouble))
 
     def require_part(self, rank: int, view: View | None = None) -> None:
-        """Raise `EvictedError` when this process's rank was put out of the buffer and may come back.
+        """Raise `EvictedError` if this process's rank was excluded from the buffer and may rejoin.
 
         Args:
             rank: this process's.
-            view: to be looked at, where it is used afterwards; the newest by default.
+            view: the view to check, if the caller uses it afterwards; the newest by default.
         """
         view = self.view if view is None else view
         if rank in view.out:
@@ -308,19 +312,19 @@ class Roster:
             )
 
     def want(self, members: Iterable[int], out: Iterable[int], least: int, used: int, heard: int) -> None:
-        """Ask that these ranks take part and those do not (`Want`).
+        """Request that `members` take part and `out` do not (`Want`).
 
         Args:
             members, out: of these ranks.
-            least: how many of those who take part must stay.
+            least: how many of the members must remain.
             used: the last number that calls of these members have used.
-            heard: the newest epoch of the job when that was found.
+            heard: the newest epoch of the job when the request was computed.
         """
         taking, going = (tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out))
         self.seat.runtime.want(Want(self._lane, taking, going, least, used), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
-        """Return whether the process that had `rank` is a member no more."""
+        """Return whether the process that had `rank` is no longer a member."""
         member = self.view.members.get(rank)
         return member is None or member.incarnation != incarnation
 
@@ -337,35 +341,35 @@ class Roster:
         self._awaited.call_it(name)
 
     def look_at(self, rank: int) -> None:
-        """Tell the agent that a rank's process seems to have ended; it looks for itself."""
+        """Report to the agent that a rank's process seems to have ended; the agent checks for itself."""
         self.seat.runtime.look_at(self.seat.slots[rank])
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process of a member lives; one that is dying has no descriptors, but ends in a moment."""
+        """Return whether the process of a member is alive; a dying process has no descriptors, but ends in a moment."""
         member = self.view.members.get(rank)
         return member is not None and not is_leaving(*process_of(member))
 
     def cause(self, rank: int, incarnation: int) -> str:
-        """Return why a process is gone (`view.messages`); who is not known counts as voted out."""
+        """Return why a process was lost (`view.messages`); an unknown process counts as voted out."""
         return self._causes.get((rank, incarnation), (0, STALLED))[1]
 
     def losses(self, after: int) -> list[Loss]:
-        """Return who was lost in epochs later than `after`."""
+        """Return the ranks lost in epochs later than `after`."""
         with self.lock:
             found = [Loss(rank, *what) for (rank, _), what in self._causes.items() if what[0] > after]
         return sorted(found)
 
     def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float, heard: int) -> bool:
-        """At a time-out: do what the group's policy is with ranks that are silent in the view of epoch `heard`.
+        """At a timeout: apply the group's policy to ranks that are silent in the view of epoch `heard`.
 
-        True while waiting on may still help.
+        Returns True while waiting longer may help.
         """
         slots = {rank: self.seat.slots[rank] for rank in ranks}
         return self._awaited.insist(slots, lambda: what, seq, heard, deadline)
 
 
 def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:
-    """Return the error that tells of `losses`: `RankFailedError`, or `PeerError` where all have left in order."""
+    """Return the error that reports `losses`: `RankFailedError`, or `PeerError` if all have left in order."""
     ranks = sorted({loss.rank for loss in losses})
     kind, cause = kind_of_loss(loss.cause for loss in losses)
     names = ", ".join(map(str, ranks))
@@ -382,7 +386,7 @@ def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapse
 
 
 def process_of(member: Member) -> tuple[int, int]:
-    """Return number and start time of a member's process."""
+    """Return the pid and start time of a member's process."""
     endpoint = parse_endpoint(member.endpoint)
     return endpoint.pid, endpoint.start_time
 
@@ -392,10 +396,10 @@ def _incarnations(members: Mapping[int, Member]) -> dict[int, int]:
 
 
 def _renewed(error: PeerError) -> PeerError:
-    """Return an error of its own for each call that raises it."""
+    """Return a new error object for each call that raises it."""
     kind = EvictedError if isinstance(error, EvictedError) else NoQuorumError
     return kind(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
 
 
 def _nothing() -> None:
-    """Calls of a lane whose epochs begin with `sync` alone need not stop while the ranks agree."""
+    """Do nothing: calls of a buffer whose epochs begin with `sync` alone need not stop while the ranks agree."""

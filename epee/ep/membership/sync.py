@@ -1,29 +1,30 @@
-"""How the ranks of a lane agree at `sync` on who takes part: who comes is in, who does not is put out.
+"""Agreement of the ranks of a group on its members at `sync`: ranks that joined become members, others are excluded.
 
-Data path. A rank that is in `sync` shows in its line of the registry for which epoch of the lane it has come, whom it
-counts on, the last number that its calls have used, and whether its time is over (`COUNTED`, `USED`, then `SYNC`).
-Every member looks at all lines. When those who have come may go on, the lowest of them asks the agents for an epoch
-with these members, whose calls begin above the highest number (`Want`, decision 52); the others ask one after the other
-if that takes long, for the lowest may have stopped. **The decision is the agreement**: every sync ends with one, be it
-that nobody goes or comes; all learn the same from it, and nothing follows that could fail. The next call enters the
-epoch.
+Data path. A rank in `sync` publishes in its line of the registry the epoch of the group it synchronises from, the ranks
+it counts on, the last number its calls have used, and whether its timeout has expired (`COUNTED`, `USED`, then `SYNC`).
+Every member reads all lines. When the ranks that have arrived may proceed, the lowest of them requests from the agents
+an epoch with these members, whose calls begin above the highest number (`Want`, decision 52); if that takes long, the
+other ranks make the request one after another, because the lowest may have stopped. **The decision is the agreement**:
+every sync ends with one, even when the membership does not change; all ranks learn the same result from it, and no
+later step of the sync can fail. The next call enters the epoch.
 
-When they may go on:
-    all have come      all members, and whoever else somebody who came counts on
-    some do not        when the time of a member that came is over; soon, where nobody who came counts on those who are
-                       away
-    in both cases      more than half of those have come who entered the last epoch together (half with the lowest will
-                       do): a newcomer decides nothing alone, nor do those who were cut off
-A member that has come and stops then does not answer the agents, and is put out if enough are left (`Want.least`). Who
-is out shows that it has come as members do, but its time and its voice do not count: the others take it in. Who has
-closed its buffer comes no more, and does not count either.
+The ranks may proceed:
+    all have arrived   all members, and every other rank that an arrived rank counts on
+    some have not      when the timeout of an arrived member has expired; after a short grace period if no arrived rank
+                       counts on the rest
+    in both cases      more than half of the ranks that entered the last epoch together have arrived (half including the
+                       lowest is enough): a joiner decides nothing alone, nor does a partition that was cut off
+A member that arrives and then stops does not answer the agents, and is excluded if enough ranks remain (`Want.least`).
+An excluded rank publishes its arrival as members do, but its timeout and its vote do not count: the others admit it. A
+rank that has closed its buffer will not arrive and does not count either.
 
-What a rank shows names the epoch of the lane, so it says nothing about a sync after the next decision, and stays for
-those who hear of that decision later; who shows a newer epoch had come to this one. A decision of another kind (a
-death) begins the look anew. Who gives up takes back what it shows; should a decision that has it in be under way, it is
-a member all the same, and finds that in its next call or sync. A crash leaves what was shown, and the view tells of it.
+The published words name the epoch of the group, so they say nothing about a sync after the next decision, and they
+remain for ranks that learn of that decision later; a rank that publishes a newer epoch had arrived at this one. A
+decision of another kind (a death) restarts the evaluation. A rank that aborts clears what it published; if a decision
+that includes it is already under way, the rank is a member all the same, and finds that in its next call or sync. A
+crash leaves the published words in place, and the view reports the crash.
 
-Who calls: the thread of the call. Every wait ends, by the time-out of the call or by the patience of the agents.
+Called on the thread of the call. Every wait is bounded by the timeout of the call or by the timeout of the agents.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from .group_view import Roster, View
 from .inboxes import Inboxes
 from .registry import COUNTED, SYNC, USED, Line
 
-GRACE_S = 0.05  # how long one is waited for that nobody counts on
-WANT_PAUSE_S = 0.1  # between two times that the agent is asked for the same
-TURN_S = 0.3  # how much later than the one before it a rank asks in its place
+GRACE_S = 0.05  # how long to wait for a rank that no rank counts on
+WANT_PAUSE_S = 0.1  # between two identical requests to the agent
+TURN_S = 0.3  # delay of each rank's request after that of the rank before it
 _LOOK_S = 0.001
 _YIELD_S = 0.001
 
 
 class Came(NamedTuple):
-    """Who has come to a sync, as one rank sees it.
+    """The ranks that have arrived at a sync, as one rank sees it.
 
     Attributes:
-        ranks: who has come, out or not.
+        ranks: the ranks that have arrived, members or excluded.
         used: the last number that their calls have used.
-        awaited: who has not, though somebody who has counts on it.
-        others: members that have not come, and nobody counts on them.
-        closed: who has closed the buffer; the process may still be in the job.
-        is_late: the time of a member that has come is over.
+        awaited: ranks that have not arrived although an arrived rank counts on them.
+        others: members that have not arrived and that no rank counts on.
+        closed: ranks that have closed the buffer; the process may still be in the job.
+        is_late: the timeout of an arrived member has expired.
     """
 
     ranks: frozenset[int]
@@ -69,16 +70,17 @@ class Came(NamedTuple):
 
 
 class Sync:
-    """See above; one call of `sync`.
+    """One call of `sync`.
 
     Args:
         rank: this rank.
-        roster: who takes part, and who is out.
-        line: this rank's.
-        inboxes: of the buffer: knows the others' lines.
-        entered: who entered the last epoch together with this rank: rank -> the epoch since which it took part.
-        is_elsewhere: whether a rank waits for this one in the call after its last, which is another than sync.
-        look: called in waits with the ranks that are waited for; raises what ends them.
+        roster: the membership: members and excluded ranks.
+        line: this rank's line.
+        inboxes: of the buffer; finds the other ranks' lines.
+        entered: the ranks that entered the last epoch together with this rank: rank -> the epoch since which it took
+            part.
+        is_elsewhere: whether a rank waits for this one in the call after its last, and that call is not sync.
+        look: called in waits with the awaited ranks; raises the error that ends the wait.
     """
 
     def __init__(
@@ -102,20 +104,20 @@ class Sync:
         self._asked_at = 0.0
 
     def agree(self, counted: int, used: int, since: int, deadline: float) -> Agreed:
-        """Return what the ranks have agreed on, with this one in it; whoever is lost later shows in a later call.
+        """Return what the ranks have agreed on, with this rank included; a rank lost later is reported by a later call.
 
         Args:
-            counted: bits of the ranks that this one counts on; who is new is counted on by all.
+            counted: bits of the ranks that this one counts on; all ranks count on a joiner.
             used: the last number that calls of this rank have used.
-            since: the last epoch that a sync of this rank has returned, or a call has entered. A later one with this
-                rank is that of a sync of which an error has taken it: the others have returned it.
+            since: the last epoch that a sync of this rank returned or a call entered. A later epoch with this rank
+                belongs to a sync that an error interrupted here: on the other ranks it has returned.
             deadline: `time.monotonic()` value.
 
         Raises:
-            NoQuorumError: too few came to decide, or the others agreed without this rank.
+            NoQuorumError: too few ranks arrived to decide, or the others agreed without this rank.
             MismatchError: a rank that is counted on makes another call.
-            ProtocolError: a rank shows a number that cannot be right.
-            EvictedError: this process cannot go on.
+            ProtocolError: a rank published an impossible number.
+            EvictedError: this process cannot continue.
         """
         self._started = time.monotonic()
         settings = self._roster.seat.runtime.settings
@@ -124,7 +126,7 @@ class Sync:
             while True:
                 heard, view = self._roster.state
                 if view.agreed.epoch > since and self._rank in view.agreed.ranks:
-                    return view.agreed  # else it came too late for that one
+                    return view.agreed  # otherwise this rank arrived too late for that epoch
                 now = time.monotonic()
                 self._show(view, counted, used, now > deadline)
                 came = self._who_came(view)
@@ -160,11 +162,15 @@ class Sync:
         return Came(ranks, used, awaited, others, closed, is_late)
 
     def _closed(self, members: Mapping[int, Member]) -> frozenset[int]:
-        """Return which of those without a line have closed the buffer, rather than not made it yet."""
+        """Return the ranks without a line that have closed the buffer, as opposed to those that have not made it
+        yet.
+        """
         return frozenset(rank for rank, member in members.items() if self._inboxes.has_closed(member))
 
     def _check_calls(self, view: View, came: Came) -> None:
-        """Raise where one that is waited for waits itself, in another call; it shows that it comes before it calls."""
+        """Raise if an awaited rank itself waits in another call; a rank publishes its arrival before it makes a
+        call.
+        """
         elsewhere = frozenset(rank for rank in came.awaited if self._is_elsewhere(rank))
         if not elsewhere:
             return
@@ -180,15 +186,15 @@ class Sync:
         return self._entered.get(rank) == member.incarnation
 
     def _voters(self, view: View, came: Came) -> list[int]:
-        """Return of whom more than half must come."""
+        """Return the ranks of which more than half must arrive."""
         entered = (rank for rank, member in view.members.items() if self._has_entered(rank, member))
         return [rank for rank in entered if rank not in came.closed]
 
     def _go_on(self, heard: int, view: View, came: Came, deadline: float, last: float) -> None:
-        """Ask for the next epoch when it is time for that, and this rank's turn.
+        """Request the next epoch when the ranks may proceed and this rank's delay has passed.
 
         Raises:
-            NoQuorumError: they are too few at the end of the time, or the agents do not agree.
+            NoQuorumError: too few ranks have arrived at the deadline, or the agents do not agree.
         """
         now = time.monotonic()
         voters = self._voters(view, came)
@@ -211,9 +217,9 @@ class Sync:
             self._roster.want(came.ranks, going, self._least(voters, came), came.used, heard)
 
     def _least(self, voters: list[int], came: Came) -> int:
-        """Return how many of those who vote must stay, should others stop now: as many as could go on without them."""
+        """Return how many voters must remain if others stop now: as many as could continue without them."""
         if self._rank == min(voters):
-            return (len(voters) + 1) // 2  # half with the lowest
+            return (len(voters) + 1) // 2  # half, including the lowest
         return min(sum(rank in came.ranks for rank in voters), len(voters) // 2 + 1)
 
     def _no_quorum(self, view: View, came: Came, what: str) -> NoQuorumError:
@@ -224,7 +230,7 @@ class Sync:
 
 
 def _used(line: Line, rank: int) -> int:
-    """Return the last number that calls of a rank have used, which it has shown."""
+    """Return the last call number that a rank has used, as published in its line."""
     used = line.words[USED]
     if used >= FOREVER:
         raise ProtocolError(f"sync: rank {rank} says that its last call is number {used}; less than {FOREVER} can be")

@@ -1,40 +1,41 @@
-"""Who takes part in a latency buffer, or in one of GPUs: epochs that begin with `sync` alone.
+"""The membership of a latency buffer, or of a buffer of GPUs: epochs that begin with `sync` alone.
 
-A latency call ends by itself on each rank: who does not come is a finding, in its mask. Calls that kernels meet cannot
-be stopped or withdrawn: one of a `Buffer` that meets a death is lost. So no call has to stop for a new view. An
-**epoch** begins when the buffer is made, and with each `sync` (`sync.py`), which ends with a decision of the job. Each
-has an inbox of its own (`control/inbox.py`), made by its members for its members, with what the path lends behind it;
-handles of earlier ones are stale. What else that means is the path's (`Memory`):
+A latency call ends by itself on each rank: a rank that does not send is recorded in the call's mask. Calls between
+kernels cannot be stopped or aborted: a call of a `Buffer` during which a rank dies is lost. So no call has to stop for
+a new view. An **epoch** begins when the buffer is made, and with each `sync` (`sync.py`), which ends with a decision of
+the job. Each epoch has an inbox of its own (`control/inbox.py`), made by its members for its members, followed by the
+memory that the path lends; handles of earlier epochs are stale. The rest depends on the path (`Memory`):
 
-    latency, CPU        the region of `latency/region.py`, new in each epoch; calls are counted from 1, tags name the
-                        epoch. So nothing that somebody stores who was left out reaches memory that anybody reads.
-    latency, GPU        memory on the GPU stays, because recorded graphs have its addresses: what lies behind the inbox
-                        is the blob by which it is mapped. Calls go on above all numbers that anybody has used, the
-                        words that others have stored are cleared, and a newcomer's memory takes its place; kernels
-                        reach the others only when this rank has entered.
-    throughput, GPU     as the latter, but kernels have the addresses themselves: a newcomer's memory is mapped where
-                        that of the process before it was. Nobody is replaced where it is lent by cudaIpc.
+    latency, CPU        the region of `latency/region.py`, new in each epoch; calls are numbered from 1, tags name the
+                        epoch. So nothing that an excluded rank stores reaches memory that any rank reads.
+    latency, GPU        memory on the GPU stays, because recorded graphs contain its addresses: the inbox is followed by
+                        the blob by which that memory is mapped. Calls continue above all numbers that any rank has
+                        used, the words that other ranks have stored are cleared, and a joiner's memory replaces that of
+                        the rank before it; kernels access the other ranks only after this rank has entered.
+    throughput, GPU     as above, but kernels hold the addresses themselves: a joiner's memory is mapped at the address
+                        of the previous process's memory. No rank can be replaced where memory is lent by cudaIpc.
 
-**Entering.** The number of the first epoch is what the ranks have told each other when they made the buffer; that of
-another one is the number of the decision. Who has it makes its own memory ready (`prepare`), lends it and maps what
-the others lend (`inboxes.py`): so nobody's call reaches one that is not ready. Who has died since, or shows nothing
-until the time-out (it was taken out of its `sync` by an error, or has no memory), is not in this rank's memory: in a
-`LatencyBuffer` it is lost in all calls until the next `sync`; in a `Buffer`, which needs all, that wait is an error,
-and begins again with the next call; so it does where a newcomer's memory cannot be mapped. So nothing that follows a
-decision can make the ranks disagree about it. A rank that was taken out of its `sync` and is in the decision all the
-same enters with its next call.
+**Entering.** The number of the first epoch is agreed when the buffer is made; that of a later one is the number of the
+decision. A rank that has received the decision prepares its own memory (`prepare`), lends it and maps what the others
+lend (`inboxes.py`): so no call reaches a rank that is not ready. A rank that has died since, or publishes nothing until
+the timeout (an error ended its `sync`, or it has no memory), is not in this rank's memory: in a `LatencyBuffer` it is
+lost in all calls until the next `sync`; in a `Buffer`, which needs all ranks, that wait is an error, and starts again
+with the next call; the same holds where a joiner's memory cannot be mapped. So nothing that follows a decision can make
+the ranks disagree about it. A rank whose `sync` was ended by an error and that is in the decision all the same enters
+with its next call.
 
     a rank has          until the next sync its calls find                after a sync
-    died, been voted    it is lost at once (`gone`); what kernels wait    its place is empty, or its replacement's
-        out, or closed  for ends where it has died
+    died, been voted    it is lost at once (`gone`); waits of kernels     its rank is empty, or its replacement's
+        out, or closed  end if it has died
         the buffer
-    not come to sync    all others are gone from its epoch; calls with    it is in when it comes (`EvictedError` in its
-                        a mask mark them, others raise                    calls without a mask until then)
-    taken a lost one's  nothing: it is not there yet; its constructor     it is in
-        place           waits in `sync` with the others
+    not come to sync    all others have left its epoch; calls with a      it is a member when it comes to sync
+                        mask mark them, others raise                      (`EvictedError` in its calls without a
+                                                                          mask until then)
+    taken a lost        nothing: it is not there yet; its constructor     it is a member
+        rank            waits in `sync` with the others
 
-Who writes: each rank its own line and memory, and its sections of the others'. A crash between two steps: before the
-decision, the rank is not in it; after it, it is lost as above.
+Each rank writes its own line and memory, and its sections of the others'. A crash between two steps: before the
+decision, the rank is not in it; after it, the rank is lost as above.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ logger = logging.getLogger("epee")
 
 
 class SyncedLane(BufferLane):
-    """See above; a `Membership`.
+    """The group of a latency buffer or a buffer of GPUs; a `Membership`.
 
     Args:
         watch: of the calls: knows which of the epoch's processes have ended.
@@ -70,9 +71,9 @@ class SyncedLane(BufferLane):
         Others as `BufferLane`.
 
     Attributes:
-        regions: the memory of the epoch by rank, this one's included; of who is not there, none.
-        memory: of the path, once that is made.
-        processes: number and start time of the others' processes; of who is out, of the last one.
+        regions: the memory of the epoch by rank, this one's included; without an entry for a rank that is not in it.
+        memory: of the path, once the path is made.
+        processes: pid and start time of the others' processes; for an excluded rank, of its last one.
     """
 
     def __init__(
@@ -91,23 +92,23 @@ class SyncedLane(BufferLane):
         self.regions: Mapping[int, HostRegion] = {}
         self.memory = Memory()
         self.processes: dict[int, tuple[int, int]] = {}
-        self._lines: Mapping[int, Line] = {}  # of who is in the memory of the epoch
-        self._whole: object = None  # the view in which all ranks were last found to be there
+        self._lines: Mapping[int, Line] = {}  # of the ranks in the memory of the epoch
+        self._whole: object = None  # the view in which all ranks were last found to be in the epoch
         self._watch = watch
-        self._fresh: set[int] = set()  # ranks whose process is not the one of the epoch before
+        self._fresh: set[int] = set()  # ranks whose process is not that of the previous epoch
         self._prepared = 0  # the last epoch that `memory` is prepared for
         self._entering = 0  # the epoch that this rank enters, or has entered last
         self._first = begun.first
         self._needs_all = config.is_cuda and not config.is_latency
         self._waits_for_all = False
-        self._calm: object = None  # the roster's state when calls last found nothing to hold them up
+        self._calm: object = None  # the membership's state when calls last found no change
 
     def close(self) -> None:
         """As `BufferLane.close`."""
         begun = None if self._is_closed else self._begun
         super().close()
         if begun is not None and not self._exchange.epoch:
-            begun.registry.forget(begun.number)  # a replacement that was not taken in may try again
+            begun.registry.forget(begun.number)  # a replacement that was not admitted may try again
         self.regions, self._lines, self._whole = {}, {}, None
         self.memory = Memory()
 
@@ -118,14 +119,14 @@ class SyncedLane(BufferLane):
         self._inboxes.offer(self._first)
 
     def come_in(self, deadline: float) -> None:
-        """Enter the first epoch while the buffer is made: all who live must come.
+        """Enter the first epoch while the buffer is made: all living ranks must enter.
 
         Raises:
-            RankFailedError, PeerError: a rank has died, or gone, too early for a buffer of GPUs: others may have its
-                memory, so all must hear of it.
+            RankFailedError, PeerError: a rank has died or left too early for a buffer of GPUs: other ranks may have
+                mapped its memory, so the loss must be reported on all.
             ResourceError: no memory or descriptor is left here.
-            CommTimeoutError: a member does not come.
-            EvictedError, NoQuorumError: this process cannot go on.
+            CommTimeoutError: a member does not enter.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         self._op, self._waits_for_all = "Buffer", True
         try:
@@ -139,11 +140,11 @@ class SyncedLane(BufferLane):
             self.hide()
 
     def join(self, deadline: float) -> None:
-        """Wait, as a replacement, until the others' `sync` takes this rank in, and enter.
+        """Wait, as a replacement, until the others' `sync` admits this rank, and enter.
 
         Raises:
-            CommTimeoutError: they do not.
-            Else as `sync`.
+            CommTimeoutError: they do not admit it.
+            Otherwise as `sync`.
         """
         started = time.monotonic()
         try:
@@ -159,11 +160,11 @@ class SyncedLane(BufferLane):
         self.note_agreed(agreed)
 
     def leave(self) -> None:
-        """Tell the others that this rank lends nothing any more: its buffer could not be made. `close` follows."""
+        """Announce that this rank no longer lends anything: its buffer could not be made. `close` follows."""
         self._line.mark_closed()
 
     def death_in_birth(self) -> PeerError | None:
-        """Return what to raise where a rank has died since this one and others began to make the buffer."""
+        """Return the error to raise if a rank has died since the construction of the buffer began."""
         dead = self._begun.deaths()
         return death_in_birth(dead) if dead else None
 
@@ -175,23 +176,27 @@ class SyncedLane(BufferLane):
     # ---- in a call
 
     def is_calm(self) -> bool:
-        """Tell whether nothing has changed of what `has_turned`, `require_place` and `require_members` look at since
-        all of them passed (`note_calm`)."""
+        """Return whether nothing has changed that `has_turned`, `require_place` and `require_members` check since all
+        of them passed (`note_calm`).
+        """
         is_same = self.roster.state is self._calm and self.roster.seat.runtime.error is None
         return is_same and self._is_whole()
 
     def state(self) -> object:
-        """Return what is another object when the view has changed; to be taken before the looks that `note_calm` is
-        about."""
+        """Return an object that is replaced when the view changes; read it before the checks that `note_calm`
+        records.
+        """
         return self.roster.state
 
     def note_calm(self, state: object) -> None:
-        """Note that these found nothing."""
+        """Record that these checks found nothing at `state`."""
         self._calm = state
 
     @property
     def has_turned(self) -> bool:
-        """Whether a `sync` has begun an epoch with this rank that it has not entered: an error has taken it out."""
+        """Whether a `sync` has begun an epoch with this rank that it has not entered, because an error ended its
+        `sync`.
+        """
         agreed = self.roster.view.agreed
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
@@ -202,7 +207,7 @@ class SyncedLane(BufferLane):
         """Enter the newest epoch.
 
         Raises:
-            As `come_in`, but for time-outs.
+            As `come_in`, but for timeouts.
         """
         if not self.has_turned:
             return
@@ -212,7 +217,7 @@ class SyncedLane(BufferLane):
         self.note_agreed(agreed)
 
     def require_place(self, is_masked: bool) -> None:
-        """Raise `EvictedError` when the job has gone on without this process; without a mask, also the buffer."""
+        """Raise `EvictedError` if the job has gone on without this process, or, without a mask, the buffer has."""
         error = self.roster.seat.runtime.error
         if isinstance(error, EvictedError):
             raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
@@ -220,16 +225,16 @@ class SyncedLane(BufferLane):
             self.roster.require_part(self._rank)
 
     def gone(self) -> Collection[int]:
-        """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will come."""
+        """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will arrive."""
         dead, ranks = self._watch.dead(), range(self._config.num_ranks)
-        if self.roster.view.agreed.epoch > self._exchange.epoch:  # the others are there
+        if self.roster.view.agreed.epoch > self._exchange.epoch:  # the others are in the newer epoch
             return [rank for rank in ranks if rank != self._rank]
         return [rank for rank in ranks if rank in dead or self._has_left(rank)]
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a rank is not in the epoch, is gone from the view, or has closed the buffer.
+        """Return whether a rank is not in the epoch, has left the view, or has closed the buffer.
 
-        Its process may have made it again: then it lends nothing for this epoch.
+        Its process may have made the buffer again: then it lends nothing for this epoch.
         """
         line = self._lines.get(rank)
         if line is None or line.number != self._number or line.words[INBOX_VIEW] < self._exchange.epoch:
@@ -237,7 +242,7 @@ class SyncedLane(BufferLane):
         return self.roster.is_gone(rank, self._entered[rank])
 
     def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
-        """Return why a rank is gone: the type of the error that says so, and words."""
+        """Return why a rank is lost: the type of the error to raise, and the reason as text."""
         if rank in self._entered and self.roster.is_gone(rank, self._entered[rank]):
             return kind_of_loss([self.roster.cause(rank, self._entered[rank])])
         if rank in self._lines and self._lines[rank].words[NUMBER] == self._number | CLOSED | DROPPED:
@@ -247,20 +252,22 @@ class SyncedLane(BufferLane):
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
 
     def require_members(self, op: str, seq: int) -> None:
-        """Raise that a rank of the epoch is gone, whose part a call of this rank would wait for in vain.
+        """Raise that a rank of the epoch is lost, for which a call of this rank would wait in vain.
 
-        Who has not come into it is one: kernels go by what was agreed.
+        This includes a rank that has not entered the epoch: kernels follow what was agreed.
         """
         if not self._is_whole():
             self._require(self._entered, op, seq)
 
     def require_all(self, op: str, seq: int) -> None:
-        """Raise that a rank of the buffer is not in the epoch, or gone from it."""
+        """Raise if a rank of the buffer is not in the epoch, or has left it."""
         if not self._is_whole():
             self._require(range(self._config.num_ranks), op, seq)
 
     def _is_whole(self) -> bool:
-        """Tell whether all ranks of the buffer are in the epoch. Every call asks; two words a rank while that is so."""
+        """Return whether all ranks of the buffer are in the epoch. Every call checks this; it reads two words a rank
+        while true.
+        """
         view = self.roster.state[1]
         if view is not self._whole:
             if any(self._has_left(rank) for rank in range(self._config.num_ranks) if rank != self._rank):
@@ -268,7 +275,7 @@ class SyncedLane(BufferLane):
             self._whole = view
             return True
         number, epoch = self._number, self._exchange.epoch
-        for line in self._lines.values():  # a generator would cost more than the look
+        for line in self._lines.values():  # a generator would cost more than the check
             words = line.words
             if words[NUMBER] != number or words[INBOX_VIEW] < epoch:
                 return False
@@ -280,14 +287,14 @@ class SyncedLane(BufferLane):
                 raise self._loss(rank, op, seq)
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Make host call `seq` if the epoch is the newest; return whether it is."""
+        """Make CPU-side call `seq` if the epoch is the newest; return whether it is."""
         is_newest = not self.has_turned
         if is_newest:
             publish()
         return is_newest
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Note that all rows of host call `seq` are here, as `issue`."""
+        """Record that all rows of CPU-side call `seq` are here, as `issue`."""
         return self.issue(seq, False, note)
 
     def withdraw(self) -> bool:
@@ -295,16 +302,16 @@ class SyncedLane(BufferLane):
         return not self.has_turned
 
     def decide(self, op: str, seq: int, deadline: float) -> Parties:
-        """Raise `Moved`: a host call that has not ended in its epoch is made again in the next."""
+        """Raise `Moved`: a CPU-side call that has not ended in its epoch is made again in the next."""
         raise Moved
 
     def check(self, src: int, is_data: bool) -> None:
-        """Look around while a host call waits for `src`.
+        """Check for changes while a CPU-side call waits for `src`.
 
         Raises:
             Turned: the others are in a newer epoch, and this rank may follow.
-            RankFailedError, PeerError: `src` is gone from this epoch.
-            EvictedError, NoQuorumError: this process cannot go on.
+            RankFailedError, PeerError: `src` has left this epoch.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         self._check()
         if self.has_turned:
@@ -320,35 +327,37 @@ class SyncedLane(BufferLane):
         return kind(told, [rank], op, seq, epoch, why)
 
     def patience(self, deadline: float) -> float:
-        """Return until when to wait for who has just agreed: the time may be over because of those who did not come."""
+        """Return until when to wait for ranks that have just agreed: the timeout may have been used up by ranks that
+        did not arrive.
+        """
         return max(deadline, time.monotonic() + self._timeout_s)
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """Return False: a time-out is a finding, nobody is accused."""
+        """Return False: a timeout is recorded, no rank is accused."""
         return False
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Return False: nobody leaves an epoch."""
+        """Return False: no rank leaves an epoch."""
         return False
 
     def unfinished(self, op: str) -> PeerError:
-        """Return an error; nobody asks, for no payload is moved by host calls."""
+        """Return an error; never raised, because CPU-side calls move no payload."""
         return PeerError(f"{op}: a rank is gone", [])
 
     def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """Turn, and return None: losses stand in masks."""
+        """Enter the newest epoch, and return None: losses are recorded in masks."""
         self.turn(op, deadline)
         return None
 
     # ---- between two calls
 
     def enter(self, agreed: Agreed, deadline: float) -> None:
-        """Enter an epoch that this rank is in, with whoever else shows its memory for it.
+        """Enter an epoch that includes this rank, with every other rank that publishes its memory for it.
 
         Raises:
-            ResourceError: no memory or descriptor is left here, or another's memory cannot be mapped; the next call
-                tries again.
-            EvictedError, NoQuorumError: this process cannot go on.
+            ResourceError: no memory or descriptor is left here, or another rank's memory cannot be mapped; the next
+                call tries again.
+            EvictedError, NoQuorumError: this process cannot continue.
         """
         try:
             self._enter(agreed, self.patience(deadline))
@@ -365,7 +374,8 @@ class SyncedLane(BufferLane):
             self._check()
             raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
         self._entering = agreed.epoch
-        is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they have gone on
+        # noqa: E731 - the others have entered a newer epoch
+        is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch
         self._watch_those(members)
         if self._prepared != agreed.epoch:
             try:
@@ -385,10 +395,10 @@ class SyncedLane(BufferLane):
         self._fresh.clear()
 
     def _may_lend(self, rank: int, member: Member) -> bool:
-        """Return whether a member lends its memory for the epoch that is entered, or may yet do so.
+        """Return whether a member lends its memory for the epoch being entered, or may yet do so.
 
-        Whoever is agreed on has shown a line: without one it has closed the buffer. Who has come to a later sync will
-        not enter this epoch any more: its constructor has failed, and it makes the buffer again.
+        Every agreed member has published a line: one without a line has closed the buffer. A rank that has arrived at a
+        later sync will not enter this epoch any more: its constructor has failed, and it makes the buffer again.
         """
         line = self._inboxes.line_of(rank, member)
         if line is None:
@@ -396,34 +406,34 @@ class SyncedLane(BufferLane):
         return line.words[INBOX_VIEW] == self._entering or line.words[SYNC] >> 1 < self._entering
 
     def lends(self, rank: int) -> bool:
-        """Return whether a rank lends its memory for the epoch that is entered."""
+        """Return whether a rank lends its memory for the epoch being entered."""
         member = self.roster.view.members.get(rank)
         line = None if member is None else self._inboxes.line_of(rank, member)
         return line is not None and line.words[INBOX_VIEW] == self._entering
 
     def _watch_those(self, members: Mapping[int, Member]) -> None:
-        """Watch the members' processes; of who is not one, the process that had the rank last."""
+        """Watch the members' processes; for a rank that is no member, its last process."""
         for rank, member in members.items():
             process = process_of(member)
             if rank != self._rank and self.processes.get(rank) != process:
                 self._fresh.add(rank)
-                self.memory.follow(rank, process)  # while the watch still tells of the process before
+                self.memory.follow(rank, process)  # while the watch still reports on the previous process
                 self._watch.watch(rank, *process)
                 self.processes[rank] = process
 
     def sync(self, counted: int, used: int, deadline: float) -> Agreed:
-        """Agree with the others on who takes part, and enter; raises as `agree` and `enter`. `note_agreed` follows."""
+        """Agree with the others on the members, and enter; raises as `agree` and `enter`. `note_agreed` follows."""
         agreed = self.agree(counted, deadline, used)
         if self.has_turned:
             try:
                 self.enter(agreed, deadline)
-            except CommTimeoutError:  # a `Buffer`: the next sync agrees anew, without who does not enter
+            except CommTimeoutError:  # a `Buffer`: the next sync agrees anew, without the ranks that do not enter
                 self.note_agreed(agreed)
                 raise
         return agreed
 
     def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
-        """Make the mapped inboxes those of the calls; the epoch is the last store, all before it can be repeated."""
+        """Make the mapped inboxes those of the calls; the epoch is stored last, and all before it can be repeated."""
         self._entered = {rank: member.incarnation for rank, member in members.items()}
         self.regions = met.regions
         self._whole = None

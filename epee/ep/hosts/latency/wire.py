@@ -1,29 +1,29 @@
-"""The memory of a `LatencyBuffer` over several hosts: who writes what, who reads it, what orders it.
+"""The memory of a `LatencyBuffer` over several hosts: its writers and readers, and what orders them.
 
-Data path: a source lays its half of a call, header and rows in one piece, into its own outbox for its own host, and
-sends it to its gateway on each other host (`link/topology.py`), which keeps it in the mirror of that outbox. **Every
-rank of a host reads there what is its own** (`region.py` has the fields). So a token's record crosses once per host,
-and nobody forwards anything; counts, rows and tag of a half are one write. Weights of a combine travel in the same way,
+Data path: a source lays its message of a call, header and rows in one piece, into its own outbox for its own host, and
+sends it to its gateway on each other host (`link/topology.py`), which stores it in the mirror of that outbox. **Every
+rank of a host reads its own part there** (`region.py` has the fields). So a token's record crosses once per host, and
+no rank forwards anything; counts, rows and tag of a message are one write. Weights of a combine travel in the same way,
 ahead of it. Sums for ranks of this host never leave it; those for another host's rank are added up by its gateway here,
 the only rank with a link to it, which has one row per token and host to send.
 
-Who writes: each rank its own outbox, a gateway the mirrors that it keeps, of what comes in frames, which it checks
-before a byte is stored (`engine/replication/mirror.py`). What goes to other hosts is sent from memory of the call
-alone, which nobody writes again: so a half that the network has not taken yet cannot be changed by the next call.
+Writers: each rank writes its own outbox, a gateway writes its mirrors from frames, which it checks before a byte is
+stored (`engine/replication/mirror.py`). Data for other hosts is sent from memory of the call alone, which is never
+written again: so a message that the network has not taken yet cannot be changed by the next call.
 
-What orders it: on one link frames are applied in the order of their writing, the tag behind its rows. A source writes
-the next half of a slot when its readers have freed the slot (`freed`, told to all hosts), and the network has taken
-what it had of it. A reader that it does not count on any more, a late one, may still be reading the old half then: the
-tag is taken away first, on that host as well (`_reopen`), and **who has read looks at the tag once more**. What has
-lost it counts as not come: so a source is in a result as a whole, or not at all.
+Order: on one link frames are applied in the order of their writing, the tag after its rows. A source writes the next
+message of a slot when its readers have freed the slot (`freed`, sent to all hosts), and the network has taken what it
+had of it. A late reader that the source has excluded may still be reading the old message then: the tag is cleared
+first, on that host as well (`_reopen`), and **a reader checks the tag once more after reading**. A message that has
+lost its tag counts as not arrived: so a source is in a result as a whole, or not at all.
 
-Words that stay true (`freed`, tags, that a call was given up) are read in mirrors. How a call without a mask ends is
-asked for (`ends.py`). Clocks of hosts differ: a rank tells how long it waits, and its readers count from when they
-hear of it.
+Words that stay true (`freed`, tags, that a call was aborted) are read in mirrors. The end of a call without a mask is
+queried (`ends.py`). Clocks of hosts differ: a rank reports how long it waits, and its readers count from when they
+receive that.
 
-What a crash leaves: a part of a half without its tag, which nobody reads; a mirror whose gateway has died stands still,
-and its rank counts as lost there until `sync`, which gives it another (`begin_epoch`). A host whose ranks are all lost
-has no gateway, and nothing is sent there.
+A crash leaves a part of a message without its tag, which no rank reads; a mirror whose gateway has died no longer
+changes, and its rank counts as lost there until `sync`, which assigns another gateway (`begin_epoch`). A host whose
+ranks are all lost has no gateway, and nothing is sent there.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from ...latency.wire import Patience, SectionHeader, Wire, pack_head
 from .ends import HostsEndWords
 from .region import Bytes, HostsFields, blank_half, latency_layout, weights_of
 
-_FIRST_LOOK = 1 << 40  # questions of the engine have smaller numbers
+_FIRST_LOOK = 1 << 40  # queries of the engine have smaller numbers
 _PUMPS = 40  # each takes some microseconds
 
 
 class TakenBack(Exception):
-    """A half was written over while it was read: its source does not count on this rank any more."""
+    """A message was overwritten while it was read: its source has excluded this rank."""
 
 
 class HostsWire(Wire):
-    """Lays halves into this rank's outbox, and has them carried to other hosts; see above.
+    """Lays messages into this rank's outbox, and has them carried to other hosts.
 
     Args:
         config: of the buffer.
-        topology: who is where.
+        topology: the placement of the ranks.
         engine: of the buffer.
         ended, interrupt, epoch: as of `Wire`.
         poison: fill memory with 0xFF before it is written.
@@ -96,10 +96,10 @@ class HostsWire(Wire):
         self._links = exports.links
         self._looks = exports.new_looks(_FIRST_LOOK)
         self._poison = poison
-        self._posted: dict[int, int] = {}  # by host: tag of the last half
-        self._reopened: dict[int, int] = {}  # by host: tag of the last call for which tags were taken away
+        self._posted: dict[int, int] = {}  # by host: tag of the last message
+        self._reopened: dict[int, int] = {}  # by host: tag of the last call for which tags were cleared
         self._sent: dict[tuple[int, int], int] = {}  # by host and slot: number of the last frame
-        self._waits: dict[int, tuple[int, int, float]] = {}  # by peer: its last wait, and until when it is
+        self._waits: dict[int, tuple[int, int, float]] = {}  # by peer: its last wait, and until when it lasts
         self._own_core = config.num_ranks <= len(usable_cores())
 
     @property
@@ -109,11 +109,11 @@ class HostsWire(Wire):
 
     @property
     def gateways(self) -> dict[int, int]:
-        """By other host who receives there what this rank sends; hosts without living ranks have none."""
+        """By other host the rank that receives there what this rank sends; hosts without living ranks have none."""
         return self._gateways
 
     def begin_epoch(self, roles: Roles) -> None:
-        """Begin an epoch with these ranks, which have met: read where they are mirrored now, send to their gateways."""
+        """Begin an epoch with these ranks, which have met: read their current mirrors, send to their gateways."""
         old = self._fields
         self._fields = [HostsFields(region, self._layout, self._box.extra) for region in self._box.regions]
         self._own = self._fields[self.rank]
@@ -139,7 +139,7 @@ class HostsWire(Wire):
     # -- words
 
     def _tell(self, host: int, first: int, count: int, index: int) -> None:
-        """Tell a host `count` words of this rank from word `first` on, and behind them word `index`."""
+        """Send to a host `count` words of this rank from word `first` on, and after them word `index`."""
         own = self._own
         data = bytes(own.words[first : first + count]) if count else b""
         self._write(host, 8 * first, data, index, own.words[index])
@@ -162,7 +162,7 @@ class HostsWire(Wire):
         words = {rank: fields.words for rank, fields in enumerate(self._fields)}
 
         def tell() -> None:
-            """Tell all hosts that this rank has given up, behind what it had gathered before."""
+            """Notify all hosts that this rank has aborted, after what it had gathered before."""
             for host in self._gateways:
                 self._tell(host, 0, 0, line + GATHERED)
                 self._tell(host, 0, 0, line + GAVE_UP)
@@ -178,7 +178,7 @@ class HostsWire(Wire):
                 continue
             own.words[index] = value
             if self.topology.is_here(peer):
-                for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
+                for slot in range(self.config.num_slots):  # the peer sleeps on the word it waits for
                     futex_wake(own.address + 8 * own.at("head", slot))
                     futex_wake(own.address + 8 * own.at("early", slot))
             elif self.topology.host_of[peer] in self._gateways:
@@ -189,7 +189,7 @@ class HostsWire(Wire):
         return self.has_cut(peer, self.rank, seq)
 
     def has_cut(self, source: int, peer: int, seq: int) -> bool:
-        """Whether, as far as is known here, `source` counts `peer` out in call `seq`."""
+        """Whether, as far as is known here, `source` excludes `peer` in call `seq`."""
         fields = self._fields[source]
         return fields.words[fields.at("cut", peer)] >= seq
 
@@ -218,7 +218,7 @@ class HostsWire(Wire):
         return True
 
     def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], patience: Patience) -> bool:
-        """As `Wire._poll`, a hand on the links; as long as bytes come they are moved here."""
+        """As `Wire._poll`, pumping the links: as long as bytes arrive they are moved here."""
         pump = self._links.pump
         for _ in range(_PUMPS if self._own_core else 2):
             if is_there(words[index]):
@@ -237,7 +237,7 @@ class HostsWire(Wire):
         return is_there(words[index])
 
     def nap(self, seconds: float) -> None:
-        """As `Wire.nap`; not while bytes come."""
+        """As `Wire.nap`; not while bytes arrive."""
         self.note_waits()
         if not self._links.pump():
             time.sleep(seconds)
@@ -246,8 +246,8 @@ class HostsWire(Wire):
         self.note_waits()
         self._links.pump()
         self._links.rest()
-        asleep = self._state[SLEEPERS]  # of the engine's calls, whose word it is too
-        self._state[SLEEPERS] = asleep + 1  # whoever applies a frame looks there (`engine/replication/mirror.py`)
+        asleep = self._state[SLEEPERS]  # of the engine's calls, which use the word too
+        self._state[SLEEPERS] = asleep + 1  # read by the process that applies a frame (`engine/replication/mirror.py`)
         try:
             super()._doze(address, seen)
         finally:
@@ -270,7 +270,9 @@ class HostsWire(Wire):
         return until if 0 < call <= seq else -math.inf
 
     def note_waits(self) -> None:
-        """See how long ranks of other hosts wait, who told it since the last look; their time counts from now."""
+        """Read how long ranks of other hosts wait, if they have reported since the last check; their time counts from
+        now.
+        """
         for peer in self.topology.elsewhere:
             fields = self._fields[peer]
             index = fields.at("waiting")
@@ -279,10 +281,10 @@ class HostsWire(Wire):
             if known is None or known[:2] != (call, number):
                 self._waits[peer] = call, number, time.monotonic() + patience_us / 1e6
 
-    # -- halves
+    # -- messages
 
     def _reopen(self, host: int, seq: int) -> None:
-        """Take away the tags of a slot before it is written: a late reader must find them gone."""
+        """Clear the tags of a slot before it is written: a late reader must find them cleared."""
         mark = tag(self._epoch(), seq)
         if self._reopened.get(host) == mark:
             return
@@ -298,7 +300,7 @@ class HostsWire(Wire):
             self._write(host, 0, b"", early, 0)
 
     def half_for(self, host: int, seq: int, nbytes: int) -> Bytes:
-        """Return where the half for a host is to be laid: a header, and `nbytes` behind it; `publish` follows."""
+        """Return where the message for a host is to be laid: a header, and `nbytes` after it; `publish` follows."""
         self._reopen(host, seq)
         if host == self.topology.host:
             own, slot = self._own, self.slot(seq)
@@ -311,8 +313,8 @@ class HostsWire(Wire):
         return half
 
     def publish(self, host: int, seq: int, head: SectionHeader, half: Bytes, reason: bytes = b"") -> None:
-        """Complete a half with its header, and let a host see it."""
-        self._posted[host] = tag(self._epoch(), seq)  # first: if it is interrupted, the call is given up for all
+        """Complete a message with its header, and make it visible to a host."""
+        self._posted[host] = tag(self._epoch(), seq)  # first: if it is interrupted, the call is aborted for all
         words = pack_head(head, reason)
         half[: words.nbytes] = np.frombuffer(words, dtype=np.uint8)
         own, slot, mark = self._own, self.slot(seq), tag(self._epoch(), seq)
@@ -324,7 +326,7 @@ class HostsWire(Wire):
             self._sent[host, slot] = self._links.newest(self._gateways[host])
 
     def _let_see(self, seq: int) -> None:
-        """Store the tag of the half for this rank's host, and wake who waits for any part of it."""
+        """Store the tag of the message for this rank's host, and wake the ranks that wait for any part of it."""
         own, slot = self._own, self.slot(seq)
         own.words[own.at("head", slot)] = tag(self._epoch(), seq)
         for field in ("head", "early", "laid"):
@@ -340,14 +342,14 @@ class HostsWire(Wire):
         return self._posted.get(self.topology.host_of[dst]) == tag(self._epoch(), seq)
 
     def half_of(self, src: int, seq: int, nbytes: int) -> Bytes:
-        """Return the half of a rank, and `nbytes` behind its header; look at the tag (`is_here`) when it is read."""
+        """Return the message of a rank, and `nbytes` after its header; check the tag (`is_here`) after reading."""
         return self._fields[src].half(self.slot(seq), nbytes)
 
     def head_of(self, src: int, seq: int, field: str = "head") -> tuple[SectionHeader, str]:
-        """As `Wire.head_of`, for a half that has come, or whose header can be read (`field="laid"`).
+        """As `Wire.head_of`, for a message that has arrived, or whose header can be read (`field="laid"`).
 
         Raises:
-            TakenBack: its source has written over it meanwhile.
+            TakenBack: its source has overwritten it meanwhile.
         """
         while self.is_there(field, src, seq):
             seen = self._tags(src, seq)
@@ -362,12 +364,12 @@ class HostsWire(Wire):
         raise TakenBack
 
     def _tags(self, src: int, seq: int) -> list[int]:
-        """Return the tags that say how far a half is; one of them changes before its header does."""
+        """Return the tags that say how far a message is; one of them changes before its header does."""
         fields, slot = self._fields[src], self.slot(seq)
         return [fields.words[fields.at(field, slot)] for field in ("laid", "head")]
 
     def is_there(self, field: str, src: int, seq: int) -> bool:
-        """Whether a half has come ("head"), or can be read by its own host as far as that ("laid")."""
+        """Whether a message has arrived ("head"), or can be read by its own host as far as that ("laid")."""
         fields, index = self._at(field, src, seq)
         return fields.words[index] == tag(self._epoch(), seq) or self.is_here(src, seq)
 
@@ -400,7 +402,7 @@ class HostsWire(Wire):
         return found
 
     def lay(self, seq: int, head: SectionHeader) -> None:
-        """Let this rank's host read a header, and what this rank has laid out for it."""
+        """Make a header, and what this rank has laid, readable for this rank's host."""
         half, own = self.half_for(self.topology.host, seq, 0), self._own
         words = pack_head(head)
         half[: words.nbytes] = np.frombuffer(words, dtype=np.uint8)
@@ -409,7 +411,7 @@ class HostsWire(Wire):
         futex_wake(own.address + 8 * index)
 
     def complete(self, seq: int) -> None:
-        """Post for this rank's host the half that it has laid, with its header."""
+        """Post for this rank's host the message that it has laid, with its header."""
         self._posted[self.topology.host] = tag(self._epoch(), seq)
         self._let_see(seq)
 
@@ -436,4 +438,4 @@ class HostsWire(Wire):
 
 
 def _show_nobody(op: str, seq: int, ranks: list[int]) -> None:
-    """Show nothing: a group over several hosts has no board."""
+    """Do nothing: a group over several hosts has no board."""

@@ -1,8 +1,9 @@
-"""What `Buffer` and `LatencyBuffer` have in common: how they are made and closed, and the calls that move no rows.
+"""The common part of `Buffer` and `LatencyBuffer`: construction, closing, and the calls that move no rows.
 
-Making one is collective and has three rounds: the ranks compare their arguments (`membership/birth.py`), enter the
-first epoch of a lane, and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
-part in the first round as a refusal. A crash in any of them is a death in a lane; who has not come that far is named.
+Construction is collective and has three rounds: the ranks compare their arguments (`membership/birth.py`), enter the
+first epoch of a group, and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
+part in the first round as a refusal. A crash in any of them is a death in a group; a rank that has not come that far is
+named.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ _Self = TypeVar("_Self", bound="SharedBuffer")
 
 @untraced_methods
 class SharedBuffer:
-    """Memory that the ranks of a group share, one call at a time; `Buffer` and `LatencyBuffer` move rows through it.
+    """Memory shared by the ranks of a group, one call at a time; `Buffer` and `LatencyBuffer` move rows through it.
 
     Args:
         group: of the ranks.
-        config: what the buffer is made for, as the caller said it.
-        device: as the caller said it.
+        config: what the buffer is made for, as given by the caller.
+        device: as given by the caller.
         timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
             EPEE_TIMEOUT_S, else torch's `timeout` of the group.
-        fault_mode, on_stall: as the caller said it.
-        refusal: what is wrong with the arguments, where that is known already.
+        fault_mode, on_stall: as given by the caller.
+        refusal: the error in the arguments, if one is known already.
 
     Attributes:
         config: what the buffer is made for.
@@ -78,7 +79,7 @@ class SharedBuffer:
     ) -> None:
         self._topology = topology_of(group, size_of(group))
         self._turns = Turns()
-        self._whole: SharedBuffer | None = None  # which owns the memory; None: this one does
+        self._whole: SharedBuffer | None = None  # the buffer that owns the memory; None: this one does
         self._id = new_buffer_id()
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
@@ -93,7 +94,7 @@ class SharedBuffer:
             platform = self._platform_of(device)
             alone = _running_on_one_host(group, seat, config, platform is not None, self._timeout)
             if alone is not None:
-                self._topology = None  # be it that the group is on several hosts by now
+                self._topology = None  # even if the group is on several hosts by now
             if self._topology is not None:
                 self.config = self._over_hosts(self.config, self._topology, platform is not None)
             if platform is not None:
@@ -101,13 +102,14 @@ class SharedBuffer:
             elif config.room_bytes and not config.is_latency:
                 raise UnsupportedError("a room for calls of several shapes is memory of a GPU; pass device='cuda'")
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
-        except Exception as error:  # noqa: BLE001 - raised by `refuse_birth`, after the peers have heard of it
+        except Exception as error:  # noqa: BLE001 - raised by `refuse_birth`, after the peers have been notified of it
             told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
             retire()
             refuse_birth(group, self.config, told)
         retire()
         if alone is not None:
-            alone.require_here(type(self).__name__, self.rank)  # nobody is told: the others are in that buffer's calls
+            # no rank is notified: the others are in that buffer's calls
+            alone.require_here(type(self).__name__, self.rank)
         closing = self._turns.closing
         self._exchange: RowExchange
         running = None if alone is not None else _running_over_hosts(group, seat, self.config, self._timeout)
@@ -144,7 +146,7 @@ class SharedBuffer:
             raise
         self._exchange.membership.forget = self._path.close
         self._show_name(group)
-        # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
+        # a buffer dropped without close() returns its memory as well; its job is notified of it later (`retire`)
         finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, is_dropped=True)
         finalizer.atexit = False
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
@@ -162,7 +164,7 @@ class SharedBuffer:
 
     @property
     def whole(self: _Self) -> _Self:
-        """The buffer that owns the memory of this one; itself where it has its own."""
+        """The buffer that owns the memory of this one; this buffer if it has its own."""
         return cast(_Self, self._whole or self)
 
     @property
@@ -173,8 +175,8 @@ class SharedBuffer:
     def _beside(self: _Self, config: BufferConfig) -> _Self:
         """Return another object over the same memory, with handles of its own.
 
-        Calls of both come one at a time, and who closes one closes all. What is not closed gives its memory back when
-        the last of them has gone: the first one lives as long as the others.
+        Calls of both run one at a time, and closing one closes all. Without close, the memory is freed when the last of
+        them is deleted: the first one lives as long as the others.
         """
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -186,21 +188,23 @@ class SharedBuffer:
         raise NotImplementedError
 
     def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
-        """Return the config of a buffer over several hosts; raises `UnsupportedError` for what lives on one."""
+        """Return the config of a buffer over several hosts; raises `UnsupportedError` if the buffer is limited to
+        one.
+        """
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
     def _make_path_over_hosts(
         self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
     ) -> PathOverHosts:
-        """Make what moves the rows between hosts. Local."""
+        """Make the path that moves the rows between hosts. Local."""
         raise NotImplementedError
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
-        """Make what moves the rows. Collective."""
+        """Make the path that moves the rows. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Return all memory, mappings and descriptors. Local, idempotent, never waits for peers.
+        """Free all memory, mappings and descriptors. Local, idempotent, never waits for peers.
 
         A call in progress in another thread ends with `AbortedError`. Tensors that the user still holds stay valid;
         handles do not.
@@ -212,7 +216,7 @@ class SharedBuffer:
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled."""
+        """Raise, because a buffer cannot be pickled."""
         raise UnsupportedError(
             f"a {type(self).__name__} cannot be pickled or saved: it is memory shared with other processes. "
             "Save the state_dict() of the module that uses it, one file for each rank, and make buffer and module anew"
@@ -227,16 +231,16 @@ class SharedBuffer:
         self.close()
 
     def _attempt(self, op: int, timeout: float | None) -> CallAttempt:
-        """Return what stands around a collective call."""
+        """Return the context manager of a collective call."""
         return CallAttempt(self._exchange, self._path, op, timeout, self._timeout)
 
     @ranged
     def barrier(self, timeout: float | None = None) -> None:
         """Let all ranks meet. Collective.
 
-        `Buffer` on GPUs: the streams meet: what a rank's current stream does behind the barrier, it does when all
-        ranks' streams have come to it, with their writes done. One kernel; the host waits for nobody, so an error (as
-        of a combine) is raised by the next call or by `check`. Else the ranks' host threads meet.
+        `Buffer` on GPUs: the streams meet: work that a rank's current stream runs after the barrier runs when all
+        ranks' streams have reached it, with their writes done. One kernel; the CPU waits for no rank, so an error (as
+        of a combine) is raised by the next call or by `check`. Otherwise the ranks' CPU threads meet.
 
         Args:
             timeout: seconds to wait for a silent peer.
@@ -253,9 +257,9 @@ class SharedBuffer:
                     return self._path.barrier(deadline)
 
     def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' host threads.
+        """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' CPU threads.
 
-        For what callers of this buffer must agree on between two calls, without the process group.
+        For data that callers of this buffer must agree on between two calls, without the process group.
 
         Args:
             data: equally long on all ranks.
@@ -276,38 +280,37 @@ class SharedBuffer:
                     return self._control.all_gather_bytes(data, deadline)
 
     def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
-        """Agree with the other ranks on who takes part. Collective for all ranks that live; a barrier of their hosts.
+        """Agree with the other ranks on the members. Collective for all living ranks; a barrier of their CPU threads.
 
-        Ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time, are not. All
-        go on from the same call, in a new epoch; older handles are stale.
+        Ranks that arrive are members, even if others had excluded them; ranks that are dead, or do not arrive in time,
+        are not. All continue from the same call, in a new epoch; older handles are stale.
 
-        `LatencyBuffer`: no call may be waiting for its hook. On a group of the backend "epee" it takes in processes
-        that took the places of lost ranks and are making this buffer. On GPUs it waits for the GPU, and graphs serve
-        on.
+        `LatencyBuffer`: no call may be waiting for its hook. On a group of the backend "epee" it admits processes that
+        have replaced lost ranks and are making this buffer. On GPUs it waits for the GPU, and graphs stay usable.
 
         `Buffer` on GPUs: as there, and it waits for the GPU; older handles are stale in graphs as well. Processes that
-        took the places of lost ranks come in unless memory is lent by cudaIpc (docs/limits.md); graphs with dispatches
-        of their own serve on.
+        have replaced lost ranks are admitted unless memory is lent by cudaIpc (docs/limits.md); graphs with dispatches
+        of their own stay usable.
 
-        `Buffer` on CPUs: with a mask on all ranks, ranks that come are in, those that were put out before as well; who
-        does not come is put out of this buffer and stays in its group. A new epoch begins with the next call; steps
-        that were begun are over. Without a mask it is a call like others: its end tells the members of the present
-        epoch, and silent ranks are the affair of `on_stall`.
+        `Buffer` on CPUs: with a mask on all ranks, ranks that arrive are members, those that were excluded before as
+        well; a rank that does not arrive is excluded from this buffer and stays in its group. A new epoch begins with
+        the next call; steps that were begun are over. Without a mask it is a call like others: its end returns the
+        members of the current epoch, and silent ranks are handled by `on_stall`.
 
-        Over several hosts (CPUs): nobody who lives is left out, whatever the masks say, and processes that took the
-        places of lost ranks come in, from whatever host. One that is in the group and not in the buffer is waited for
-        until the time-out; then the others go on without it. Losses are raised where there is no mask (`Buffer`).
+        Over several hosts (CPUs): no living rank is excluded, whatever the masks say, and processes that have replaced
+        lost ranks are admitted, from whatever host. One that is in the group and not in the buffer is awaited until the
+        timeout; then the others continue without it. Losses are raised if there is no mask (`Buffer`).
 
         Args:
-            active_ranks: this rank's mask, `[num_ranks or more]` int32; whom it counts out is not waited for long. The
-                agreed one is written into it.
+            active_ranks: this rank's mask, `[num_ranks or more]` int32; a rank that it excludes is not awaited for
+                long. The agreed mask is written into it.
             timeout: seconds to wait for a silent rank.
 
         Returns:
             `[num_ranks]` int32 on the CPU, 1 = takes part; equal on all of them.
 
         Raises:
-            NoQuorumError: too few ranks came to decide, or the others agreed without this one.
+            NoQuorumError: too few ranks arrived to decide, or the others agreed without this one.
             InvalidState: a hook has not been called, or a graph is recorded.
             MismatchError: `Buffer` on CPUs: a rank that is counted on makes another call.
             As `dispatch`, for `Buffer` on CPUs without a mask.
@@ -325,11 +328,11 @@ class SharedBuffer:
                     return mask_of(self._exchange.members, self.num_ranks)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
-        """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
+        """Take part in the peers' next call only to report that this rank cannot make it; they raise at once.
 
         On GPUs, and of a `LatencyBuffer`, that call must be a dispatch, a combine or (`Buffer`) a barrier.
 
-        For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
+        For callers of this buffer that find an error in their own arguments, before they raise `error`.
 
         Args:
             error: its text becomes part of the peers' `MismatchError`.
@@ -341,17 +344,17 @@ class SharedBuffer:
             refuse(self._exchange, self._path, op, error, deadline, self._timeout)
 
     def check(self) -> None:
-        """Raise what has gone wrong on this rank's GPU since the last call. Local; does not wait for the GPU.
+        """Raise errors on this rank's GPU since the last call. Local; does not wait for the GPU.
 
-        Every call does so when it starts. Synchronise first to be sure of what has been launched.
+        Every call does so when it starts. Synchronise first to include everything that has been launched.
         """
         with self._turns.queue(), self._turns:
             self._path.check()
 
     def join(self) -> None:
-        """Let the current stream wait for all work of this buffer on other streams. Local.
+        """Make the current stream wait for all work of this buffer on other streams. Local.
 
-        Buffers that are used in turn, on several streams, share the GPU better when each is joined before the next is
+        Buffers used in alternation, on several streams, share the GPU better when each is joined before the next is
         used: while calls of several buffers may overlap, each of them takes only part of the multiprocessors.
         """
         with self._turns.queue(), self._turns:
@@ -371,19 +374,19 @@ class SharedBuffer:
 
     @property
     def max_num_sms(self) -> int:
-        """Multiprocessors of this rank's GPU, the most that `num_sms` can be; 0 on the CPU, where it means nothing."""
+        """Multiprocessors of this rank's GPU, the maximum of `num_sms`; 0 on the CPU, where `num_sms` has no effect."""
         return self._path.max_num_sms
 
     @property
     def takes_replacements(self) -> bool:
-        """Tell whether who takes a lost rank's place comes in: in a call, or in `sync` (`LatencyBuffer`, GPUs)."""
+        """Whether a process that replaces a lost rank is admitted: in a call, or in `sync` (`LatencyBuffer`, GPUs)."""
         return self._path.takes_replacements
 
 
 def _running_over_hosts(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the buffer over hosts that this process has to come into; None: there is none, or it is no newcomer."""
+    """Return the buffer over hosts that this process has to join; None if there is none, or if it is no joiner."""
     if seat is None or not seat.is_joiner or not seat.spans:
         return None
     from .hosts.notices import find_running
@@ -394,7 +397,7 @@ def _running_over_hosts(
 def _running_on_one_host(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
-    """Return the buffer of one host that this process would come into; None: there is none, or it is no newcomer."""
+    """Return the buffer of one host that this process would join; None if there is none, or if it is no joiner."""
     if seat is None or not seat.is_joiner or not seat.spans:
         return None
     from .hosts.notices import find_on_one_host
@@ -405,7 +408,7 @@ def _running_on_one_host(
 def _tell_of_one_host(
     seat: GroupInView | None, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
 ) -> None:
-    """Tell who comes into a group over several hosts of a buffer that stays on one."""
+    """Announce a buffer that stays on one host to processes that join a group over several hosts."""
     lane = exchange.membership
     if seat is None or not (seat.spans and seat.is_open) or not isinstance(lane, BufferLane):
         return
@@ -425,7 +428,7 @@ def _exchange_over_hosts(
 
     Args:
         group, config, timeout_s, closing: of the buffer.
-        running: the one that this process comes into, if it does; raises then as `hosts.birth.come_into`.
+        running: the buffer that this process joins, if any; then raises as `hosts.birth.come_into`.
     """
     from .hosts.birth import come_into, create_over_hosts, tell_of
     from .hosts.exchange import HostsExchange

@@ -1,19 +1,20 @@
-"""What calls of a `Buffer` look like: checked once, planned once, and found again by it.
+"""Cached plans of the calls of a `Buffer`: a call is checked once, planned once, and found again by its cache key.
 
 `latency/plans.py` has the same for `LatencyBuffer`.
 
-A call on a GPU costs the host little more than its launch, so to look at each argument would show. What the rules of
-`checks.py` are about, but for addresses, is the call's *facts*: shapes, strides, dtypes, devices, options. Facts that
-have passed are remembered with what the path has planned for them (`CheckedCalls`). A call with the same facts is only
-looked at for what they do not say: where rows begin, how many a combine has. Calls whose arguments had to be changed
-(made contiguous), or may overlap others (`out`, `bias`), are checked each time, and so are all calls on CPUs, whose
-checks look at the data and plan.
+A call on a GPU costs the CPU little more than its launch, so checking each argument would be noticeable. Everything
+that the rules of `checks.py` read, except addresses, is the call's *cache key* (`facts`): shapes, strides, dtypes,
+devices, options. Keys that have passed are stored with what the path has planned for them (`CheckedCalls`). A call with
+the same key is only checked for what the key does not contain: the alignment of rows, and how many a combine has. Calls
+whose arguments had to be changed (made contiguous), or may overlap others (`out`, `bias`), are checked each time, and
+so are all calls on CPUs, whose checks read the data and plan.
 
-In quiet times (`attempt.CallsAgain`) a call's plan is looked for first, by less (`KnownPlans`): of the last few kinds
-of dispatches by one look at all tensors, which costs less than to ask each what it is like; else by a key. A drop-in
-layer that has a key of its own keeps the plan (`Buffer.dispatches_like`): then nothing is looked up here.
+When the fast path is allowed (`attempt.CallsAgain`) a call's plan is first looked up by less (`KnownPlans`): among the
+last few kinds of dispatches by one comparison of all tensors, which costs less than reading the properties of each;
+else by a key. A drop-in layer that has a key of its own keeps the plan (`Buffer.dispatches_like`): then nothing is
+looked up here.
 
-Who calls: the thread of a call, with the buffer's lock.
+Called on the thread of the call, with the buffer's lock.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from .throughput.gpu.dispatch import DispatchPlan, short_key
 from .throughput.gpu.machine import Machine
 from .throughput.gpu_handle import CudaHandle
 
-_MOST_FACTS = 1024  # that are remembered: callers may bring new shapes all the time
-NO_FACTS = (AttributeError, RuntimeError, TypeError, ValueError)  # of what is no tensor, or no dense one
+_MOST_FACTS = 1024  # cached at most: callers may bring new shapes all the time
+# raised for a value that is no tensor, or no dense one
+NO_FACTS = (AttributeError, RuntimeError, TypeError, ValueError)
 _MAY_BE_NEGATED = frozenset({torch.float16, torch.float32, torch.float64})  # parts of complex numbers, lazily
 _MOST_KEYS = 1024  # of a kind, that lead to plans
 BY_TOPK = (None, None, None)  # no mask, no handle, no capacity
-ALIGNMENT = 16  # of rows, as `checks.check_rows` says
+ALIGNMENT = 16  # of rows, as in `checks.check_rows`
 
 
 class CheckedCalls:
@@ -89,9 +91,9 @@ class CheckedCalls:
         return call
 
     def memo_of(self, facts: object) -> dict[Any, Any] | None:
-        """Return the memo of calls with these facts, None where none has passed the checks.
+        """Return the memo of calls with this cache key, None if none has passed the checks.
 
-        What facts do not say is still to be looked at: where rows begin.
+        The alignment of rows is not in the key and is still to be checked.
         """
         return self._passed.get(facts)
 
@@ -101,7 +103,7 @@ class CheckedCalls:
         return self._passed.setdefault(facts, {})
 
     def _facts(self, facts_of: Callable[..., tuple[object, ...]], *given: Any) -> tuple[object, ...] | None:
-        """Return the facts of a call, None where only the rules can tell what is wrong, or on CPUs."""
+        """Return the cache key of a call; None if only the rules can determine the error, or on CPUs."""
         if not self._config.is_cuda:
             return None
         try:
@@ -113,7 +115,7 @@ class CheckedCalls:
 
 
 class _Like(NamedTuple):
-    """The plan of dispatches that are alike: their options, and what tells whether tensors are like theirs."""
+    """The plan of dispatches that are alike: their options, and a comparison of tensors with theirs."""
 
     plan: DispatchPlan
     options: object
@@ -125,7 +127,7 @@ class KnownPlans:
 
     Args:
         machine: of the buffer.
-        checked: what its checks have let pass.
+        checked: the calls that have passed its checks.
         exchange, buffer_id: of the buffer.
 
     Attributes:
@@ -135,7 +137,7 @@ class KnownPlans:
     def __init__(self, machine: Machine, checked: CheckedCalls, exchange: RowExchange, buffer_id: int) -> None:
         self._machine, self._checked, self._exchange, self.buffer_id = machine, checked, exchange, buffer_id
         self._dispatches: dict[Any, DispatchPlan] = {}
-        self._lately: list[_Like] = []  # of them, the last few of the usual kinds, the youngest first
+        self._lately: list[_Like] = []  # the last few of the usual kinds, the newest first
         self._combines: dict[Any, AnyCombinePlan] = {}
 
     def dispatch(
@@ -148,9 +150,9 @@ class KnownPlans:
         num_sms: Any,
         sync: Any,
     ) -> DispatchPlan | None:
-        """Return the plan of dispatches whose arguments look like these, if there is one.
+        """Return the plan of dispatches whose arguments have the properties of these, if there is one.
 
-        It serves while what these tensors look like is what they look like here (`topk_facts`).
+        It is valid while the properties of these tensors stay the same (`topk_facts`).
 
         Args:
             others: the mask, the handle and the capacity.
@@ -167,7 +169,7 @@ class KnownPlans:
         if type(sync) is not bool or not (num_sms is None or type(num_sms) is int):
             return None
         options = how, type(how[1]), num_sms, is_exact, form
-        tensors: tuple[Any, ...] = ()  # that alone vary between calls of the usual kinds
+        tensors: tuple[Any, ...] = ()  # the only arguments that vary between calls of the usual kinds
         if mask is None and capacity is None:
             if handle is None and topk_weights is not None:
                 tensors = x, topk_idx, topk_weights
@@ -200,14 +202,16 @@ class KnownPlans:
         return plan
 
     def _note(self, plan: DispatchPlan, options: object, tensors: tuple[Any, ...]) -> None:
-        """Let calls of a plan be found by what their tensors look like, where that can be told."""
+        """Store a plan under the properties of its tensors, if these can be compared."""
         looks = looks_of(*tensors)
         if looks is not None:
             others = [like for like in self._lately if like.plan is not plan or like.options != options]
             self._lately = [_Like(plan, options, looks), *others][:MOST_LOOKS]
 
     def combine(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
-        """Return the plan of combines whose arguments look like these, if there is one, and the slot of `y`."""
+        """Return the plan of combines whose arguments have the properties of these, if there is one, and the slot of
+        `y`.
+        """
         if handle.layout != "rank" or not (num_sms is None or type(num_sms) is int):
             return None
         try:
@@ -234,7 +238,7 @@ class KnownPlans:
 
 
 def _key_of(x: Any, topk_idx: Any, topk_weights: Any, others: tuple[Any, Any, Any], options: Any) -> object:
-    """Return what `dispatch_facts` says, and the options; of frequent kinds of calls with less ado."""
+    """Return the key of `dispatch_facts` and the options; faster for frequent kinds of calls."""
     mask, handle, capacity = others
     if mask is None and capacity is None:
         if handle is None and topk_weights is not None:
@@ -252,7 +256,7 @@ def dispatch_facts(
     layout: object,
     expert_alignment: object,
 ) -> tuple[object, ...]:
-    """Return what the rules of a dispatch look at; raises one of `NO_FACTS` where only they can tell what is wrong.
+    """Return what the rules of a dispatch read; raises one of `NO_FACTS` if only the rules can determine the error.
 
     Args:
         x, topk_idx, topk_weights, layout, expert_alignment: as the caller gave them.
@@ -274,7 +278,7 @@ def dispatch_facts(
 
 
 def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
-    """Return what the rules look at of the tensors of a dispatch by `topk_idx`, as `dispatch_facts`."""
+    """Return what the rules read of the tensors of a dispatch by `topk_idx`, as `dispatch_facts`."""
     kind = None
     if isinstance(x, torch.Tensor):
         kind = x.dtype
@@ -297,10 +301,10 @@ def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
 
 
 def combine_facts(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ...]:
-    """Return what the rules of a combine look at, as `dispatch_facts`; how many rows there are follows no shape."""
+    """Return what the rules of a combine read, as `dispatch_facts`; the number of rows follows from no shape."""
     num_rows, *others = y.shape
     weights = None if topk_weights is None else _facts_of(topk_weights)
-    order = handle.order  # whose ids are not looked at on GPUs
+    order = handle.order  # whose ids are not checked on GPUs
     sums = None if order is None else (order.by, order.bias_first, order.round_partials)
     dtype = y.dtype
     looks = y.stride(), dtype, y.device, dtype in _MAY_BE_NEGATED and y.is_neg()
@@ -308,7 +312,7 @@ def combine_facts(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ..
 
 
 def _facts_of(value: Any) -> tuple[object, ...]:
-    """Return what can be wrong with a tensor; raises for what is no dense one."""
+    """Return the checked properties of a tensor; raises for a value that is no dense tensor."""
     dtype = value.dtype
     return value.shape, value.stride(), dtype, value.device, dtype in _MAY_BE_NEGATED and value.is_neg()
 
@@ -318,7 +322,7 @@ def _facts_of_handle(handle: Handle) -> tuple[object, ...]:
 
 
 def _are_whole(*given: Any) -> bool:
-    """Tell whether checked tensors are used as they are."""
+    """Return whether checked tensors are used as they are."""
     return all(value is None or value.is_contiguous() for value in given)
 
 

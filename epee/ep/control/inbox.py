@@ -1,25 +1,26 @@
-"""The exchange of rows: how every rank learns in one step what all ranks are about to do.
+"""The exchange of rows, by which every rank learns in one step what all ranks are about to do.
 
-Each rank lends an inbox. A call starts when a rank writes its **row** (what it calls, with what, how many rows for
-whom, which slot of its arena the peers may touch) into every inbox, its own included, and ends its announcement by
-storing the row's tag. It then waits until its own inbox holds all rows of this call. Since everybody has the same
-rows, everybody reaches the same verdict: go on, or raise the same error. `words.py` has the layout of an inbox.
+Each rank lends an inbox. A call starts when a rank writes its **row** (operation, arguments, how many rows for each
+rank, which slot of its arena the peers may access) into every inbox, its own included, and ends its announcement by
+storing the row's tag. It then waits until its own inbox holds all rows of this call. Since all ranks have the same
+rows, all reach the same result: continue, or raise the same error. `words.py` has the layout of an inbox.
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
-finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
-needed: two parities suffice. A call that was refused or given up leaves its rows unread; `settle` waits for them before
-the next row is published: nobody is more than one call ahead. Who gives a call up in the wait for rows does so together
-with all others (`withdrawal.py`), so after an error all stand before the same call. The same argument lets one `data`
-word per source serve for ever: it is compared for equality with the tag of the call. A rank that cannot finish a call
+finished every call before s, its stores included, and no row s+1 can overwrite a row s-1 that is still needed: two
+parities suffice. A call that was refused or aborted leaves its rows unread; `settle` waits for them before the next row
+is published: no rank is more than one call ahead. A rank that aborts a call in the wait for rows does so together with
+all others (`withdrawal.py`), so after an error all ranks are before the same call. The same argument lets one `data`
+word per source serve forever: it is compared for equality with the tag of the call. A rank that cannot finish a call
 whose row it has published stores the call's tag in another word of its own, so that its peers need not wait for the
-time-out. (Not in the `data` word: a slow peer may still have to read the call before in it. A reader looks at `data`
-again after it has seen a call given up: the data of that or of an earlier call was stored before.)
+timeout. (Not in the `data` word: a slow peer may still have to read the previous call in it. A reader reads `data`
+again after it has seen a call aborted: the data of that or of an earlier call was stored before.)
 
-What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
-in `RankFailedError` for whoever waits for the payload. No state needs repair: each epoch has inboxes of its own, of its
-members only; a wait ends when the view changes, and `membership` says what becomes of the call. A rank stores its row
-into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its row
-is read there where it has not come here. Calls are counted through all epochs, so an epoch begins with some number.
+A crash leaves a row without its tag, which no rank reads; or a row with its tag and no payload, which ends in
+`RankFailedError` for a rank that waits for the payload. No state needs repair: each epoch has inboxes of its own, of
+its members only; a wait ends when the view changes, and `membership` decides how the call goes on. A rank stores its
+row into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its
+row is read there if it has not arrived here. Calls are numbered through all epochs, so the first call of an epoch can
+have any number.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .ending import Turned as Turned
 from .ending import Withdrawn as Withdrawn
 from .header import HEADER as HEADER
 from .header import NUM_HEADER, check_agreed, limits_of, parse_header
-from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
+from .header import OP_COMBINE as OP_COMBINE  # users of an exchange find these names here
 from .header import OP_DISPATCH as OP_DISPATCH
 from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
@@ -49,11 +50,11 @@ from .header import Header as Header
 from .membership import FixedMembership, Membership, Parties
 from .words import InboxWords
 
-RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
+RETRY_S = 0.1  # between two reports of a rank that is silent beyond the timeout
 
 
 class ExchangedRows(NamedTuple):
-    """The rows that one exchange brought, copied and checked. Of a rank without a part in the call: zeros.
+    """The rows of one exchange, copied and checked. Of a rank without a part in the call: zeros.
 
     Attributes:
         headers: one per rank.
@@ -75,23 +76,23 @@ class Exchange:
     Args:
         config: of the buffer.
         rank: this rank.
-        inboxes: one region per rank, the own one included; none where `membership` will bring them (`begin`).
-        watch: knows which ranks are dead.
+        inboxes: one region per rank, the own one included; none if `membership` will provide them (`begin`).
+        watch: knows the dead ranks.
         interrupt: called while waiting; raises to end the wait.
 
     Attributes:
         epoch: of the view; 0 while membership cannot change, and before the first epoch.
         members: ranks of the epoch, ascending.
         parties: those with a part in the last call; `absent` the others.
-        gone: members that are in the epoch no more.
-        reduced_members: the same where these are not all, else None.
+        gone: members that have left the epoch.
+        reduced_members: the members if these are not all ranks, else None.
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
         gathered: the last call whose rows were seen, or that is over for another reason.
         began: when the last call was published, a `time.monotonic()` value.
         end: how the last call ends.
         num_calls: published so far, in all epochs.
-        membership: says what a new view does to a call.
+        membership: defines what a new view does to a call.
         is_dropped: the buffer ends without having been closed.
     """
 
@@ -120,10 +121,10 @@ class Exchange:
         self.begin(0, self._inboxes)
 
     def begin(self, epoch: int, inboxes: Mapping[int, HostRegion], first_seq: int = 1) -> None:
-        """Begin an epoch with its members' inboxes and the number of its first call. It has begun at the last store."""
+        """Begin an epoch with its members' inboxes and the number of its first call. The last store begins it."""
         self.settled = self.gathered = first_seq - 1
         self.began = 0.0
-        self._is_left = False  # its caller has been taken out of the last call
+        self._is_left = False  # its caller has left the last call
         self._earlier_calls = self.num_calls - (first_seq - 1)
         self._row = (first_seq - 1, b"")  # number and bytes of the last call's row
         self._stored = first_seq - 1  # the last call whose row has been stored into every inbox
@@ -138,7 +139,7 @@ class Exchange:
         self.epoch = epoch
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
-        """Make the next call: `publish` this rank's row and `gather` all. Whoever has made use of it closes `end`.
+        """Make the next call: `publish` this rank's row and `gather` all. The user of the rows closes `end`.
 
         Raises:
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
@@ -178,9 +179,9 @@ class Exchange:
         seq = self.seq + 1
 
         def announce() -> None:
-            """Begin the call; run by the membership, when no view can come in between."""
+            """Begin the call; run by the membership, so that no view can come in between."""
             self._is_left = False
-            self.parties, self.absent = self.members, ()  # who has gone may have announced it
+            self.parties, self.absent = self.members, ()  # a rank that has left may have announced it
             if not header.refused:
                 self.end.open(seq)
             self.began = time.monotonic()
@@ -206,11 +207,11 @@ class Exchange:
 
     @property
     def is_pull(self) -> bool:
-        """Whether the others complete that call without anything more of this rank."""
+        """Whether the others complete that call without anything more from this rank."""
         return self.header.op != OP_DISPATCH
 
     def dead(self) -> Collection[int]:
-        """Return the ranks that decide nothing more: they are dead, or gone from the view."""
+        """Return the ranks that decide nothing more: they are dead, or have left the view."""
         return {*self._watch.dead(), *self.gone}
 
     @property
@@ -220,7 +221,7 @@ class Exchange:
 
     @property
     def header(self) -> Header:
-        """What this rank has published last."""
+        """The header that this rank has published last."""
         return Header(*HEADER.unpack_from(self._row[1]))
 
     def reason(self) -> bytes:
@@ -230,14 +231,14 @@ class Exchange:
     def _store_own_row(self) -> None:
         """Write the current row into this rank's inbox: from now on it has a part in the call."""
         seq, row = self._row
-        self.words.store(seq & 1, tag(self.epoch, seq), row, (self.rank,))  # where nobody sleeps
+        self.words.store(seq & 1, tag(self.epoch, seq), row, (self.rank,))  # no rank sleeps on it
 
     def _store_row(self) -> None:
         """Write the current row into the others' inboxes."""
         seq, row = self._row
         self.words.store(seq & 1, tag(self.epoch, seq), row, self._peers)
         self.words.wake(seq & 1, self._peers)
-        fence()  # before the look for those who have given the call up
+        fence()  # before the check for ranks that have aborted the call
         self._stored = seq
 
     def gather(self, deadline: float) -> ExchangedRows:
@@ -245,7 +246,7 @@ class Exchange:
 
         Raises:
             MismatchError: the ranks disagree, or a peer's call was refused; the same on every rank that was not.
-            CommTimeoutError, RankFailedError: a peer did not come, or has given the call up.
+            CommTimeoutError, RankFailedError: a peer did not publish its row, or has aborted the call.
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """
@@ -259,11 +260,11 @@ class Exchange:
             return self._checked(copy, self.parties)
         except EpeeError as error:
             if is_own(error):
-                self.end.close()  # all see the same rows, so nobody has a result
+                self.end.close()  # all ranks see the same rows, so none has a result
             raise
 
     def _checked(self, copy: bytes, parties: tuple[int, ...]) -> ExchangedRows:
-        """Return what a copy of all rows says, checked and agreed on."""
+        """Return the contents of a copy of all rows, checked and agreed on."""
         if self.words.own_part(copy) != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
         raw, texts, counts = self.words.split(copy)
@@ -272,9 +273,9 @@ class Exchange:
         return ExchangedRows(headers, counts[:, : self.config.num_ranks + self.config.num_experts], texts, parties)
 
     def _await_parties(self, deadline: float) -> bool:
-        """Wait until this rank may go on with the call; return whether all rows have come here.
+        """Wait until this rank may continue the call; return whether all rows have arrived here.
 
-        They have not where this rank's patience has ended first, but others have gathered the call.
+        They have not if this rank's timeout has expired first, but others have gathered the call.
         """
         cause: BaseException | None = None
         while True:
@@ -290,7 +291,7 @@ class Exchange:
                 deadline = self.membership.patience(deadline)
 
     def _wait_for_all(self, deadline: float) -> BaseException | None:
-        """Wait for all rows and say that this rank goes on; where it leaves the call (`_is_left`) return why."""
+        """Wait for all rows and publish that this rank continues; if it leaves the call (`_is_left`) return why."""
         try:
             self._wait_rows(deadline, is_current=True)
             if not self.end.withdrawn():
@@ -307,10 +308,10 @@ class Exchange:
         return cause
 
     def _ask_again(self, deadline: float) -> BaseException | None:
-        """See what becomes of the call now that the view has changed; raises where it does not go on here.
+        """Determine what becomes of the call after a view change; raises if it does not continue here.
 
         Returns:
-            What has taken the caller out of it before it was known; the call is to be given up for that.
+            The error with which the caller left the call before that was known; the call is to be aborted for it.
         """
         try:
             self.lose(self.membership.decide(self._op, self.seq, deadline))
@@ -323,14 +324,14 @@ class Exchange:
             return error
 
     def lose(self, parties: Parties) -> None:
-        """Go on with the last call, or with the next one, without those who are gone."""
+        """Continue the last call, or the next one, without the lost ranks."""
         self.parties, self.gone = parties
         self.absent = tuple(rank for rank in self.members if rank not in self.parties)
 
     def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
         """Return the rows of the current call, `num_ranks` of them.
 
-        A row that did not come here lies in its writer's own inbox. Who has no part gets a row that says nothing.
+        A row that did not arrive here is read in its writer's own inbox. A rank without a part gets an empty row.
         """
         parity, mark = self.seq & 1, tag(self.epoch, self.seq)
         return b"".join(
@@ -339,21 +340,23 @@ class Exchange:
         )
 
     def has_row_of(self, src: int, seq: int) -> bool:
-        """Return whether a member of the epoch has announced a call, or a later one, as its own inbox says."""
+        """Return whether a member of the epoch has announced a call, or a later one, according to its own inbox."""
         return any(self.words.tag_of(parity, src) >= tag(self.epoch, seq) for parity in (0, 1))
 
     def waits_in_next(self, src: int) -> bool:
-        """Return whether a rank has announced the call after this rank's last one, and neither refused nor given up."""
+        """Return whether a rank has announced the call after this rank's last one, and neither refused nor aborted
+        it.
+        """
         mark = tag(self.epoch, self.seq + 1)
         header = self.words.header_if_here((self.seq + 1) & 1, mark, src)
         return header is not None and not header.refused and src not in self.end.given_up_by(mark)
 
     def signal_data(self, dst_rank: int) -> None:
-        """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
+        """Notify `dst_rank` that this rank's payload of the current call is complete in its arena."""
         self.words.store_data(tag(self.epoch, self.seq), dst_rank, is_given_up=False)
 
     def abandon(self) -> None:
-        """Tell all peers that this rank's payload of the current call will not come."""
+        """Notify all peers that this rank's payload of the current call will not arrive."""
         for peer in self._peers:
             self.words.store_data(tag(self.epoch, self.seq), peer, is_given_up=True)
 
@@ -361,7 +364,7 @@ class Exchange:
         """Wait until the payload of every peer with a part in the call has arrived whole.
 
         Returns:
-            The ranks that are gone from the view and have left theirs unfinished.
+            The ranks that have left the view with theirs unfinished.
         """
         want = tag(self.epoch, self.seq)
         unfinished: list[int] = []
@@ -373,14 +376,14 @@ class Exchange:
             index = self.words.data_at(src)
             try:
                 self._wait(index, want, src, deadline, is_data=True)
-            except Turned:  # it is gone: nothing more may count, but what came before does
+            except Turned:  # it has left: nothing more may count, but what arrived before does
                 if self.words.own[index] != want:
                     unfinished.append(src)
                 deadline = self.membership.patience(deadline)
         return unfinished
 
     def release(self) -> None:
-        """Let go of all views of the inboxes, so that their mappings can end."""
+        """Release all views of the inboxes, so that their mappings can end."""
         self.words.release()
         self._inboxes.clear()
 
@@ -406,7 +409,9 @@ class Exchange:
             self.gathered = self.seq
 
     def _wait_rows(self, deadline: float, is_current: bool = False) -> None:
-        """Wait for all rows of the last call; `is_current`: its caller waits, so a peer that gives it up ends that."""
+        """Wait for all rows of the last call; `is_current`: its caller waits, so a peer that aborts it ends the
+        wait.
+        """
         want = tag(self.epoch, self.seq)
         for src in self._peers:
             if src in self.parties and src not in self.gone:
@@ -423,7 +428,7 @@ class Exchange:
         membership = self.membership
 
         def check() -> None:
-            """Raise what ends the wait before the word has come."""
+            """Raise what ends the wait before the word has arrived."""
             self._interrupt()
             membership.show(self._op, self.seq, self.behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
@@ -432,7 +437,7 @@ class Exchange:
                 return
             membership.check(src, is_data)
             dead = tuple(rank for rank in dead if rank in self.members)
-            # a peer may have met a death first and given up: the death is the cause, so it comes first
+            # a peer may have met a death first and aborted: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
                 behind = self.behind(want, is_data)
                 raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
@@ -471,11 +476,11 @@ class Exchange:
         )
 
     def where(self, peer: int, started: float | None = None) -> str:
-        """Return the facts of a message about the current call: operation, rank, peer, call number and epoch.
+        """Return the context of a message about the current call: operation, rank, peer, call number and epoch.
 
         Args:
-            peer: the rank that it is about.
-            started: `time.monotonic()` of the wait's begin, for the seconds that it took; None leaves them out.
+            peer: the rank that the message is about.
+            started: `time.monotonic()` at the start of the wait, for the seconds that it took; None leaves them out.
         """
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)

@@ -1,23 +1,24 @@
 """Dispatch and combine for CPU tensors of ranks on several hosts, in calls of the buffer's own engine.
 
-A dispatch is two of them: the rows of the call (`exchange.py`), from which all ranks know all places and reach the same
-verdict, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). What each of them
-writes and reads, and what a crash leaves, is said there; between two of them a rank holds nothing that others wait for
-but its part of the next one. Whoever leaves in between has the engine tell the others that it refuses that part.
+A dispatch is two of them: the rows of the call (`exchange.py`), from which all ranks compute all offsets and reach the
+same result, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). Those modules
+describe what each call writes and reads, and what a crash leaves; between two of them a rank holds nothing that others
+wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it refuses
+that part.
 
-What a loss does, the same on all ranks (`step.py`):
+The effect of a loss, the same on all ranks (`step.py`):
 
-    dispatch    "mask": it ends over those who are left; whose records were whole before it died is in.
-    combine     "mask": the same: of those who were in the dispatch, over those who are left, without what the lost had.
+    dispatch    "mask": it ends over the remaining ranks; a rank whose records were whole before it died is included.
+    combine     "mask": the same: of the ranks in the dispatch, over the remaining ones, without what the lost had.
     both        "raise": `RankFailedError` on all, once for each loss, in whichever of the two calls it falls.
 
-Processes in lost places come in by `sync` (`assembly.py`). Where ranks are follows from the outboxes of the call that
-has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on all ranks.
+Processes that replace lost ranks join by `sync` (`assembly.py`). The placement of ranks follows from the outboxes of
+the call that has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on all ranks.
 
-A handle is of the epoch of its dispatch. What comes in a later one, and was not begun in the handle's, is refused with
-`StaleHandleError`; so is a cached dispatch that the loss meets, whose rows the handle's places would not fit.
+A handle belongs to the epoch of its dispatch. A call in a later epoch, not begun in the handle's, is refused with
+`StaleHandleError`; so is a cached dispatch during which a rank is lost, whose rows would not fit the handle's offsets.
 
-Results lie in slots of an arena that nobody else maps, as on one host: pages are touched once, not in every call.
+Results lie in slots of an arena that no other rank maps, as on one host: pages are touched once, not in every call.
 """
 
 from __future__ import annotations
@@ -72,18 +73,18 @@ Planned = TypeVar("Planned")
 
 
 def _own(handle: Handle) -> TwoLevelHandle:
-    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    """Return a handle as the type of this path; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, TwoLevelHandle)
     return handle
 
 
 def _is_loss(error: Exception) -> bool:
-    """Tell whether an error says that ranks are lost; of those that are in the same call all get it, once each."""
+    """Return whether an error reports lost ranks; all ranks in the same call get it, once each."""
     return isinstance(error, PeerError) and not isinstance(error, (EvictedError, NoQuorumError))
 
 
 class _Begun(NamedTuple):
-    """What the data call of a dispatch is made with: its plan and handle, an arena and a slot of it."""
+    """The inputs of the data call of a dispatch: its plan and handle, an arena and a slot of it."""
 
     plan: RecordsPlan
     handle: TwoLevelHandle
@@ -92,7 +93,7 @@ class _Begun(NamedTuple):
 
 
 def _among(plan: SendPlan, rank: int, met: MemberRows, config: BufferConfig) -> SendPlan:
-    """Leave out the rows for ranks that have no part in a call."""
+    """Remove the rows for ranks that have no part in a call."""
     ranks = np.repeat(np.arange(config.num_ranks), plan.counts[: config.num_ranks])  # of each row: they are sorted so
     kept = torch.from_numpy(np.isin(ranks, met.members))
     slots = None if plan.slots is None else plan.slots[kept]
@@ -100,15 +101,15 @@ def _among(plan: SendPlan, rank: int, met: MemberRows, config: BufferConfig) -> 
 
 
 class HostsPath:
-    """What moves rows between the ranks of several hosts.
+    """Moves rows between the ranks of several hosts.
 
     Args:
         config: of the buffer.
-        control: its host side.
+        control: its CPU side.
         buffer_id: goes into handles.
         exchange: of rows, with the engine.
-        topology: who is where, as far as the outboxes do not say it.
-        seat: of the group in the view; None where nobody can take a lost rank's place.
+        topology: the placement of the ranks, as far as the outboxes do not name it.
+        seat: job handle of the group; None if lost ranks cannot be replaced.
         poison: fill results with 0xFF before they are written.
     """
 
@@ -141,19 +142,19 @@ class HostsPath:
         self._count()
 
     def _count(self) -> None:
-        """Note how much memory this rank lends to others, or keeps for them."""
+        """Record how much memory this rank lends to others, or keeps for them."""
         box = self._engine.box
         topology = self._places.of(box)
         self._nbytes = sum(box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
 
-    # ---- what moves no rows
+    # ---- calls that move no rows
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been announced to the peers."""
         return self.exchange.num_calls
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
+        """Return whether the peers know about `error`, or cannot be notified: they caused it."""
         return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
@@ -161,18 +162,18 @@ class HostsPath:
         self.control.refuse(op, error, deadline)
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: hosts that meet look around."""
+        """Return False: a CPU-side barrier always makes its checks."""
         return False
 
     def barrier(self, deadline: float) -> None:
-        """Let the ranks' host threads meet; raises as `Buffer.barrier`."""
+        """Let the ranks' CPU threads meet; raises as `Buffer.barrier`."""
         self.control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, take in who comes (`assembly.py`), and return who takes part, into `active_ranks` as well.
+        """Meet, admit joiners (`assembly.py`), and return the members, into `active_ranks` as well.
 
-        Who lives is waited for, whatever the masks say, by the policy for silent ranks: none is left out of the buffer
-        alone. Raises as `Buffer.barrier`; with a mask not losses, which it shows.
+        Living ranks are awaited, whatever the masks say, by the policy for silent ranks: none is excluded from the
+        buffer alone. Raises as `Buffer.barrier`; with a mask not losses, which the mask contains.
         """
         is_masked = active_ranks is not None
         self._assembly.meet(b"", deadline, lambda error: is_masked and _is_loss(error))
@@ -184,18 +185,18 @@ class HostsPath:
         return mask
 
     def come_in(self, deadline: float) -> None:
-        """Meet for the first time, as a process that has been taken in; raises as `Buffer.barrier`, but for losses."""
+        """Meet for the first time, as a process that has been admitted; raises as `Buffer.barrier`, but for losses."""
         self._assembly.meet(b"", deadline, _is_loss)
         self._count()
 
     def check(self) -> None:
-        """Nothing fails behind the host's back here."""
+        """Do nothing: no work runs asynchronously here."""
 
     def join(self) -> None:
-        """There are no streams here."""
+        """Do nothing: there are no streams here."""
 
     def abort(self) -> None:
-        """End a call that is under way in another thread."""
+        """End a call in progress in another thread."""
         self._engine.close()
 
     @property
@@ -233,7 +234,7 @@ class HostsPath:
                 if step.move(begun.plan):
                     return self._dispatched(call, begun, met)
             except BaseException:
-                begun.arena.pool.give_back(begun.slot)  # nothing where a result has it
+                begun.arena.pool.give_back(begun.slot)  # no effect if a result has it
                 raise
             begun.arena.pool.give_back(begun.slot)
 
@@ -249,7 +250,7 @@ class HostsPath:
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in met.members)
 
     def _check_epoch(self, handle: Handle, met: MemberRows) -> None:
-        """Raise, on all ranks alike, where a handle is of another epoch than the call."""
+        """Raise, on all ranks alike, if a handle is of another epoch than the call."""
         if handle.epoch != met.epoch:
             raise StaleHandleError(
                 f"handle is of epoch {handle.epoch}, the call runs in epoch {met.epoch}, without rank(s) "
@@ -257,15 +258,15 @@ class HostsPath:
             )
 
     def _begin(self, call: DispatchCall, met: MemberRows) -> _Begun:
-        """Return what the data call of a dispatch is made with.
+        """Return the inputs of the data call of a dispatch.
 
-        The slot is taken behind the exchange of rows: a call before this one that was broken off writes into its slot
-        until the engine has retired it, which is so by then.
+        The slot is taken after the exchange of rows: an earlier call that was broken off writes into its slot until the
+        engine has retired it, which has happened by then.
         """
         handle = self._new_handle(call, met) if call.handle is None else _own(call.handle)
         arena, _ = self._arenas.of(call.layout, call.expert_alignment)
         arena.pool.reclaim(self.exchange.seq)
-        arena.pool.passed(self.exchange.seq + 1)  # nobody else has it mapped
+        arena.pool.passed(self.exchange.seq + 1)  # no other rank has it mapped
         slot = self._arenas.take(arena)
         try:
             return _Begun(self._plan_records(call, handle, met, arena, slot), handle, arena, slot)
@@ -288,9 +289,9 @@ class HostsPath:
         return handle
 
     def _planned(self, name: str, make: Callable[[], Planned]) -> Planned:
-        """Make a plan; the peers, which are in its call or will be, hear of it where that fails here alone.
+        """Make a plan; if that fails here alone, notify the peers, which are in its call or will be.
 
-        What the exchanged counts are refused for, all ranks find alike.
+        A refusal that follows from the exchanged counts is found by all ranks alike.
         """
         try:
             return make()
@@ -329,7 +330,7 @@ class HostsPath:
         return padded.cumsum() - padded + mine.cumsum(0) - mine, mine
 
     def _with_meta(self, call: DispatchCall, handle: TwoLevelHandle, plan: RecordsPlan) -> TwoLevelHandle:
-        """Return the handle with what has come beside the rows."""
+        """Return the handle with the metadata that arrived beside the rows."""
         none = plan.meta[self.rank][0][:0]
         told = [np.concatenate(rounds) if rounds else none for rounds in plan.meta]  # per source
         if call.handle is None:
@@ -373,7 +374,7 @@ class HostsPath:
                 return self._combined(call, handle, plan, met)
 
     def _plan_partials(self, call: CombineCall, handle: TwoLevelHandle, met: MemberRows) -> PartialsPlan:
-        """Plan a combine; a result that must not be seen before the end is made in memory that is kept."""
+        """Plan a combine; a result that must not be seen before the end is made in retained memory."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
         roles = Roles(self._places.of(met.box), met.members)
@@ -387,7 +388,7 @@ class HostsPath:
         return Combined(x, plan.weights, DONE, self.config.num_ranks, met.epoch, gone, weighs)
 
     def _scratch(self, out: torch.Tensor) -> torch.Tensor:
-        """Return memory like `out` that only this path uses; kept, so that its pages are touched once."""
+        """Return memory like `out` that only this path uses; retained, so that its pages are touched once."""
         kept = self._kept
         if kept is None or kept.numel() < out.numel() * out.itemsize:
             with plain_tensors():

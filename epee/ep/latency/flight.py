@@ -378,8 +378,7 @@ class Flights:
         if not flight.words.is_gathered(flight.mark):
             try:
                 end.give_up(error)
-            # noqa: BLE001 - it is `error`, or that its end is open; the caller has `error`
-            except BaseException as raised:
+            except BaseException as raised:  # noqa: BLE001 - `error`, or that its end is open; the caller has `error`
                 _log.debug("a call that was left: %s", raised)
             if not end.is_open:
                 self._unknown.remove(end)

@@ -1,27 +1,27 @@
-"""`LatencyBuffer` for CUDA tensors: its calls handed to the GPU core.
+"""`LatencyBuffer` for CUDA tensors: passes its calls to the GPU core.
 
-Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
-attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
-ranks come in (`membership/synced.py`). A call brings its facts (`plans.py`), on which hangs what the core has prepared
-for calls like it; small results are made when they are read (`gpu/results.py`).
+Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the CPU side, which attaches memory
+at construction and agrees on the members (`sync`), which admits processes that replace lost ranks
+(`membership/synced.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal calls
+is found; small results are made when they are read (`gpu/results.py`).
 
-Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
-for an epoch. Before it lends that, all words that others have stored are cleared, and the tags go on
-`TAG_JUMP` above all that anybody has used (`TAG_STEP` where all were in the epoch before): what the old process still
-stores, should it be stopped and wake up, bears older tags and is not believed. Its calls raise `EvictedError` as soon
-as it has heard of the view. Not promised: rows and words that it stores into places which a call of the present is just
-reading (a graph that it replays before it has heard of the view); and where it has made more calls than that on its
-own, its words.
+Replacements. A graph contains this rank's addresses, so its memory stays, and the inbox that it lends for an epoch is
+followed by the memory's blob. Before it lends that, all words that other ranks have stored are cleared, and the tags
+continue `TAG_JUMP` above all that any rank has used (`TAG_STEP` if all were in the previous epoch): what the old
+process still stores, should it be stopped and wake up, has older tags and is ignored. Its calls raise `EvictedError` as
+soon as it has received the view. Not guaranteed: rows and words that it stores into slots that a current call is just
+reading (a graph that it replays before it has received the view); and, if it has made more calls than that on its own,
+its words.
 
 Protocol: GPU calls are counted by the kernels. A rank whose call fails before its kernel takes part by a refusal, so
-that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
-of the next one, in `check`.
+that all ranks stay in step. Reports of kernels stay in pinned memory until the CPU reads them: at the end of a call, at
+the start of the next one, in `check`.
 
-A crash of a peer leaves kernels waiting. A thread sees within milliseconds that a rank is dead and tells the kernels in
-flight (`gpu/death_notifier.py`), so their waits end long before the time-out; a source that had sent everything still
-counts. With a mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error. Such a
-call asks the thread who is dead, and once a millisecond the system; who dies in between is found as one who dies while
-the kernel runs.
+A crash of a peer leaves kernels waiting. A thread sees within milliseconds that a rank is dead and notifies the kernels
+in flight (`gpu/death_notifier.py`), so their waits end long before the timeout; a source that had sent everything still
+counts. With a mask of the caller's a dead rank is cleared in it by the kernel; without one, the call is an error. Such
+a call asks the thread for dead ranks, and once a millisecond the system; a rank that dies in between is found like one
+that dies while the kernel runs.
 """
 
 from __future__ import annotations
@@ -76,14 +76,16 @@ from .types import (
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
 LOOK_S = (
-    0.001  # between a call's looks for the dead, each a system call; a thread hears of them meanwhile, as of later ones
+    # between a call's checks for dead ranks, each a system call; a thread detects deaths meanwhile, as later ones
+    0.001
 )
-TAG_STEP = 1 << 12  # the same where nobody is new; who was left out long ago shows 32 bits of a tag: no jump each time
+TAG_STEP = 1 << 12  # the same if no member is new; a rank excluded long ago shows 32 bits of a tag: no jump each time
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
 class LatencyCudaPath(Memory):
-    """The GPU end of one `LatencyBuffer`. Collective to make, except where it takes part in a running buffer.
+    """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement that joins a running
+    buffer.
 
     The arguments are those of `CudaPath`.
 
@@ -100,8 +102,8 @@ class LatencyCudaPath(Memory):
         self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
-        self._look_at = 0.0  # when a call looks again for the dead
-        self._masked_look_at = 0.0  # when one that has a mask looks again whether times are quiet
+        self._look_at = 0.0  # when a call checks again for dead ranks
+        self._masked_look_at = 0.0  # when a call with a mask checks again whether the fast path is allowed
         deadline = time.monotonic() + timeout
         self.core = self._make_core(deadline)
         self._numbers = CallNumbers(self.core.memory.tags, platform.is_capturing)
@@ -131,13 +133,13 @@ class LatencyCudaPath(Memory):
             raise
 
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:
-        """Gather from all ranks; what they tell first is how their memory is mapped."""
+        """Gather from all ranks; the first gather exchanges how their memory is mapped."""
         parts = self._control.all_gather_bytes(data, deadline)
         self._blobs = self._blobs or dict(enumerate(parts))
         return parts
 
     def _alone(self, data: bytes) -> list[bytes]:
-        """Stand in for a gather where the others' memory is mapped later."""
+        """Stand in for a gather if the others' memory is mapped later."""
         return [data if rank == self.rank else b"" for rank in range(self.config.num_ranks)]
 
     # -- what every path has
@@ -163,27 +165,27 @@ class LatencyCudaPath(Memory):
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether `sync` takes in processes that took the places of lost ranks."""
+        """Whether `sync` admits processes that replace lost ranks."""
         return self._lane.takes_replacements
 
     def num_announced(self, op: int) -> int:
-        """Return how many calls have been begun: on the host, or on the GPU."""
+        """Return how many calls have been begun: on the CPU side, or on the GPU."""
         return self._control.exchange.seq if op == OP_GATHER else self.core.num_calls
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers know about `error`, or cannot be told."""
+        """Return whether the peers know about `error`, or cannot be notified."""
         is_lost = isinstance(error, InvalidState) and bool(self._given_up)  # the peers may not know of it
         return not is_lost and (isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Take part in the peers' call as the rank that cannot make it. Nothing while a graph is recorded."""
+        """Take part in the peers' call as the rank that cannot make it. Does nothing while a graph is recorded."""
         if op == OP_GATHER:
             self._control.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
             self.core.refuse(_KERNEL_OPS[op])
 
     def check(self) -> None:
-        """Raise what the kernels have reported since the last look."""
+        """Raise what the kernels have reported since the last check."""
         is_capturing = self._platform.is_capturing()
         if not is_capturing:
             self._lane.require_place(is_masked=True)
@@ -194,7 +196,7 @@ class LatencyCudaPath(Memory):
             raise
 
     def join(self) -> None:
-        """Let the current stream go on behind everything that this buffer has put on any other."""
+        """Make the current stream wait for all work of this buffer on other streams."""
         self.core.join()
 
     def abort(self) -> None:
@@ -202,16 +204,16 @@ class LatencyCudaPath(Memory):
         self.core.device.abort()
 
     def close(self) -> None:
-        """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
+        """Free all memory after the kernels in flight; they are aborted if they wait for peers. Idempotent."""
         self._notifier.stop()
         self.core.device.drain(CLOSE_GRACE_S)
         self.core.close()
-        self._lane.memory = Memory()  # no circle keeps a closed path
+        self._lane.memory = Memory()  # no reference cycle keeps a closed path
 
     # -- calls
 
     def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
-        """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
         facts, x, topk_idx, topk_weights, active_ranks, timeout_s = call
         is_capturing = self._platform.is_capturing()
         self._require("dispatch", facts.is_strict, is_capturing)
@@ -238,7 +240,7 @@ class LatencyCudaPath(Memory):
         return CudaLatencyDispatched(rows, handle, lane, self.config.device, got.stream, hook)
 
     def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
-        """Run one combine, or its send half; raises as `Buffer.combine`."""
+        """Run one combine, or its send phase; raises as `Buffer.combine`."""
         facts, handle, y, topk_weights, out, active_ranks, timeout_s = call
         core = _core_of(handle)
         is_capturing = self._platform.is_capturing()
@@ -265,9 +267,9 @@ class LatencyCudaPath(Memory):
         return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
     def quiet_stream(self, op: int, is_strict: bool) -> int | None:
-        """Return the current stream where a call like an earlier one needs no look around, else None.
+        """Return the current stream if a cached call needs no checks (fast path allowed), else None.
 
-        Then nothing has happened since a call looked last, and no look for the dead is due.
+        Then nothing has happened since the last check of a call, and no check for dead ranks is due.
 
         Args:
             op: `KERNEL_DISPATCH` or `KERNEL_COMBINE`.
@@ -292,10 +294,10 @@ class LatencyCudaPath(Memory):
         use_ue8m0: bool,
         reads_counts: bool = False,
     ) -> LatencyDispatched | None:
-        """Run a dispatch like an earlier one in quiet times; None, and nothing has happened, where it cannot be.
+        """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
-            known: what calls of these sizes look like.
+            known: the cached plans of calls of these sizes.
             reads_counts: the caller reads `num_tokens_per_expert` of the result at once.
             Others as of `LatencyBuffer.dispatch`.
         """
@@ -330,7 +332,7 @@ class LatencyCudaPath(Memory):
         partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
     ) -> LatencyCombined | None:
-        """Run a combine like an earlier one, as `dispatch_again`."""
+        """Run a cached combine, as `dispatch_again`."""
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None)
         if stream is None or type(handle) is not CudaLatencyHandle:
             return None
@@ -349,32 +351,32 @@ class LatencyCudaPath(Memory):
         return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, CURRENT, self.config.device, stream, None)
 
     def blame(self, op: int, error: Exception) -> None:
-        """Raise that a rank is dead where that is why a call has timed out; else no call follows before a sync."""
+        """Raise that a rank is dead if that is why a call has timed out; else allow no call before a sync."""
         if isinstance(error, CommTimeoutError):
             self._note_timeout(OP_NAMES[op], error)
 
     def combine_input(self, config: BufferConfig) -> torch.Tensor:
-        """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
+        """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read in place."""
         shape = (config.num_local_experts, config.num_ranks * config.max_tokens_per_rank, config.hidden)
         return torch.empty(shape, dtype=torch.bfloat16, device=self._platform.device)
 
     def take_sizes(self, config: BufferConfig) -> Planner:
-        """Return what makes the plans of calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        """Return the planner of calls of these sizes; raises `InvalidArgument` if they do not fit."""
         if config is self.config:
             return self.core.plans
         sizes = replace(latency_config(replace(config, room_bytes=0), self.rank), room=self.core.config.sections)
         return self.core.plans_of(sizes)
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: hosts that meet look around."""
+        """Return False: a CPU-side barrier always makes its checks."""
         return False
 
     def barrier(self, deadline: float) -> None:
-        """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
+        """Let the ranks' CPU threads meet; raises as `LatencyBuffer.barrier`."""
         self._control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and go on from the same call; raises as `Buffer.sync`. Waits for the GPU."""
+        """Agree on the members and continue from the same call; raises as `Buffer.sync`. Waits for the GPU."""
         if self.core.num_outstanding:
             raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
         mask = self.core.active_ranks if active_ranks is None else active_ranks
@@ -384,11 +386,11 @@ class LatencyCudaPath(Memory):
     # -- entering an epoch (`Memory`)
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Tell kernels of the death of another process."""
+        """Notify kernels of the death of another process."""
         self._notifier.follow(rank, process)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Forget all words, those of who was replaced among them, and go on from another call number."""
+        """Clear all words, those of replaced ranks included, and continue from another call number."""
         self._numbers.judge(agreed)
         step = TAG_JUMP if agreed.is_fresh else TAG_STEP
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
@@ -400,7 +402,7 @@ class LatencyCudaPath(Memory):
         lend_blob(region, inbox_layout(self.config).nbytes, self.core.memory.blob)
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
-        """Map the memory of those who lend another than before; who lends none that can be mapped is lost for now."""
+        """Map the memory of ranks that lend another than before; a rank without mappable memory is lost for now."""
         at = inbox_layout(self.config).nbytes
         for rank in regions.keys() - {self.rank}:
             blob = lent_blob(regions[rank], at)
@@ -419,8 +421,8 @@ class LatencyCudaPath(Memory):
         of_epoch, halves = self._control.exchange.epoch, [receive]
 
         def run() -> None:
-            """Launch the receive half, in the epoch of the send half only."""
-            if halves:  # a second call is told that it is one
+            """Launch the receive phase, in the epoch of the send phase only."""
+            if halves:  # a second call raises that it is one
                 check_hook(of_epoch, self._control.exchange.epoch)
             is_capturing = self._platform.is_capturing()
             if not is_capturing:
@@ -439,7 +441,7 @@ class LatencyCudaPath(Memory):
         return run
 
     def _require(self, op: str, is_strict: bool, is_capturing: bool) -> None:
-        """Raise why a call cannot begin: one has timed out, or (outside of graphs) a needed rank is gone."""
+        """Raise why a call cannot begin: one has timed out, or (outside of graphs) a needed rank is lost."""
         if self._given_up:
             raise InvalidState(self._given_up)
         if is_capturing:
@@ -455,25 +457,25 @@ class LatencyCudaPath(Memory):
             self._note_calm(state)
         elif now >= self._masked_look_at:
             self._masked_look_at = now + LOOK_S
-            with contextlib.suppress(PeerError):  # the affair of the mask
+            with contextlib.suppress(PeerError):  # left to the mask
                 self._lane.require_place(is_masked=False)
                 self._lane.require_all(op, self.core.num_calls)
                 self._note_calm(state)
 
     def _note_calm(self, state: object) -> None:
-        """Note that nothing holds up any call, strict or not (`quiet_stream`)."""
+        """Record that nothing delays any call, strict or not (`quiet_stream`)."""
         if not self._control.exchange.membership.must_turn:
             self._lane.note_calm(state)
 
     def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
-        """Raise that a dead rank is the cause of a time-out, where it is; else no call follows before a sync."""
+        """Raise that a dead rank is the cause of a timeout, if it is; else allow no call before a sync."""
         if dead := self._dead():
             raise self._death(op, dead) from error
         where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self._control.exchange.epoch)
         self._given_up = given_up(where)
 
     def _dead(self) -> tuple[int, ...]:
-        """Return who is dead; kernels were told of some long before their pidfds say so."""
+        """Return the dead ranks; kernels were notified of some long before their pidfds report it."""
         dead, told = self._watch.dead(), self._notifier.told
         return tuple(sorted({*dead, *told})) if told else dead
 
@@ -496,6 +498,6 @@ class LatencyCudaPath(Memory):
 
 
 def _core_of(handle: LatencyHandle) -> CoreHandle:
-    """Return what the kernels know of a checked handle; it is of this buffer, so it was made here."""
+    """Return the core's part of a checked handle; it is of this buffer, so it was made here."""
     assert isinstance(handle, CudaLatencyHandle)
     return handle.core

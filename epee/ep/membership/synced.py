@@ -374,8 +374,7 @@ class SyncedLane(BufferLane):
             self._check()
             raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
         self._entering = agreed.epoch
-        # noqa: E731 - the others have entered a newer epoch
-        is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch
+        is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they entered a newer epoch
         self._watch_those(members)
         if self._prepared != agreed.epoch:
             try:

@@ -1,22 +1,22 @@
 """Dispatch and combine of a `LatencyBuffer` on CPUs between several hosts; the calls are those of `latency/cpu.py`.
 
-Dispatch, send half: a token's record (row, quantised once if FP8 is wanted, token, expert ids, weights) goes once to
-each host that has one of its experts, all records of a host in one write. Receive half: every rank looks through what
-has come to its host and copies its own rows to their places.
+Dispatch, send phase: a token's record (row, quantised once if FP8 is wanted, token, expert ids, weights) goes once to
+each host that has one of its experts, all records of a host in one write. Receive phase: every rank scans what has
+arrived on its host and copies its own rows to their offsets.
 
-Combine, send half: a rank lays the weighted sums of its experts' rows out for its host, one row per token, and sends
-what its host has for the sources that it serves (`sums.py`). Receive half: a rank adds up the ranks of its own host,
+Combine, send phase: a rank lays the weighted sums of its experts' rows out for its host, one row per token, and sends
+what its host has for the sources that it serves (`sums.py`). Receive phase: a rank adds up the ranks of its own host,
 rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
 did, ahead of it.
 
-`sync` lets the ranks that live meet, takes in who has a lost rank's place (`assembly.py`), and begins an epoch with
-them: calls are counted from 1, whoever was counted out is in again, hosts and gateways are those of the ranks that are
-there, and whatever memory they lend now is read. It ends with a call of the engine, so all find the same ranks in it
-(`step.py`). Until then a death changes nothing for the others' calls but that its rank, and
-for a host those whose gateway it was there, do not come.
+`sync` lets the living ranks meet, admits processes that replace lost ranks (`assembly.py`), and begins an epoch with
+them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks present,
+and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same members
+(`step.py`). Until then a death changes nothing for the others' calls except that its rank, and on a host those ranks
+whose gateway it was there, send nothing.
 
-What a crash leaves: see `wire.py`; a rank that dies between its rows and its gateway's sums is in them or not, for all
-tokens of a source alike.
+After a crash see `wire.py`; the rows of a rank that dies between its rows and its gateway's sums are in them or not,
+for all tokens of a source alike.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class LatencyHostsPath(LatencyCalls):
     """Moves the rows of one `LatencyBuffer` between several hosts.
 
     Args:
-        control: the buffer's host side.
+        control: the buffer's CPU side.
         exchange: the same, with the engine.
-        topology: who is where, as far as the outboxes do not say it.
-        seat: of the group in the view; None where nobody can take a lost rank's place.
+        topology: the placement of the ranks, as far as the outboxes do not name it.
+        seat: job handle of the group; None if lost ranks cannot be replaced.
         poison: fill memory with 0xFF before each use.
-        closing: whether somebody wants to close the buffer.
+        closing: whether another thread wants to close the buffer.
     """
 
     _handle_type = HostsLatencyHandle
@@ -105,7 +105,7 @@ class LatencyHostsPath(LatencyCalls):
         ranks, regions = (self._topology.rank, *self._topology.sources()), self._engine.box.regions
         return sum(regions[rank].mapped_bytes for rank in ranks)
 
-    # ---- who is there
+    # ---- lost ranks
 
     def _dead(self) -> list[int]:
         """Return the ranks of this host that are dead."""
@@ -115,9 +115,9 @@ class LatencyHostsPath(LatencyCalls):
         return [region.words(0, STATE_WORDS) for region in self._engine.box.regions]
 
     def _ended(self) -> set[int]:
-        """Return the ranks of which nothing more will come, or which nothing reaches any more.
+        """Return the ranks from which nothing more will arrive, or which nothing reaches any more.
 
-        Who has come since the epoch began has no part in it, be it that it has the rank of one who had.
+        A rank that joined after the epoch began has no part in it, even if it has the rank of a member.
         """
         ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
         ended.update(self._engine.watch.dead())
@@ -151,11 +151,11 @@ class LatencyHostsPath(LatencyCalls):
         return self._nbytes
 
     def take_sizes(self, config: BufferConfig) -> SectionCut:
-        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
         return checked_cut(config, section_bytes(self.config), self.config.room_bytes or self._layout.nbytes)
 
     def abort(self) -> None:
-        """End a host call that is under way in another thread; others look by themselves."""
+        """End a CPU-side call in progress in another thread; others check by themselves."""
         self._engine.close()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class LatencyHostsPath(LatencyCalls):
         self._life = []
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, take in who comes, and begin an epoch with all, whatever the masks say; the mask shows who they are.
+        """Meet, admit joiners, and begin an epoch with all, whatever the masks say; the mask receives the members.
 
         Raises:
             As `LatencyBuffer.all_gather_bytes`.
@@ -179,7 +179,8 @@ class LatencyHostsPath(LatencyCalls):
         if error is not None:
             self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
             raise error
-        self.wire.set_cut([True] * num_ranks, 0)  # on the same links as what follows: whoever is through has it
+        # on the same links as what follows: a rank that has passed the meeting has it
+        self.wire.set_cut([True] * num_ranks, 0)
         epoch = self._exchange.epoch.to_bytes(8, "little")
         told = self._assembly.meet(epoch, deadline, lambda _: False)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
@@ -200,7 +201,7 @@ class LatencyHostsPath(LatencyCalls):
         return mask
 
     def come_in(self, deadline: float) -> None:
-        """Begin with the others' epoch, as a process that has been taken in; raises as `sync`."""
+        """Begin with the others' epoch, as a process that has been admitted; raises as `sync`."""
         self.sync(None, deadline)
 
     # ---- dispatch
@@ -219,7 +220,7 @@ class LatencyHostsPath(LatencyCalls):
             self._send_records(flight, host, ranks, rows, handle)
 
     def _readers(self, flight: Flight) -> dict[int, list[int]]:
-        """Return by host whom this half is for, this host last; waits until they have room."""
+        """Return by host the ranks that this message is for, this host last; waits until they have room."""
         reachable = set(self._flights.reachable(flight))
         order = sorted(range(self._topology.num_hosts), key=lambda host: host == self._topology.host)
         found = {host: [rank for rank in self._topology.hosts[host] if rank in reachable] for host in order}
@@ -262,11 +263,11 @@ class LatencyHostsPath(LatencyCalls):
         }
 
         def read(src: int, num_rows: int, scales: tuple[int, torch.dtype] | None) -> WireRows:
-            """Return the rows of a half."""
+            """Return the rows of a message."""
             half = self.wire.half_of(src, flight.seq, laid[src].nbytes)
             return laid[src].rows(half, dtype, None if scales is None else scales[1])
 
-        while True:  # again without those whose halves were taken back meanwhile
+        while True:  # repeat without those whose messages were overwritten meanwhile
             given: list[tuple[Ints, Ints, Floats] | None] = [None] * config.num_ranks
             ids: dict[int, Ints] = {}
             for src in list(heads):
@@ -290,9 +291,9 @@ class LatencyHostsPath(LatencyCalls):
     def _read_meta(
         self, flight: Flight, src: int, records: RecordFields, config: BufferConfig
     ) -> tuple[Ints, Ints, Floats] | None:
-        """Return tokens, expert ids and weights of what a rank has sent here, copied and checked.
+        """Return tokens, expert ids and weights of a rank's message, copied and checked.
 
-        None where it was taken back.
+        Returns None if it was overwritten.
         """
         meta = records.meta(self.wire.half_of(src, flight.seq, records.nbytes)).astype(np.int64)
         if not self.wire.is_here(src, flight.seq):
@@ -326,7 +327,7 @@ class LatencyHostsPath(LatencyCalls):
     def _partials_for(
         self, flight: Flight, src: int, call: LatencyCombineCall, handle: HostsLatencyHandle
     ) -> torch.Tensor | None:
-        """Return this rank's sums for the tokens that it has of `src`; None where it has none of its dispatch."""
+        """Return this rank's sums for the tokens that it has of `src`; None if it has none of its dispatch."""
         source, came = handle.sources[src], handle.came[src]
         if source is None or came is None:
             return None
@@ -349,7 +350,7 @@ class LatencyHostsPath(LatencyCalls):
     ) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         heads = self._flights.heads(flight)
-        while True:  # again without those whose halves were taken back meanwhile
+        while True:  # repeat without those whose messages were overwritten meanwhile
             counted: list[int] = []
             parts = []
             for host in range(self._topology.num_hosts):

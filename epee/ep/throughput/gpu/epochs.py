@@ -1,37 +1,38 @@
-"""How a `Buffer` on GPUs goes from epoch to epoch: who has died, who takes part, and whose memory is mapped.
+"""The epochs of a `Buffer` on GPUs: deaths, members, and whose memory is mapped.
 
-Data path: none. A call asks here, before it begins, whether a rank is dead or gone, and after an error whether that is
-why; `sync` lets the machine (`machine.py`) go on in an agreed view.
+Data path: none. A call checks here, before it begins, whether a rank is dead or has left, and after an error whether
+that is the cause; `sync` lets the machine (`machine.py`) continue in an agreed view.
 
-Protocol. A crash leaves kernels of the peers waiting; a thread that sees the death tells them, and the call ends with
-an error that names it (`gpu/death_notifier.py`). `sync` agrees on who is left and goes on from a common call number
-in a new epoch: the kernels read the mask from memory, host-side exchanges are among its members, older handles are
-stale.
+Protocol. A crash leaves kernels of the peers waiting; a thread that sees the death notifies them, and the call ends
+with an error that names it (`gpu/death_notifier.py`). `sync` agrees on the remaining members and continues from a
+common call number in a new epoch: the kernels read the mask from memory, CPU-side exchanges are among its members,
+older handles are stale.
 
-Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a newcomer's memory is
-mapped where that of the process before it was, and a graph from before serves on. It goes by `membership/synced.py`:
+Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a joiner's memory is
+mapped at the addresses of the previous process's memory, and an older graph stays usable. The steps follow
+`membership/synced.py`:
 
-    newcomer            makes its memory, with stand-ins where the others' will be (`gpu/lent.py`), and
-                        waits in `sync`
+    joiner              makes its memory, with placeholders where the others' will be (`gpu/lent.py`), and waits in
+                        `sync`
     every member        prepares: its GPU is idle; it clears the words that others have stored for a rank which has
-                        another process now, and goes on `TAG_JUMP` above all call numbers that anybody has used
-                        (`REMEMBERED_CALLS` where nobody is new); from here on its memory serves the new epoch
-    every member        lends: blobs of the two regions that it has had from the beginning lie behind its inbox
+                        another process now, and continues `TAG_JUMP` above all call numbers that any rank has used
+                        (`REMEMBERED_CALLS` if no member is new); from here on its memory serves the new epoch
+    every member        lends: its inbox is followed by the blobs of the two regions that it has had from the beginning
     every member        waits for the others' inboxes, maps what differs from what it has, and enters; its kernels run
-                        only then, and reach only who is prepared
-    expert layout       its memory is lent at the first combine; the first one of an epoch maps it with newcomers, too
+                        only then, and reach only prepared ranks
+    expert layout       its memory is lent at the first combine; the first one of an epoch maps it with joiners, too
                         (`place.py`)
 
-Who dies between two of these steps is lost in the calls of the epoch, and so is a newcomer whose constructor fails
-there, until it comes again and all sync. Who cannot map a living newcomer's memory does not enter: its call says so,
-which nobody else hears of, the next one tries again, and the others wait for it meanwhile, up to their time-outs.
-Graphs that are replayed between preparing and entering reach nobody: their dispatches fail.
-Another rank may be lost at the same time: the view leaves it out, on the newcomer a stand-in is there until it is
-replaced itself.
+A rank that dies between two of these steps is lost in the calls of the epoch, and so is a joiner whose constructor
+fails there, until it starts again and all sync. A rank that cannot map a living joiner's memory does not enter: its
+call raises that, the other ranks are not notified, the next call tries again, and the others wait for it meanwhile, up
+to their timeouts. Graphs that are replayed between preparing and entering reach no rank: their dispatches fail. Another
+rank may be lost at the same time: the view excludes it, and the joiner keeps a placeholder for it until it is replaced
+itself.
 
-A process that was stopped, voted out and replaced may wake up and go on. Its words bear older numbers and count for
-nothing; slots that it may still write are not lent until it has ended (`slots.py`, ghosts). Not promised: that its
-words do not overwrite those of its successor, whose call then times out.
+A process that was stopped, voted out and replaced may wake up and continue. Its words have older numbers and are
+ignored; slots that it may still write are not lent until it has ended (`slots.py`, evicted processes). Not guaranteed:
+that its words do not overwrite those of its successor, whose call then times out.
 """
 
 from __future__ import annotations
@@ -61,42 +62,43 @@ class Epochs(Memory):
 
     Args:
         making: of the path.
-        lane: in which the ranks agree.
+        lane: the group in which the ranks agree.
         machine: kernels and memory.
 
     Attributes:
-        notifier: tells kernels of deaths.
+        notifier: notifies kernels of deaths.
     """
 
     def __init__(self, making: Making, lane: SyncedLane | LoneLane, machine: Machine) -> None:
         self._config, self._rank, self._control, _, self._watch, self._closing = making
         self._lane, self._machine = lane, machine
-        self._ghosts = DeathWatch()  # processes that had a rank which another one has now
+        self._ghosts = DeathWatch()  # evicted processes, whose rank another process has now
         self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there
-        self._fresh: dict[int, set[int]] = {}  # the ghosts of ranks that have changed hands since the last epoch
+        self._fresh: dict[int, set[int]] = {}  # evicted processes of ranks that have been replaced since the last epoch
         self._numbers = CallNumbers(machine.tags, machine.platform.is_capturing)
         device = machine.device
         self.notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-throughput-{self._rank}")
 
     def begin(self, deadline: float) -> None:
-        """Hear of deaths from now on, and take part: at once, or behind the `sync` that takes this process in."""
+        """Receive deaths from now on, and take part: at once, or after the `sync` that admits this process."""
         self.notifier.start(self._lane.processes)
         self._lane.memory = self
         if not self._lane.is_in:
             self._lane.join(deadline)
 
     def close(self) -> None:
-        """Watch nobody any more. Idempotent."""
+        """Stop watching. Idempotent."""
         self._ghosts.close()
-        self._lane.memory = Memory()  # no circle keeps a closed path
+        self._lane.memory = Memory()  # no reference cycle keeps a closed path
 
     # -- entering an epoch (`Memory`)
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Tell kernels of the death of another process, and remember the one before."""
+        """Notify kernels of the death of another process, and remember the previous one."""
         before = self._lane.processes.get(rank)
         if before is not None:
-            is_dead = before not in self._ghost_of and rank in self._watch.dead()  # who has the rank is watched later
+            # the rank's current process is watched later
+            is_dead = before not in self._ghost_of and rank in self._watch.dead()
             ghost = self._ghost_of.setdefault(before, FIRST_GHOST + len(self._ghost_of))
             self._ghosts.watch(ghost, *before)
             self._fresh.setdefault(rank, set()).add(ghost)
@@ -105,7 +107,7 @@ class Epochs(Memory):
         self.notifier.follow(rank, process)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Forget the words of who was replaced, and let kernels go on in the epoch's view, from another call number."""
+        """Clear the words of replaced ranks, and let kernels continue in the epoch's view, from another call number."""
         self._numbers.judge(agreed)
         self._bury()
         active = [rank in agreed.ranks for rank in range(self._config.num_ranks)]
@@ -115,10 +117,10 @@ class Epochs(Memory):
         self._fresh.clear()
 
     def _bury(self) -> None:
-        """Let go of what those might write whose processes have ended, with their GPUs' work.
+        """Release what ended processes might have written, once their GPUs' work has ended.
 
-        Not of what is put down to a rank that has changed hands since it was granted: it is its ghost's, until
-        `prepare` says so, whatever has become of the process that has the rank now.
+        This excludes what is recorded for a rank that has been replaced since it was granted: it belongs to the evicted
+        process, until `prepare` reassigns it, whatever happens to the process that has the rank now.
         """
         self._machine.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
 
@@ -127,7 +129,7 @@ class Epochs(Memory):
         lend_blob(region, inbox_layout(self._config).nbytes, b"".join(self._machine.blobs))
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
-        """Map the memory of those who lend another than before, where theirs was.
+        """Map the memory of ranks that lend another than before, at the same addresses.
 
         Raises:
             EpeeError: that of a rank that lives, and lends it still, cannot be mapped.
@@ -144,11 +146,11 @@ class Epochs(Memory):
                 _log.info("rank %d has ended, or let go of its memory, before it was mapped: %s", rank, error)
         self._machine.open_view()
 
-    # -- who takes part
+    # -- members
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks that the view leaves out."""
+        """Ranks that the view excludes."""
         exchange = self._control.exchange
         if exchange.reduced_members is None:
             return ()
@@ -162,11 +164,12 @@ class Epochs(Memory):
         return tuple(rank for rank in dead if rank in self._machine.members)
 
     def face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
-        """Refuse a call once a rank is dead or, if it `needs_all`, gone from the epoch in another way."""
+        """Refuse a call once a rank is dead or, if it `needs_all`, has left the epoch in another way."""
         if is_capturing:
             return
         state = self._lane.state()
-        told = self.notifier.told  # before the kernel of the system says so; what kernels were told stays true
+        # read before the kernel of the system reports it; what kernels were notified of stays true
+        told = self.notifier.told
         if dead := self.dead() or tuple(rank for rank in told if rank in self._machine.members):
             raise self._death(op, dead)
         self._lane.require_place(is_masked=False)
@@ -175,9 +178,9 @@ class Epochs(Memory):
             self._lane.note_calm(state)
 
     def blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
-        """Raise that a rank is dead where that is the cause of `error`.
+        """Raise that a rank is dead if that is the cause of `error`.
 
-        A peer that refused its call and ended its process right after is no such case: the refusal is what happened.
+        A peer that refused its call and ended its process right after is no such case: the refusal is the cause.
         """
         has_cause = isinstance(error, (PeerError, InvalidArgument, MismatchError))
         if not (has_cause or is_capturing or self._closing.asked) and (dead := self.dead()):
@@ -197,7 +200,7 @@ class Epochs(Memory):
         )
 
     def interrupt(self) -> None:
-        """End the kernels' waits, for which the host waits, where a rank has died or somebody wants to close."""
+        """End the kernels' waits, for which the CPU waits, if a rank has died or another thread wants to close."""
         if self._closing.asked:
             self._machine.device.abort()
         elif self.dead():

@@ -1,28 +1,28 @@
-"""The frames of a buffer's collective call: the ordinary one, and that of calls like earlier ones in quiet times.
+"""The frames of a buffer's collective call: the ordinary one, and the fast path for cached calls.
 
-`CallAttempt` is the ordinary one: its time-out, a new view, errors that the peers must hear of.
+`CallAttempt` is the ordinary one: its timeout, a new view, errors that must be reported to the peers.
 
     attempt = CallAttempt(exchange, path, op, timeout, default_s)
     while True:
         with attempt as deadline:
             return ...  # check the arguments, make the call
 
-Data path: none; the path of the buffer's device moves what there is to move.
+Data path: none; the path of the buffer's device moves the data.
 
 Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
 refusal, so that they raise at once and call numbers stay in step. A call that meets a new view (`Moved`) is made again
-there: `with` swallows it. A crash leaves nothing here: calls keep no state but the paths' own.
+there: `with` swallows it. A crash leaves nothing here: calls keep no state except the paths' own.
 
 `CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
-happened since. Such a call needs none of what stands around others: no time-out to check, no epoch to enter, no stream
-to choose, nobody to tell. So it is looked for first. Whatever is not as it was (a profiler, another stream or GPU, a
-graph, a report, a death, a new view, poison, arguments that look otherwise) gives None, before anything has happened;
-then the call goes the ordinary way, which checks it, makes it or raises. What is quiet and how such a call is made say
-the paths, what calls look like say `plans.py` and `latency/plans.py`.
+happened since. Such a call needs none of the steps around others: no timeout to check, no epoch to enter, no stream to
+choose, no rank to notify. So the fast path is tried first. Any change (a profiler, another stream or GPU, a graph, a
+report, a death, a new view, poison, arguments with other properties) makes it return None, without side effects; then
+the call takes the ordinary path, which checks it, makes it or raises. The paths define when the fast path is allowed
+and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys.
 
-Who calls: the thread of a call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
-lock; the end of a buffer that was closed meanwhile; a refusal where an error comes (from an allocation, or from a
-signal handler) before the peers have heard of the call.
+Called on the thread of the call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
+lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation, or from a signal
+handler) before the call is visible to the peers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _log = logging.getLogger(__name__)
 
 
 class CallAttempt:
-    """A call of a buffer, made again where a new view asks for it; see above.
+    """A call of a buffer, made again if a new view requires it.
 
     Args:
         exchange: of the buffer.
         path: that moves its rows.
         op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
-        timeout: seconds to wait for a silent peer, as the caller gave it.
-        default_s: where it is None.
+        timeout: seconds to wait for a silent peer, as given by the caller.
+        default_s: used if `timeout` is None.
     """
 
     __slots__ = ("_deadline", "_default_s", "_exchange", "_last_seq", "_now", "_op", "_path", "_timeout")
@@ -97,7 +97,7 @@ class CallAttempt:
         return False
 
     def _move(self) -> None:
-        """The view has changed, and the call is to be made again with who is left."""
+        """Prepare to make the call again among the remaining ranks after a view change."""
         self._exchange.membership.hide()
         self._now = time.monotonic()
 
@@ -112,7 +112,7 @@ class CallAttempt:
         refuse(self._exchange, self._path, self._op, error, deadline, self._default_s)
 
     def _come_in(self) -> None:
-        """Enter the epoch of the call; who comes late into it is given its time for the call."""
+        """Enter the epoch of the call; a rank that enters late still gets the full timeout for the call."""
         while True:
             try:
                 self._turn()
@@ -124,8 +124,9 @@ class CallAttempt:
     def _turn(self) -> None:
         """Enter the epoch of the call.
 
-        Who cannot has made no call where epochs begin with `sync` alone, and nobody hears of it: the others are in an
-        epoch that this rank is not in, and wait for it there; its next call tries again. Else the call has a number.
+        Where epochs begin with `sync` alone, a rank that cannot enter has made no call, and no rank is notified: the
+        others are in an epoch that this rank is not in, and wait for it there; its next call tries again. Otherwise the
+        call has a number.
         """
         try:
             patience = check_timeout(self._timeout, self._default_s)
@@ -143,16 +144,17 @@ class CallAttempt:
 
 
 class CallsAgain:
-    """Makes the calls of one buffer that are like earlier ones, see above.
+    """Makes the cached calls of one buffer.
 
     Args:
         turns, exchange, path: of the buffer.
         timeout_s: of calls that name none.
-        dispatch, combine: find a call's plan and start it, or return None; they get what the attributes are given.
+        dispatch, combine: find a call's plan and start it, or return None; called with the arguments of the attributes.
 
     Attributes:
-        dispatch, combine: make a call; None, and nothing has happened, where it is not like one before. Raise as those
-            of the buffer. Partial objects, as a function of Python's around another costs such a call what a look does.
+        dispatch, combine: make a call; return None without side effects if it is not cached. Raise as those of the
+            buffer. Partial objects, because another Python function around them would cost such a call as much as its
+            checks.
     """
 
     def __init__(
@@ -170,11 +172,11 @@ class CallsAgain:
         self.combine: Callable[..., Any] = partial(self.make, OP_COMBINE, combine)
 
     def make(self, op: int, call: Callable[..., Any], *given: Any) -> Any:
-        """Make a call in quiet times; None, and nothing has happened, where it cannot be.
+        """Make a cached call; return None without side effects if the fast path is not allowed.
 
         Args:
             op: `OP_DISPATCH` or `OP_COMBINE`.
-            call: finds the plan of the call and starts it; None where there is none.
+            call: finds the plan of the call and starts it; returns None if there is none.
             given: to `call`.
         """
         queue = self._turns.queue_here()
@@ -185,7 +187,7 @@ class CallsAgain:
             before = core.num_calls
             try:
                 return call(*given)
-            except torch.OutOfMemoryError:  # the ordinary way asks once more, and tells the peers
+            except torch.OutOfMemoryError:  # the ordinary path tries again, and notifies the peers
                 if core.num_calls != before:
                     raise
                 return None
@@ -202,7 +204,7 @@ class CallsAgain:
                     self._turns.__exit__(None, None, None)
 
     def _fail(self, op: int, error: Exception, before: int) -> None:
-        """Raise what stands behind an error, if there is something; tell the peers what they have not heard of."""
+        """Raise the cause of an error, if there is one; notify the peers if they do not know of it."""
         try:
             self._path.blame(op, error)
         except Exception as cause:
@@ -216,9 +218,9 @@ class CallsAgain:
 
 
 def refuse(exchange: RowExchange, path: Path, op: int, error: Exception, deadline: float, default_s: float) -> None:
-    """Tell the peers that a call was refused; when even that fails, the refusal is still what is raised.
+    """Notify the peers that a call was refused; if even that fails, the refusal is still what is raised.
 
-    They hear of it in the epoch that they are in.
+    They are notified in the epoch that they are in.
     """
     while True:
         try:

@@ -6,9 +6,9 @@ group made with `new_group` (`engine/bootstrap/joining.py`). In `sync` the membe
 it names the call with which it begins, the same for all.
 
     a round         One exchange of rows. Each rank lists the ranks it knows to be present or joining: those in the
-                    group in the newest view, those that request admission, and those whose rank in the process group has a
-                    process (which makes the buffer, or is about to). Then all ranks know which of these were not in
-                    this very call.
+                    group in the newest view, those that request admission, and those whose rank in the process group
+                    has a process (which makes the buffer, or is about to). Then all ranks know which of these were not
+                    in this very call.
     none missing    The meeting is over; the ranks in the call are the members.
     some missing    Each rank that has received a request admits its sender, and waits for the view, for a slice of its
                     timeout; then follows the next round.

@@ -1,21 +1,21 @@
 """The data call of a dispatch: every rank lays out its records, every rank takes the rows that are its own.
 
-Data path, for each round of tokens: a source copies its records into its own outbox, a section per host
-(`layout.py`); what it sends itself it copies to its place at once. The engine carries each section once to its host,
-where it stands in the mirror of the source; the ranks of the source's own host read the outbox itself. Every rank looks
-through the records of its host and copies the rows that it gets straight to their final places. So nobody forwards
-anything and nobody waits for a forwarder: the gateway of a source only keeps the memory that all ranks of its host
-read.
+Data path, for each round of tokens: a source copies its records into its own outbox, a section per host (`layout.py`);
+rows that it sends to itself it copies to their offsets at once. The engine carries each section once to its host, into
+the mirror of the source; the ranks of the source's own host read the outbox itself. Every rank scans the records of its
+host and copies its own rows straight to their final offsets. So no rank forwards anything and none waits for a
+forwarder: the gateway of a source only holds the memory that all ranks of its host read.
 
-Who writes, who reads, what orders them: as in every call of the engine (`engine/operation.py`): the count of
-filled rounds is stored behind the records, a round's memory is written again when all have drained it. Places follow
-from the counts that all ranks have exchanged before: rows of one source never meet those of another.
+Writers, readers and order as in every call of the engine (`engine/operation.py`): the count of filled rounds is stored
+after the records, a round's memory is written again when all have drained it. Offsets follow from the counts that all
+ranks have exchanged before: rows of one source never overlap those of another.
 
-What a crash leaves: a round that nobody counts. The call ends alike on all ranks; what was copied is dropped with it.
-Whose part was whole before it died is in it, everywhere: so a source is in a result as a whole, or not at all.
+A crash leaves a round that no rank counts. The call ends in the same way on all ranks; what was copied is dropped with
+it. A rank whose part was whole before it died is in it, everywhere: so a source is in a result as a whole, or not at
+all.
 
-Everything in a section is a peer's word: bits, tokens and ids are copied out before they are looked at, and no more
-rows are taken of a source than the exchanged counts have told.
+Everything in a section comes from a peer: bits, tokens and ids are copied out before they are checked, and no more rows
+are taken of a source than the exchanged counts allow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORD, _HALF = np.dtype(np.int64), np.dtype(np.int32)
 
 
 class LocalTokens:
-    """What one rank dispatches.
+    """The tokens that one rank dispatches.
 
     Attributes:
         rows: `[num_tokens, row_words]` int64.
@@ -70,7 +70,7 @@ class LocalTokens:
 
 
 class Destination:
-    """Where a rank's rows go: a slot of its arena.
+    """The destination of a rank's rows: a slot of its arena.
 
     Attributes:
         rows: `[num_recv, row_words]` int64.
@@ -88,10 +88,10 @@ class RecordsPlan(Plan):
     """Moves the rows of one dispatch.
 
     Args:
-        roles: who is where, and takes part.
-        handle: of the dispatch: what this rank sends, and the places of what it gets. Where the dispatch is a fresh
-            one, records and ids that come are put into it.
-        is_fresh: nobody knows yet which records come.
+        roles: placement and membership of the ranks.
+        handle: of the dispatch: what this rank sends, and the offsets of what it gets. In a fresh dispatch, received
+            records and ids are put into it.
+        is_fresh: the records to be received are not known yet.
         payload: of this rank.
         result: of this rank.
         starts: expert layout, fresh: two of `[num_ranks, num_local_experts]` int64: the first row of each (source,
@@ -130,7 +130,7 @@ class RecordsPlan(Plan):
         self._first_rows = firsts.cumsum() - firsts  # rank layout: of each source
         self._before: dict[tuple[int, int], Any] = {}  # per source and round: rows taken in earlier rounds
 
-    # ---- what leaves
+    # ---- send
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Lay out this rank's records of round `k`."""
@@ -162,10 +162,10 @@ class RecordsPlan(Plan):
         low, high = self._laid[host].chunk(k, self._length)
         return ((host * self._room, self._layout.nbytes(high - low)),)
 
-    # ---- what comes
+    # ---- receive
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Copy this rank's rows of round `k` out of everybody's records, and its own out of the payload."""
+        """Copy this rank's rows of round `k` out of the records of all ranks, and its own out of the payload."""
         for place, source in enumerate(self._members):
             if source == self._topology.rank:
                 self._take_own(k, source)
@@ -177,7 +177,7 @@ class RecordsPlan(Plan):
             if self._layout.meta_words:
                 at, width = self._layout.meta_at(base), self._layout.meta_words
                 meta = box.views[_WORD][place][at : at + count * width].reshape(count, width).copy()
-                self.meta[source][k:] = [meta]  # again after an interrupt: the same
+                self.meta[source][k:] = [meta]  # repeated after an interrupt: the same
             if self._is_fresh:
                 self._check_tokens(source, k, meta[:, 1])
                 records, rows = self._places(source, k, meta)
@@ -199,7 +199,7 @@ class RecordsPlan(Plan):
             _place(payload.scales, tokens[records], self._result.scales, rows)
 
     def _places(self, source: int, k: int, meta: Ints) -> tuple[Ints, slice | Ints]:
-        """Return which records of a round have rows for this rank, and where these go; as a fresh dispatch finds."""
+        """Return which records of a round have rows for this rank, and their offsets; for a fresh dispatch."""
         handle, told = self._handle, self._handle.num_received[source]
         if handle.layout == "rank":
             records = np.flatnonzero(meta[:, 0] >> handle.position & 1)
@@ -231,7 +231,7 @@ class RecordsPlan(Plan):
         return taken.records[which] - low, taken.rows[which]
 
     def _copy(self, box: Outboxes, place: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
-        """Copy the rows of some records of a section, in the outbox at a place, to their own places."""
+        """Copy the rows of some records of a section, in the outbox with index `place`, to their final offsets."""
         layout = self._layout
         at, width = layout.rows_at(base, count), layout.row_words
         found = box.views[_WORD][place][at : at + count * width].reshape(count, width)
@@ -258,7 +258,7 @@ class RecordsPlan(Plan):
     # ---- the end
 
     def is_like(self, other: Plan) -> bool:
-        """Return False: a dispatch that was broken off is not gone on with, the step is made again."""
+        """Return False: a dispatch that was broken off is not resumed, the step is made again."""
         return False
 
     def detach(self) -> None:

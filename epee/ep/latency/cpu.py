@@ -1,16 +1,16 @@
-"""`LatencyBuffer` for CPU tensors, whatever moves its rows: results, handles, and the two halves of each call.
+"""`LatencyBuffer` for CPU tensors, for every transport of rows: results, handles, and the send and receive phases.
 
-A dispatch's receive half copies each row to its experts' blocks and keeps the places. A combine's send half weighs and
-sums a rank's experts' rows of each token it got; its receive half adds up what has come back. How rows and sums travel
-is said where that is done: `one_host/path.py`, and over several hosts `../hosts/latency/path.py`.
+A dispatch's receive phase copies each row to its experts' blocks and stores the offsets. A combine's send phase weights
+and sums a rank's experts' rows of each token it got; its receive phase adds up what has come back. The transport of
+rows and sums is described in `one_host/path.py`, and over several hosts in `../hosts/latency/path.py`.
 
-A rank that does not come (dead, silent until the time-out, or itself counting this one out) is left out as a whole.
-With `active_ranks` it is marked there and cut off until it is marked active again; without, the call raises, after the
-slot has been freed: the buffer works on. The results are ordinary memory of this rank, so nothing of an earlier call
-can show in them and no slot outlives its call.
+A rank whose message does not arrive (dead, silent until the timeout, or itself excluding this one) is excluded as a
+whole. With `active_ranks` it is marked there and cut off until it is marked active again; without, the call raises,
+after the slot has been freed: the buffer stays usable. The results are ordinary memory of this rank, so nothing of an
+earlier call can appear in them and no slot outlives its call.
 
-What a crash leaves: see `wire.py`. Everything that goes wrong between two steps of the send half is told to the
-peers as a refusal, so that they raise instead of waiting.
+For the state after a crash see `wire.py`. Every failure between two steps of the send phase is sent to the peers as a
+refusal, so that they raise instead of waiting.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HostLatencyHandle(LatencyHandle):
         topk_idx: `[num_tokens, num_topk]` of this rank, a copy.
         topk_weights: of this rank, a copy.
         sent: for each rank the tokens that went there, ascending.
-        sources: what came from each rank; None where nothing did.
+        sources: the tokens from each rank; None if nothing arrived.
         cut: how sections are cut for calls of its sizes.
     """
 
@@ -74,10 +74,10 @@ class HostLatencyHandle(LatencyHandle):
 
 
 class LatencyCalls(ABC):
-    """Takes the calls of one `LatencyBuffer` through their halves.
+    """Takes the calls of one `LatencyBuffer` through their send and receive phases.
 
     Args:
-        control: the buffer's host side.
+        control: the buffer's CPU side.
         wire: of the buffer.
         flights: over it.
         poison: fill memory with 0xFF before each use.
@@ -102,7 +102,7 @@ class LatencyCalls(ABC):
         return self._wire.seq + self._control.exchange.seq
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers know about `error`, or cannot be told."""
+        """Return whether the peers know about `error`, or cannot be notified."""
         return isinstance(error, (CommTimeoutError, PeerError, AbortedError, NoFreeSlot))
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
@@ -120,18 +120,18 @@ class LatencyCalls(ABC):
             raise
 
     def check(self) -> None:  # noqa: B027
-        """Nothing fails behind the host's back here."""
+        """Do nothing: no work runs asynchronously here."""
 
     def join(self) -> None:  # noqa: B027
-        """There are no streams here."""
+        """Do nothing: there are no streams here."""
 
     def abort(self) -> None:  # noqa: B027
-        """Calls look by themselves whether the buffer is to be closed."""
+        """Do nothing: calls check by themselves whether the buffer is to be closed."""
 
     # -- dispatch
 
     def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
-        """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
         options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         self._require_place(options)
         self._flights.check()
@@ -203,7 +203,7 @@ class LatencyCalls(ABC):
         handle: HostLatencyHandle,
         read: Callable[[int, int, tuple[int, torch.dtype] | None], WireRows],
     ) -> Placed:
-        """Copy the rows that have come to their places.
+        """Copy the received rows to their offsets.
 
         Args:
             given: as of `place_rows`.
@@ -225,7 +225,7 @@ class LatencyCalls(ABC):
     def _finish_dispatch(
         self, placed: Placed, heads: Collection[int], result: LatencyDispatched, handle: HostLatencyHandle
     ) -> None:
-        """Write what the receive half of a dispatch has found, `heads` the ranks that have come."""
+        """Write the results of a dispatch's receive phase; `heads` are the ranks whose message has arrived."""
         handle.layout_range.copy_(torch.from_numpy(placed.layout_range))
         handle.src_token.copy_(torch.from_numpy(placed.src_token))
         result.num_tokens_per_expert.copy_(torch.from_numpy(placed.num_tokens_per_expert))
@@ -242,11 +242,11 @@ class LatencyCalls(ABC):
     # -- combine
 
     def combine_input(self, config: BufferConfig) -> torch.Tensor:
-        """Return `[num_local_experts, num_ranks * max_tokens, hidden]`: the partial sums read y where it lies."""
+        """Return `[num_local_experts, num_ranks * max_tokens, hidden]`: the partial sums read y in place."""
         return self._memory((config.num_local_experts, _capacity(config), config.hidden), torch.bfloat16)
 
     def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
-        """Run one combine, or its send half; raises as `Buffer.combine`."""
+        """Run one combine, or its send phase; raises as `Buffer.combine`."""
         options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
@@ -280,43 +280,43 @@ class LatencyCalls(ABC):
 
     @abstractmethod
     def take_sizes(self, config: BufferConfig) -> SectionCut:
-        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
 
     @abstractmethod
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
+        """Agree on the members and begin an epoch with them; raises as `Buffer.sync`."""
 
     # -- how rows move
 
     @abstractmethod
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
-        """Send the rows of a dispatch to whoever can be reached."""
+        """Send the rows of a dispatch to all reachable ranks."""
 
     @abstractmethod
     def _receive_tokens(
         self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
     ) -> None:
-        """Take what has come: rows to their places, and `handle.sources`."""
+        """Read the received messages: rows to their offsets, and `handle.sources`."""
 
     @abstractmethod
     def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
-        """Send the sums of a combine to whoever can be reached."""
+        """Send the sums of a combine to all reachable ranks."""
 
     @abstractmethod
     def _receive_partials(
         self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
     ) -> None:
-        """Add up what has come back."""
+        """Add up the received sums."""
 
-    def _require_place(self, options: LatencyOptions) -> None:  # noqa: B027 - most have nothing to look at
-        """Raise where the job, or without a mask the buffer, has gone on without this process."""
+    def _require_place(self, options: LatencyOptions) -> None:  # noqa: B027 - most have nothing to check
+        """Raise if the job, or without a mask the buffer, has gone on without this process."""
 
     # -- agreement
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: hosts that meet look around."""
+        """Return False: a CPU-side barrier always makes its checks."""
         return False
 
     def barrier(self, deadline: float) -> None:
-        """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
+        """Let the ranks' CPU threads meet; raises as `LatencyBuffer.barrier`."""
         self._control.all_gather_bytes(b"", deadline)

@@ -1,29 +1,29 @@
-"""How a buffer begins: as a lane of a view, with which its ranks die, are voted out and come back.
+"""The creation of a buffer: as a group in a view, with which its ranks die, are voted out and rejoin.
 
-A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare what they
-were given and find the job that they share, or found one (`view/founding.py`); nobody joins there.
+A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare their
+arguments and find the job that they share, or create one (`view/founding.py`); no process can join there.
 
-    all ranks together   as `bootstrap.py`: a round that compares what the ranks were given, one that says whether all
-                         could make their part, one that says whether all could map the others'. What the first round
-                         agrees on beside that is the number of the buffer among those of the group, and the newest
-                         epoch that anybody has heard of.
+    all ranks together   as `bootstrap.py`: a round that compares the arguments, one that reports whether all could make
+                         their part, one that reports whether all could map the others'. The first round also agrees on
+                         the number of the buffer among those of the group, and on the newest epoch that any rank has
+                         received.
     a replacement        takes part in the buffers that run already: it finds them in the registries of the others
-                         (`registry.py`), the oldest first, and needs nobody's help. Where none runs that it does not
-                         have, all ranks make a new one together. Where one runs that cannot take it in
+                         (`registry.py`), the oldest first, without help from any rank. If none runs that it does not
+                         have, all ranks make a new one together. If one runs that cannot admit it
                          (`BufferConfig.takes_replacements`), it is refused.
 
-A buffer runs when a member has it open and nobody who had it has closed it. So survivors that want a new buffer with
-the replacement close the old one before they take it in.
+A buffer runs if a member has it open and no rank that had it has closed it. So survivors that want a new buffer with
+the replacement close the old one before they admit it.
 
 Between the rounds each rank enters the first epoch (`epochs.py`): it lends its inbox before the second round and maps
-the others' before the third, so nobody waits there for one that could not, and no call has to wait for a rank that
-stays away from it. Should the view change meanwhile, who is not in yet enters with its first call. A replacement does
-so, too, because the others do in theirs. A crash on the way is the group's problem in the rounds, and the view's
-afterwards; a time-out there is an error, whatever the policy is.
+the others' before the third, so no rank waits there for one that could not, and no call has to wait for a rank that
+stays away from it. If the view changes meanwhile, a rank that has not entered yet enters with its first call. So does a
+replacement, because the others do in theirs. A crash is reported by the process group during the rounds, and by the
+view afterwards; a timeout there is an error, whatever the policy is.
 
-A GPU buffer maps the memory of all who make it, in several steps. A rank that dies in between has come as far as one
-step for some, another for others: so that all of them raise the same, each looks whether a maker is dead when its step
-fails (`Begun.deaths`), and says so in the last round where it came too late for its memory.
+A GPU buffer maps the memory of all its makers, in several steps. A rank that dies in between has reached one step for
+some ranks, another step for others: so that all of them raise the same, each checks whether a maker is dead when its
+step fails (`Begun.deaths`), and reports that in the last round if the failure came too late for its memory.
 """
 
 from __future__ import annotations
@@ -59,24 +59,25 @@ from .registry import NUMBER, Line, Registry, find
 
 logger = logging.getLogger("epee")
 
-_EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
-_PROBLEM = struct.Struct(f"<Q{TEXT_BYTES}s")  # ranks that are dead, a bit for each; words
+_EXTRA = struct.Struct("<QQ")  # sent instead of an inbox's blob: newest buffer, epoch
+_PROBLEM = struct.Struct(f"<Q{TEXT_BYTES}s")  # ranks that are dead, a bit for each; text
 _ENDED = "process ended"
-_OP = "Buffer"  # what the errors of this module name as the call
+_OP = "Buffer"  # the call named in the errors of this module
 _DYING_S = 1.0  # how long to wait for the proof that a process is dead which seems to be dying
 Enter = Callable[["Begun"], "Entrant"]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
-_elsewhere: weakref.WeakKeyDictionary[Any, weakref.ref[Registry]] = weakref.WeakKeyDictionary()  # nobody joins there
+# no process can join there
+_elsewhere: weakref.WeakKeyDictionary[Any, weakref.ref[Registry]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class Begun:
-    """A buffer's place in its group: its number, this rank's line, who takes part.
+    """A buffer's part in its group: its number, this rank's line, its members.
 
     Attributes:
-        first: where all ranks have made it together: an epoch that they all know of, the same on all; else 0.
-        makers: the ranks that make it together; nobody, as long as that is not known.
-        take_back: tells the group no more of it; idempotent.
+        first: if all ranks have made it together: an epoch that they all know of, the same on all; else 0.
+        makers: the ranks that make it together; empty as long as they are not known.
+        take_back: removes the buffer's notice from the group; idempotent.
     """
 
     def __init__(self, number: int, registry: Registry, line: Line, roster: Roster, first: int) -> None:
@@ -91,7 +92,7 @@ class Begun:
         self._is_closed = False
 
     def deaths(self) -> tuple[int, ...]:
-        """Return which of the makers have died since they began; waits for the proof where one is dying."""
+        """Return the makers that have died since they began; waits for the proof if one is dying."""
         until = time.monotonic() + _DYING_S
         processes = {rank: process for rank, process in self._processes.items() if rank in self.makers}
         while True:
@@ -104,7 +105,7 @@ class Begun:
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Give the place up; idempotent. Talks to the agent thread."""
+        """Release the buffer's part in the group; idempotent. Talks to the agent thread."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -130,7 +131,7 @@ class Entrant(Protocol):
         """Map what they lend."""
 
     def close(self) -> None:
-        """Give all of it up, the place included."""
+        """Release all of it, the buffer's part in the group included."""
 
 
 def begin(
@@ -143,8 +144,8 @@ def begin(
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
     Args:
-        seat: the group's part in a view; None for a group of another backend.
-        enter: makes what enters the first epoch.
+        seat: the group's job handle; None for a group of another backend.
+        enter: makes the object that enters the first epoch.
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
@@ -157,7 +158,7 @@ def begin(
         try:
             return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
         finally:
-            place.seat.job.release()  # the buffer has it now, or nobody
+            place.seat.job.release()  # the buffer owns it now, or creation failed
     if not config.takes_replacements:
         if seat.is_joiner:
             _refuse_to_join(group, seat, config)
@@ -172,7 +173,7 @@ def begin(
 def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
     """Return this process's registry for a group, made at the first call.
 
-    It lives as long as the group, so that who joins sees which buffers have been closed; where nobody can join, as long
+    It lives as long as the group, so that a joiner sees which buffers have been closed; if no process can join, as long
     as one of the buffers.
     """
     with _lock:
@@ -192,7 +193,7 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
 
 
 def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupSeat:
-    """Compare what the ranks of another backend's group were given, and find their places in a job."""
+    """Compare the arguments of the ranks of another backend's group, and find their slots in a job."""
     host, refusal = bytes(KEY_DIGITS), None
     try:
         host = host_id()
@@ -245,7 +246,7 @@ def _make(
             problem = _death_behind(exc, begun)
         with _naming_deaths(begun):
             _tell_problems(group, problem)
-        assert begun is not None  # else all have raised
+        assert begun is not None  # otherwise all have raised
         assert entrant is not None
         try:
             entrant.come_in(time.monotonic() + timeout_s)
@@ -258,7 +259,7 @@ def _make(
 
 
 def death_in_birth(dead: Sequence[int]) -> RankFailedError:
-    """Return what all survivors raise where ranks die while a buffer is made."""
+    """Return the error that all survivors raise if ranks die while a buffer is made."""
     names = ", ".join(map(str, dead))
     return RankFailedError(
         f"Buffer: rank {names} is dead (its process ended) since the ranks began to make the buffer; make it in a "
@@ -278,7 +279,7 @@ def _death_behind(error: EpeeError, begun: Begun | None) -> EpeeError:
 
 @contextlib.contextmanager
 def _naming_deaths(begun: Begun | None) -> Iterator[None]:
-    """Raise that a rank is dead where that may be why the group has failed: another backend's, or in mode "raise"."""
+    """Raise that a rank is dead if that may be why the group has failed: another backend's, or in mode "raise"."""
     try:
         yield
     except RuntimeError as error:
@@ -289,7 +290,9 @@ def _naming_deaths(begun: Begun | None) -> Iterator[None]:
 
 
 def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None) -> None:
-    """Tell all ranks why this one cannot make its part, if so; raise if any cannot: a cause rather than a time-out."""
+    """Report to all ranks why this one cannot make its part, if so; raise if any cannot: a cause instead of a
+    timeout.
+    """
     mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
     lost = 0
     if isinstance(problem, RankFailedError) and problem.cause == _ENDED:
@@ -335,16 +338,17 @@ def _open(
 
 
 def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
-    """Take part in the oldest running buffer that this process does not have; None when there is none."""
+    """Take part in the oldest running buffer that this process does not have; return None if there is none."""
     mine, roster = registry_of(group, seat), Roster(seat)
     number = _running(mine, roster, group.rank(), config)
     return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
 
 
 def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
-    """Return how much memory has a running buffer that this process, which has a lost rank's place, would come into.
+    """Return the memory size of a running buffer that this process, which replaces a lost rank, would join.
 
-    Of those that are like `config` but for their bytes, one with the same, or else the oldest; 0: there is none. Local.
+    Of those that equal `config` except in their bytes, one with the same, or else the oldest; 0 if there is none.
+    Local.
     """
     seat = seat_of(group, config.num_ranks)
     if seat is None or not seat.is_joiner or not config.takes_replacements:
@@ -360,7 +364,7 @@ def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
 
 
 def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig) -> None:
-    """Raise where a buffer runs that this process would have to take part in, and cannot.
+    """Raise if a buffer runs that this process would have to take part in, and cannot.
 
     Raises:
         UnsupportedError: there is one. MismatchError: it was made with other arguments.
@@ -374,7 +378,7 @@ def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferC
 
 
 def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> int | None:
-    """Return the number of the oldest running buffer that this process does not have; None when there is none."""
+    """Return the number of the oldest running buffer that this process does not have; None if there is none."""
     for number, holder, line in _open_lines(mine, roster, own_rank, config):
         if fits(line.config(len(CONFIG_NAMES)), holder, config, own_rank):
             return number
@@ -383,7 +387,8 @@ def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig
 
 def _open_lines(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> Iterator[tuple[int, int, Line]]:
     """Return number, a holder and its line of each running buffer of a kind that this process has not had, oldest
-    first."""
+    first.
+    """
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)
@@ -398,7 +403,7 @@ def _open_lines(mine: Registry, roster: Roster, own_rank: int, config: BufferCon
 
 
 def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
-    """Return the lines of buffers of the same kind and device; those of others are none of this one's business."""
+    """Return the lines of buffers of the same kind and device; others do not concern this buffer."""
     kind = [CONFIG_NAMES.index(name) for name in ("kind of buffer", "device")]
     own = [config.words()[at] for at in kind]
     found = {}
@@ -410,10 +415,10 @@ def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
 
 
 def fits(theirs: Sequence[int], rank: int, config: BufferConfig, own_rank: int) -> bool:
-    """Return whether a running buffer, which has these words, is for so many ranks, and was made with these arguments.
+    """Return whether a running buffer with these words has as many ranks and was made with these arguments.
 
     Raises:
-        MismatchError: `Buffer`: it is for as many, but was made with other arguments.
+        MismatchError: `Buffer`: it has as many, but was made with other arguments.
     """
     words = config.words()
     if theirs[0] != words[0]:
@@ -432,11 +437,11 @@ def fits(theirs: Sequence[int], rank: int, config: BufferConfig, own_rank: int) 
 
 
 def _nothing() -> None:
-    """Do nothing: nobody was told of the buffer."""
+    """Do nothing: no notice of the buffer was published."""
 
 
 def _forget() -> None:
-    """In a forked child: all of this is the parent's."""
+    """Drop the parent's state, in a forked child."""
     global _lock
     _lock = threading.Lock()
     _registries.clear()

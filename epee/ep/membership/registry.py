@@ -1,25 +1,25 @@
-"""Where a process says which buffers it has on a group, and what it lends to the others' epochs.
+"""The registry of a process: the buffers it has on a group, and what it lends to the others' epochs.
 
-One small region per process and group, with a line for each buffer. Who writes: the process itself, nobody else. Who
-reads: the other members, who find the region without being told where it is: among the descriptors of a process that
-the view names, by the name of the memfd. So a process that joins needs neither the store nor a collective call to find
-the buffers that run, nor the others to find its own.
+One small region per process and group, with a line for each buffer. Only the process itself writes it. The other
+members read it, and find the region without being sent its name: among the descriptors of a process that the view
+names, by the name of the memfd. So a process that joins needs neither the store nor a collective call to find the
+running buffers, nor the others to find its own.
 
-    header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at place
-            n modulo their number, so the last ones
+    header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at index n
+            modulo their number, so the last ones
     line    number of the buffer (0: none; with `CLOSED`: it was closed; with `DROPPED` as well: it was not closed, but
-            the process has dropped it, which happens when it ends), tag of the call with which this rank has come
-            into its epoch (`epochs.py`), for whom this rank waits and when it said so last, for which epoch it has come
-            to sync and whom it counts on there, and the last number that its calls have used (`sync.py`), view for
-            which the inbox was made, blob of the inbox, words of the config
+            the process has dropped it, which happens when it ends), tag of the call with which this rank has entered
+            its epoch (`epochs.py`), the ranks for which this rank waits and when it published that last, the epoch for
+            which it has arrived at sync and the ranks it counts on there, and the last number that its calls have used
+            (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
 
-Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked when
-it ends, behind the closed number in the header. Another buffer may have the line then, so who reads one looks whose it
-is. The blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
-view again after it has copied the blob. Each word is one store of the machine.
+Order: a line's number is stored last when it is made (only the newest number in the header is stored after it), and
+marked when it ends, after the closed number in the header. Another buffer may have the line then, so a reader checks
+which buffer a line belongs to. The blob of an inbox is stored between two stores of the view it is for (0, then the
+view), and a reader reads the view again after it has copied the blob. Each word is one store of the machine.
 
-A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
-word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
+A crash leaves a line as it was; the memory stays readable to the processes that have mapped it. Everything read here
+comes from a peer: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ...view.process.detector import is_leaving
 
 logger = logging.getLogger("epee")
 
-FRESH_NS = 500_000_000  # a rank that waits says so several times in this time, unless it has stopped
+FRESH_NS = 500_000_000  # a waiting rank publishes that several times in this time, unless it has stopped
 MAX_BUFFERS = 32  # of one group at the same time
 _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
@@ -59,8 +59,8 @@ class Line:
     """The words of one buffer in one process's registry.
 
     Attributes:
-        address: of the first word, for those who sleep on one.
-        owner_pid: whose it is.
+        address: of the first word, for futex waits.
+        owner_pid: of the process that owns the line.
     """
 
     def __init__(self, region: HostRegion, index: int) -> None:
@@ -88,39 +88,41 @@ class Line:
             self._region.words(0, _LINE_WORDS)[_CLOSED_AT + number % _NUM_CLOSED] = number
             self.words[NUMBER] = (
                 number | CLOSED | (DROPPED if is_dropped else 0)
-            )  # last: who finds the line closed finds why
+            )  # last: a reader that finds the line closed finds the reason
 
     def show_ready(self, mark: int) -> None:
-        """Say that this rank has mapped all who take part in the call of an epoch with this tag. Only the owner."""
+        """Publish that this rank has mapped all ranks that take part in the call of an epoch with this tag. Only the
+        owner.
+        """
         self.words[READY] = mark
         futex_wake(self.address + 8 * READY)
 
     def blame(self, ranks: Iterable[int]) -> None:
-        """Show for whom this rank waits. Only the owner."""
+        """Publish the ranks for which this rank waits. Only the owner."""
         self.words[BLAMED] = 0
         self.words[BLAMED_AT] = time.monotonic_ns()
         self.words[BLAMED] = sum(1 << rank for rank in set(ranks))
 
     def blamed(self) -> int:
-        """Return for whom the rank waits, as a mask; 0 when it has not said so lately."""
+        """Return the ranks for which the rank waits, as a mask; 0 if it has not published that recently."""
         is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
         return self.words[BLAMED] if is_fresh else 0
 
     def come_to_sync(self, mark: int, counted: int, used: int = 0) -> None:
-        """Show that this rank has come to sync, and on whom it counts. Only the owner.
+        """Publish that this rank has arrived at sync, and the ranks that it counts on. Only the owner.
 
         Args:
-            mark: the epoch, shifted by 1, and whether its time is over; 0: it has not come.
+            mark: the epoch, shifted by 1, and whether its timeout has expired; 0: it has not arrived.
             counted: bits of ranks.
             used: the last number that its calls have used.
         """
         if self.words[COUNTED] != counted or self.words[SYNC] != mark:
-            self.words[SYNC] = 0  # nobody is to see that it has come and counts on others than it does
+            self.words[SYNC] = 0  # no reader may see its arrival together with an outdated `counted`
             self.words[COUNTED], self.words[USED] = counted, used
             self.words[SYNC] = mark
 
     def lend_inbox(self, view: int, blob: bytes) -> None:
-        """Show the blob of the inbox that this process has made for `view`. Only the owner."""
+        """Publish the blob of the inbox that this process has made for `view`. Only the owner."""
         self.words[INBOX_VIEW] = 0
         self.words[INBOX : INBOX + _BLOB_WORDS] = memoryview(blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
         self.words[INBOX_VIEW] = view
@@ -139,7 +141,7 @@ class Line:
 
 
 class Registry:
-    """This process's lines, or another's.
+    """The lines of this process or of another one.
 
     Attributes:
         lane: of the group.
@@ -190,7 +192,7 @@ class Registry:
         raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")
 
     def forget(self, number: int) -> None:
-        """Let it look as if buffer `number`, whose line is closed, had never been opened: it was not taken part in."""
+        """Remove all traces of buffer `number`, whose line is closed: this process did not take part in it."""
         self.had.discard(number)
         self._words[_CLOSED_AT + number % _NUM_CLOSED] = 0
 
@@ -202,7 +204,8 @@ class Registry:
     def has_closed(self, number: int) -> bool:
         """Return whether the process had buffer `number` and has closed it.
 
-        Who has not made it yet, be it that it has made later ones, has not; nor has who closed it long ago.
+        False for a process that has not made it yet, even if it has made later ones, and for one that closed it long
+        ago.
         """
         return self._words[_CLOSED_AT + number % _NUM_CLOSED] == number
 
@@ -213,7 +216,7 @@ def name_of(lane: int) -> str:
 
 
 def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[int]:
-    """Return for whom those wait for whom rank `me` waits, and so on; none where all wait for each other."""
+    """Return the ranks at the end of the chain of waits that starts at rank `me`; none if all wait for each other."""
     found, seen, todo = set(), {me}, list(ranks)
     while todo:
         rank = todo.pop()
@@ -234,7 +237,7 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
 
     Raises:
         ProtocolError: there is something of that name which cannot be right.
-        ResourceError: the system forbids to look.
+        ResourceError: the system forbids to read it.
     """
     wanted = f"/memfd:epee-{name_of(lane)}"
     folder = f"/proc/{pid}/fd"
@@ -266,7 +269,7 @@ def _is_shortage(exc: BaseException | None) -> bool:
 
 
 def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
-    """Map the registry behind a descriptor; None when it is not this process's own, or is just coming or going."""
+    """Map the registry of a descriptor; None if it is not this process's own, or is just being made or closed."""
     try:
         require_own(pid)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -277,7 +280,7 @@ def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
         if int.from_bytes(raw[:8], "little") != _MAGIC:
             return None  # just being made
         region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
-    except EpeeError as exc:  # it has just ended, or closed it; whoever waits for it has a time-out
+    except EpeeError as exc:  # it has just ended, or closed it; a rank that waits for it has a timeout
         if _is_shortage(exc.__cause__):
             raise  # this process's own
         logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)

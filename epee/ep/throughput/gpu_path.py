@@ -1,19 +1,19 @@
-"""Dispatch and combine for CUDA tensors: the GPU end of a `Buffer`.
+"""Dispatch and combine for CUDA tensors: the GPU side of a `Buffer`.
 
 Data path: a call finds its plan (`gpu/dispatch.py`, `gpu/combine.py`), which launches the kernels; these move the rows,
-from GPU to GPU. The host waits for nothing but a dispatch's counts, and only when it is asked to. The host side
-(`control/messages.py`) serves to attach memory at construction, `all_gather_bytes`, and the reasons of refusals; no
+from GPU to GPU. The CPU waits for nothing but a dispatch's counts, and only when asked to. The CPU side
+(`control/messages.py`) attaches memory at construction, and serves `all_gather_bytes` and the reasons of refusals; no
 call that moves rows waits for it.
 
 Protocol: GPU calls are counted by the kernels themselves. Every call that one rank makes, the others make as well, so a
 rank whose call fails before its first kernel takes part by a refusal (`combine.refuse`), which ends the peers' call
-whatever it is. Failures that kernels meet later lie in pinned memory until the host looks: at the end of the call, at
-the start of the next one, or in `check`. A call that finds such a failure at its start takes place on no rank.
+whatever it is. Failures that kernels meet later stay in pinned memory until the CPU reads them: at the end of the call,
+at the start of the next one, or in `check`. A call that finds such a failure at its start takes place on no rank.
 
-Who takes part, who has died, and whose memory is mapped is `gpu/epochs.py`'s.
+Members, deaths and the mapped memory are handled by `gpu/epochs.py`.
 
-Shapes. Another `CudaPath` over the same memory serves calls of other sizes (`of_sizes`). Of what is said above none has
-to do with sizes: the buffer's own path alone enters epochs, and all of them see what it sees (`gpu/shape.py`).
+Shapes. Another `CudaPath` over the same memory serves calls of other sizes (`of_sizes`). Nothing above depends on
+sizes: only the buffer's own path enters epochs, and all of them share its state (`gpu/shape.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .gpu_handle import CudaCombined, CudaDispatched, CudaHandle, HandleMaker
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
 
-CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight go on before it aborts them
+CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight run before it aborts them
 _LEAST_TIMEOUT_S = 1e-3
 
 
@@ -65,7 +65,7 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
         num_topk=config.num_topk,
         max_tokens=config.max_tokens_per_rank,
         dtype=config.dtype,
-        # no call brings more than each rank's tokens, also where the expert layout is given more rows
+        # no call brings more than each rank's tokens, even if the expert layout is given more rows
         max_recv_rows=min(config.capacity("rank"), config.num_ranks * config.max_tokens_per_rank),
         max_expanded_rows=config.capacity("expert"),
         num_slots=config.num_slots,
@@ -75,10 +75,10 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
 
 
 class CudaPath:
-    """The GPU end of one buffer. Collective to make, except where it takes part in a running buffer.
+    """The GPU side of one buffer. Construction is collective, except in a replacement that joins a running buffer.
 
     Args:
-        making: what it is made of.
+        making: the parts that it is made of.
         platform: the GPU.
         timeout: seconds that ranks wait for each other here, and later when memory is attached.
 
@@ -110,12 +110,12 @@ class CudaPath:
         try:
             self._epochs.begin(deadline)
         except BaseException:
-            self._lane.leave()  # before its memory goes: who cannot map that any more sees why
+            self._lane.leave()  # before its memory is freed: a rank that can no longer map it sees the reason
             self.close()
             raise
 
     def _make_machine(self, config: ThroughputConfig, deadline: float) -> Machine:
-        if not self._lane.is_in:  # comes to the others' place for expert-layout rows with its first combine
+        if not self._lane.is_in:  # receives the others' memory of expert-layout rows with its first combine
             return Machine(self._platform, replace(config, room_expert_slot_bytes=0), self._all_gather)
         self._require_all()
         try:
@@ -128,7 +128,7 @@ class CudaPath:
             raise
 
     def _require_all(self) -> None:
-        """Raise where the group has lost ranks: who makes a buffer together maps all memory then."""
+        """Raise if the group has lost ranks: ranks that make a buffer together map all memory then."""
         members = self._exchange.members
         lost = [rank for rank in range(self.config.num_ranks) if rank not in members]
         if lost:
@@ -140,7 +140,8 @@ class CudaPath:
             )
 
     def of_sizes(self, config: BufferConfig, buffer_id: int) -> CudaPath:
-        """Return what serves calls of other sizes over the same memory, and shares all but what sizes decide. Local.
+        """Return a path for calls of other sizes over the same memory, which shares all that does not depend on sizes.
+        Local.
 
         Args:
             config: the sizes.
@@ -176,7 +177,7 @@ class CudaPath:
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether `sync` takes in processes that took the places of lost ranks."""
+        """Whether `sync` admits processes that replace lost ranks."""
         return self._exchange.membership.takes_replacements
 
     @property
@@ -190,11 +191,13 @@ class CudaPath:
         return self.machine.nbytes
 
     def num_announced(self, op: int) -> int:
-        """Return how many calls of this kind the peers have heard of: on the host, or on the GPU."""
+        """Return how many calls of this kind have been announced to the peers: on the CPU side, or on the GPU."""
         return self._exchange.seq if op == OP_GATHER else self.machine.num_calls
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers cannot be told: the buffer is done. An earlier call's error they do not know of."""
+        """Return whether the peers cannot be notified because the buffer is finished. An earlier call's error is
+        unknown to them.
+        """
         return isinstance(error, PeerError) or self._closing.asked
 
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
@@ -218,7 +221,7 @@ class CudaPath:
             plan = plan_of(self.shape, known_core, given, route, options, call.memo)
             got = plan.start(given, route, known_core, timeout_s, stream, is_late=True)
             if not is_capturing:
-                machine.check()  # what the kernels of this call have reported already
+                machine.check()  # reports of this call's kernels so far
         except EpeeError as error:
             self._epochs.blame_death("dispatch", error, is_capturing)
             raise
@@ -237,7 +240,7 @@ class CudaPath:
         handle = _own(call.handle)
         bias = call.bias
         if len(bias) > 1 and bias[0].dtype != bias[1].dtype:
-            bias = tuple(item.float() for item in bias)  # exact, and what the sum is in
+            bias = tuple(item.float() for item in bias)  # exact; the dtype of the sum
         order = None if call.order is RANKS_THEN_BIAS else call.order
         options = CombineOptions(run.num_sms, _seconds_to(deadline), order)
         is_capturing = self._platform.is_capturing()
@@ -248,7 +251,7 @@ class CudaPath:
                 self.shape, call.y, handle.core, call.topk_weights, bias, call.out, options, call.memo
             )
             if not is_capturing:
-                self.machine.check()  # what the kernels of this call have reported already
+                self.machine.check()  # reports of this call's kernels so far
         except EpeeError as error:
             self._epochs.blame_death("combine", error, is_capturing)
             raise
@@ -266,7 +269,7 @@ class CudaPath:
         )
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Let the streams meet in quiet times; else return False."""
+        """Let the streams meet if the fast path is allowed; else return False."""
         if self.quiet_stream() is None:
             return False
         try:
@@ -301,14 +304,14 @@ class CudaPath:
         return torch.empty(handle.num_recv, self.config.hidden, dtype=dtype, device=self.config.device)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and go on in a new epoch; raises as `Buffer.sync`. Waits for the GPU."""
+        """Agree on the members and continue in a new epoch; raises as `Buffer.sync`. Waits for the GPU."""
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
         return path_lane.sync(self.control, self._lane, marks, active_ranks, self.machine.tags(), deadline)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
+        """Take part in the peers' next call as the rank that cannot make it. Does nothing while a graph is recorded."""
         if op == OP_GATHER:
             self.control.refuse(op, error, deadline)
         elif self._platform.is_capturing():
@@ -321,7 +324,7 @@ class CudaPath:
             refuse(self.shape, code, timeout_s, lambda call: exchange.words.post_reason(call, reason))
 
     def check(self) -> None:
-        """Raise what the kernels have reported since the last look."""
+        """Raise what the kernels have reported since the last check."""
         is_capturing = self._platform.is_capturing()
         self._epochs.face_death("check", is_capturing, needs_all=False)
         try:
@@ -331,7 +334,7 @@ class CudaPath:
             raise
 
     def join(self) -> None:
-        """Let the current stream go on behind everything that this buffer has put on any other."""
+        """Make the current stream wait for all work of this buffer on other streams."""
         self.machine.join()
 
     def abort(self) -> None:
@@ -339,22 +342,22 @@ class CudaPath:
         self.machine.device.abort()
 
     def close(self) -> None:
-        """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
+        """Free all memory after the kernels in flight; they are aborted if they wait for peers. Idempotent."""
         self._notifier.stop()
         self.machine.device.drain(CLOSE_GRACE_S)
         self.machine.close()
         self._epochs.close()
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        if not self._lane.is_in:  # a replacement, which maps the others' memory when they have taken it in
+        if not self._lane.is_in:  # a replacement maps the others' memory when they have admitted it
             return [data] * self.config.num_ranks
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
 
     def quiet_stream(self) -> int | None:
-        """Return the current stream where a call like an earlier one needs no look around, else None.
+        """Return the current stream if a cached call needs no checks (fast path allowed), else None.
 
-        Then nothing has happened since the last one looked. A death that nobody has told of yet is met by the call, and
-        told to its kernels.
+        Then nothing has happened since the last check. The call itself meets a death that has not been reported yet,
+        and its kernels are notified of it.
         """
         is_quiet = (
             not (self._closing.asked or self._notifier.told)
@@ -375,10 +378,10 @@ class CudaPath:
         num_sms: int | None,
         sync: bool,
     ) -> CudaDispatched | None:
-        """Run a dispatch like an earlier one in quiet times; None, and nothing has happened, where it cannot be.
+        """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
-            known: the plans of the buffer.
+            known: the cached plans of the buffer.
             others: the mask, the handle and the capacity.
             Others as of `Buffer.dispatch`.
         """
@@ -389,13 +392,13 @@ class CudaPath:
         if plan is None:
             return None
         mask, given, _ = others
-        handle: Any = given  # as all of these, it looks as that of a call that has passed the checks
+        handle: Any = given  # as all of these, it has the properties of a handle whose call has passed the checks
         route = mask if topk_idx is None else topk_idx
         known_core = None if handle is None else handle.core
         values, scales = (x, None) if isinstance(x, torch.Tensor) else x
         got = plan.start((values, scales, topk_weights), route, known_core, self._timeout, stream, is_late=True)
         if self.machine.codes != NO_REPORTS:
-            self.machine.check()  # what the kernels of this call have reported already
+            self.machine.check()  # reports of this call's kernels so far
         epoch = self._exchange.epoch
         if handle is None:
             made = self._handles.like(plan, got, epoch)
@@ -409,7 +412,7 @@ class CudaPath:
         """Run a dispatch of a plan, as `dispatch_again`; all of the result is made at once.
 
         Args:
-            plan: of a call whose arguments looked as these, but for addresses.
+            plan: of a call whose arguments equal these, but for addresses.
             x, topk_idx, topk_weights: as of `Buffer.dispatch`.
         """
         stream, machine = self.quiet_stream(), self.machine
@@ -427,7 +430,7 @@ class CudaPath:
         return result
 
     def combine_again(self, known: KnownPlans, y: torch.Tensor, handle: object, num_sms: int | None) -> Combined | None:
-        """Run a combine of rows alone like an earlier one, as `dispatch_again`."""
+        """Run a cached combine of rows alone, as `dispatch_again`."""
         stream = self.quiet_stream()
         if stream is None or type(handle) is not CudaHandle:
             return None
@@ -446,17 +449,17 @@ class CudaPath:
         return CudaCombined(out, self.config, stream, epoch, lost)
 
     def blame(self, op: int, error: Exception) -> None:
-        """Raise that a rank is dead where that is why a call has failed."""
+        """Raise that a rank is dead if that is why a call has failed."""
         if isinstance(error, EpeeError):
             self._epochs.blame_death(OP_NAMES[op], error, is_capturing=False)
 
     def _lost_weight(self, handle: CudaHandle, lost: Sequence[int]) -> Callable[[], torch.Tensor] | None:
-        """Return what tells the weights that a combine has lost, or None where nothing can be lost."""
+        """Return a function that computes the weights that a combine has lost, or None if nothing can be lost."""
         if handle.routing is None and handle.capacity is None:
             return None
 
         def weigh() -> torch.Tensor:
-            """Work them out, late, as few programs ask."""
+            """Compute them on demand, because few programs ask."""
             routing = handle.kept_routing if handle.routing is None else handle.routing
             return lost_weight(routing, lost, self.config, handle.dropped)
 
@@ -464,7 +467,7 @@ class CudaPath:
 
 
 def _own(handle: Handle) -> CudaHandle:
-    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    """Return a handle as the type of this path; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, CudaHandle), OP_NAMES
     return handle
 

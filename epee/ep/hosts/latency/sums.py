@@ -1,18 +1,20 @@
 """Sums of a combine over several hosts: made on the experts' host, one row per token, and sent to the token's.
 
-Each rank lays the weighted sums of its experts' rows out for its host (`HostsWire.part_for`) and says so (`laid`). Who
-serves a source waits for all ranks of its host, adds up, ranks ascending, and sends one row per record, rounded like a
-rank's sum. It is the send half that does it: hooks may be called in another order on each rank, and a rank that added
-up in its hook could be waited for by one whose hook it waits for. All waiting is done before the first half of the call
-is posted, and the own host's comes last: so where a call without a mask is given up in between, nobody has all halves.
+Each rank lays the weighted sums of its experts' rows out for its host (`HostsWire.part_for`) and announces that
+(`laid`). The server of a source waits for all ranks of its host, adds up, ranks ascending, and sends one row per
+record, rounded like a rank's sum. This happens in the send phase: hooks may be called in another order on each rank,
+and a rank that added up in its hook could be awaited by one whose hook it waits for. All waiting is done before the
+first message of the call is posted, and the own host's comes last: so if a call without a mask is aborted in between,
+no rank has all messages.
 
-Who serves a source is its gateway; to a rank that does not count on that one, the next rank of the host that it does
-count on, so where that is known before the combine, one is there. Sums say whose rows are in them, and a source takes
-the first that it finds in this order. A rank that came too late for them is not in the result, for all tokens alike,
-nor is a host whose server is silent in this very combine; `got` and `lost_weight` say so. A source has counted a rank
-out (`cut`) before the sum is made, or finds a rank in a sum that it does not count on: then it does not use the sum.
+The server of a source is its gateway; for a rank that excludes that one, the next rank of the host that it does not
+exclude, so if the exclusion is known before the combine, there is a server. Sums name the ranks whose rows are in them,
+and a source takes the first that it finds in this order. A rank that came too late for them is not in the result, for
+all tokens alike, nor is a host whose server is silent in this very combine; `got` and `lost_weight` report that. If a
+source has excluded a rank (`cut`) before the sum is made, or finds a rank in a sum that it excludes, it does not use
+the sum.
 
-What a crash leaves: rows that are in a sum or not, for all tokens of a source alike; no half, so nobody reads the sum.
+A crash leaves rows that are in a sum or not, for all tokens of a source alike; or no message, so no rank reads the sum.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class SumsFound(NamedTuple):
     """The sums of a host for this rank.
 
     Attributes:
-        server: whose half they are in.
-        bits: whose rows they have, a bit per rank; 0: there are none.
+        server: the rank whose message contains them.
+        bits: the ranks whose rows they have, a bit per rank; 0: there are none.
         first, num_rows: of the rows.
     """
 
@@ -53,7 +55,7 @@ class HostSums:
     """Makes a host's sums, and reads those of others.
 
     Args:
-        topology: who is where.
+        topology: the placement of the ranks.
         wire: of the buffer.
         flights: over it.
     """
@@ -62,7 +64,7 @@ class HostSums:
         self._topology, self._wire, self._flights = topology, wire, flights
 
     def begin_epoch(self, topology: Topology) -> None:
-        """Take on where ranks are from now on; no call is under way."""
+        """Apply a new placement of the ranks; no call is under way."""
         self._topology = topology
 
     # ---- sent
@@ -75,12 +77,12 @@ class HostSums:
         dtype: torch.dtype,
         handle: HostsLatencyHandle,
     ) -> None:
-        """Post this rank's half of a combine for all hosts, sums for those that it serves with it.
+        """Post this rank's message of a combine for all hosts, with the sums for the sources that it serves.
 
         Args:
             flight: the combine; this rank's rows are laid out.
-            readers: by host whom the half is for.
-            head: of the half.
+            readers: by host the ranks that the message is for.
+            head: of the message.
             dtype: of the rows.
             handle: of the dispatch.
         """
@@ -117,11 +119,11 @@ class HostSums:
         return [*there[first:], *there[:first]]
 
     def _server_of(self, flight: Flight, src: int) -> int:
-        """Return who of this host adds up for a source, as far as this rank knows."""
+        """Return the rank of this host that adds up for a source, as far as this rank knows."""
         return next(rank for rank in self._servers(src, self._topology.host) if rank in flight.peers())
 
     def _laid(self, flight: Flight) -> dict[int, SectionHeader]:
-        """Wait for the ranks of this host; return what those say that have laid out their rows."""
+        """Wait for the ranks of this host; return the headers of those that have laid out their rows."""
         heads = {}
         for rank in self._topology.here:
             if rank in flight.peers():
@@ -139,7 +141,7 @@ class HostSums:
         handle: HostsLatencyHandle,
         dtype: torch.dtype,
     ) -> tuple[int, torch.Tensor]:
-        """Return whose rows are in this host's sum for a rank of another one, a bit per rank, and the sum."""
+        """Return the ranks whose rows are in this host's sum for a rank of another one, a bit per rank, and the sum."""
         came = handle.came[src]
         assert came is not None
         while True:
@@ -166,7 +168,7 @@ class HostSums:
 
         Args:
             flight: the combine.
-            src: whose tokens.
+            src: the rank of the tokens.
             records: for each rank that is in the sum its records of `count` ones.
             count: of records.
             handle: of the dispatch.
@@ -183,7 +185,7 @@ class HostSums:
     # ---- received
 
     def counted(self, flight: Flight, heads: Mapping[int, SectionHeader]) -> int:
-        """Return whose rows are in the sums that this rank has got, a bit per rank."""
+        """Return the ranks whose rows are in the sums that this rank has got, a bit per rank."""
         bits = sum(1 << rank for rank in self._topology.here)
         for host in self._topology.gateways():
             bits |= self._sums_at(flight, host, heads).bits
@@ -211,9 +213,9 @@ class HostSums:
         dtype: torch.dtype,
         handle: HostsLatencyHandle,
     ) -> tuple[list[int], torch.Tensor] | None:
-        """Return whose rows a host's sum has, and the sum, a row for each record; None where there is none.
+        """Return the ranks whose rows a host's sum has, and the sum, a row for each record; None if there is none.
 
-        The tags of `heads` are looked at afterwards (`take_back`).
+        The tags of `heads` are checked afterwards (`take_back`).
         """
         topology, records, me = self._topology, handle.records[host], self._topology.rank
         if host == topology.host:
@@ -235,7 +237,7 @@ class HostSums:
 
 
 def take_back(wire: HostsWire, flight: Flight, heads: dict[int, SectionHeader], field: str = "head") -> bool:
-    """Leave out whose halves were taken back while they were read; return whether there were any."""
+    """Remove the ranks whose messages were overwritten while they were read; return whether there were any."""
     gone = [src for src in heads if not wire.is_there(field, src, flight.seq)]
     for src in gone:
         flight.lost[src] = "cut"

@@ -1,19 +1,19 @@
-"""`LatencyBuffer` on the GPUs of one host: the host side of its dispatch and combine.
+"""`LatencyBuffer` on the GPUs of one host: the CPU side of its dispatch and combine.
 
 Data path: `csrc/kernels/latency/dispatch.cuh` and `latency/combine.cuh` move everything, from GPU to GPU; a call is one
-launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
-nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device. What calls of a kind and
-size have in common is prepared once (`plan.py`): a call allocates, writes the words that vary, launches.
+launch, or two when the caller separates its send and receive phases (`return_hook`). The CPU waits for nothing and
+learns nothing by itself: counts, `got` and the mask are tensors on the device. The common part of calls of a kind and
+size is prepared once (`plan.py`): a call allocates, writes the words that vary, launches.
 
 Memory of a rank: one region (`memory.py`), lent to all ranks, into which peers store; it serves calls of all sizes that
-fit (`plans_of`), with the same words and numbers of calls. Results are ordinary tensors. Who writes
-what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
+fit (`plans_of`), with the same words and numbers of calls. Results are ordinary tensors. For the writers, and why slots
+are safe to reuse, see `csrc/kernels/latency/call.cuh`.
 
-Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything
-runs behind what the buffer has put on other streams before. What kernels report lies in pinned memory and is raised by
-`check`, which every call begins with.
+Protocol on the CPU: all ranks make the same calls of a kind in the same order; hooks may be called in any. All work
+runs after what the buffer has put on other streams before. Reports of kernels are in pinned memory and are raised by
+`check`, with which every call begins.
 
-A crash of a peer leaves its words unset: kernels wait for the time-out, then leave that source out.
+A crash of a peer leaves its words unset: kernels wait for the timeout, then exclude that source.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from .report import take_report
 from .shapes import LatencyConfig
 from .types import CoreCombined, CoreHandle, CoreReceived
 
-Words = tuple[int, tuple[int, ...]]  # time-out in nanoseconds, pointers in the order of the kernel's arguments
+Words = tuple[int, tuple[int, ...]]  # timeout in nanoseconds, pointers in the order of the kernel's arguments
 
 
 class LatencyCore:
-    """A rank's end of a latency buffer. One call at a time; calls of a kind in the same order on all ranks.
+    """The GPU side of a rank's latency buffer. One call at a time; calls of a kind in the same order on all ranks.
 
     Args:
         platform: the GPU.
         config: sizes, equal on all ranks.
-        all_gather: gives everybody's bytes in rank order, b"" for ranks to be attached later (`replace_peer`); called
-            at construction.
+        all_gather: returns the bytes of all ranks in rank order, b"" for ranks to be attached later (`replace_peer`);
+            called at construction.
 
     Attributes:
         device: kernels, reports, the order of calls.
@@ -87,7 +87,7 @@ class LatencyCore:
         platform.synchronize()  # calls may come on any stream
 
     def plans_of(self, config: LatencyConfig) -> Planner:
-        """Return what makes the plans of calls of other sizes in the same memory. Local.
+        """Return the planner of calls of other sizes in the same memory. Local.
 
         All ranks make such calls, as others, in the same order; sizes that differ are a mismatch for the kernels.
 
@@ -127,14 +127,14 @@ class LatencyCore:
             x: `[num_tokens, hidden]` bfloat16, unit stride in the last dimension, rows 16-byte aligned.
             topk_idx: `[num_tokens, num_topk]` int64, contiguous.
             topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
-            active_ranks: `[num_ranks]` or longer, int32 on the device: who takes part; silent sources become 0.
+            active_ranks: `[num_ranks]` or longer, int32 on the device: the members; silent sources become 0.
             stats: `[num_local_experts]` int32 on the device to which the counts are added, or None.
             timeout_ns: bound of the kernel's waits, 0 for the plan's.
-            is_capturing: whether the current stream is recording a graph, None where the caller does not know.
-            quiet: what `quiet_stream` has just returned; `is_capturing` is not looked at then.
+            is_capturing: whether the current stream is recording a graph, None if the caller does not know.
+            quiet: what `quiet_stream` has just returned; `is_capturing` is not read then.
             counts: for the counts, of `plan.new_counts`; None for a part of the words.
         Raises:
-            what an earlier call left behind; InvalidState: too many receive halves are outstanding.
+            errors left by an earlier call; InvalidState: too many receive phases are outstanding.
         """
         stream, is_capturing = self._begin(OP_DISPATCH, is_capturing) if quiet is None else (quiet, False)
         out, words = plan.new_x(), plan.new_words()
@@ -228,7 +228,7 @@ class LatencyCore:
         return CoreCombined(out, words, hook, stream, self.config.num_ranks)
 
     def refuse(self, op: int) -> None:
-        """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
+        """Take part in the peers' next call of a kind only to report that this rank's was invalid."""
         stream, is_capturing = self._begin(op, None, do_check=False)
         region = self.memory.address
         if op == OP_DISPATCH:
@@ -242,14 +242,15 @@ class LatencyCore:
     # --- order of calls -------------------------------------------------------------------------------------------
 
     def quiet_stream(self, op: int) -> int | None:
-        """Return the current stream where the start of a call would find nothing to do, else None.
+        """Return the current stream if the start of a call would find nothing to do, else None.
 
-        Beside what `GpuDevice.quiet_stream` looks at that is calls that wait for their hooks, and results to be filled.
+        Besides the checks of `GpuDevice.quiet_stream` this reads whether calls wait for their hooks, and results to be
+        filled.
         """
         return None if self._open[op] or self.is_poisoned else self.device.quiet_stream()
 
     def _begin(self, op: int, is_capturing: bool | None, do_check: bool = True) -> tuple[int, bool]:
-        """Refuse what cannot start, raise what earlier calls have left behind, join the streams.
+        """Refuse what cannot start, raise errors left by earlier calls, join the streams.
 
         Returns:
             The raw current stream, and whether it is recording a graph.
@@ -267,14 +268,16 @@ class LatencyCore:
         return self._join(is_capturing), is_capturing
 
     def _join(self, is_capturing: bool) -> int:
-        """Let the current stream go on behind the buffer's last one, and return it."""
+        """Make the current stream wait for the buffer's last one, and return it."""
         stream = self.platform.stream()
         if not is_capturing:
             self.device.follow(stream)
         return stream
 
     def _run_again(self, plan: CallPlan, what: Words, stream: int) -> bool:
-        """Launch both halves of a call in quiet times if the last such launch's sizes serve; tell whether they do."""
+        """Launch both phases of a cached call if the sizes of the last such launch still fit; return whether they
+        do.
+        """
         ready = plan.both
         if ready is None or plan.is_split or self._share.still(stream) != ready.fitted:
             return False
@@ -285,12 +288,12 @@ class LatencyCore:
     def _run(
         self, plan: CallPlan, what: Words, held: tuple[Any, ...], stream: int, is_capturing: bool
     ) -> Callable[[], None] | None:
-        """Launch a call, or its send half; then what is returned receives.
+        """Launch a call, or its send phase; then the returned function receives.
 
         Args:
             plan: of the call.
-            what: its time-out and its pointers.
-            held: tensors that must live until the receive half is launched.
+            what: its timeout and its pointers.
+            held: tensors that must live until the receive phase is launched.
             stream, is_capturing: the current stream.
         """
         calls = self._open[plan.op]
@@ -301,13 +304,13 @@ class LatencyCore:
             return half
         if not calls:
             self._launch(plan, BOTH_HALVES, (0, 1), what, stream, is_capturing)
-        else:  # the count of received calls goes on when those before have been received
+        else:  # the count of received calls advances when the earlier ones have been received
             self._launch(plan, BOTH_HALVES, (len(calls), 0), what, stream, is_capturing)
             calls.append(Half(plan.op, calls, None))
         return None
 
     def _receive(self, plan: CallPlan, what: Words, held: tuple[Any, ...], ahead: int, advance: int) -> None:
-        """Launch the receive half of a call, on the stream that is current now."""
+        """Launch the receive phase of a call, on the stream that is current now."""
         is_capturing = self.platform.is_capturing()
         stream = self._join(is_capturing)
         self._launch(plan, RECEIVE_HALF, (ahead, advance), what, stream, is_capturing)
@@ -325,14 +328,14 @@ class LatencyCore:
         if width > share.width:
             share.widen(width)
         if halves & SEND_HALF and not is_capturing:
-            self.num_calls += 1  # behind all that can fail: the peers hear of it
+            self.num_calls += 1  # after all that can fail: the call becomes visible to the peers
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
 
     # --- view, reports, end ---------------------------------------------------------------------------------------
 
     def set_view(self, active: Sequence[bool], tag: int) -> None:
-        """Get ready for an agreed view, as `LatencyMemory.set_view`; calls that wait for their hooks are dropped."""
+        """Prepare for an agreed view, as `LatencyMemory.set_view`; calls that wait for their hooks are dropped."""
         self._open[OP_DISPATCH].clear()
         self._open[OP_COMBINE].clear()
         self.memory.set_view(active, tag)
@@ -343,12 +346,12 @@ class LatencyCore:
         return sum(not half.is_done for halves in self._open.values() for half in halves)
 
     def join(self) -> None:
-        """Let the current stream go on behind everything that this buffer has put on any other."""
+        """Make the current stream wait for all work of this buffer on other streams."""
         if not self.device.is_closed:
             self._join(self.platform.is_capturing())
 
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that the calls since the last look have left out, without waiting for the GPU."""
+        """Return the ranks that the calls since the last check have excluded, without waiting for the GPU."""
         word = self._lost.words[0]
         if not word:
             return ()
@@ -356,14 +359,14 @@ class LatencyCore:
         return tuple(rank for rank in range(self.config.num_ranks) if word >> rank & 1)
 
     def check(self) -> None:
-        """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        """Raise what a kernel has reported since the last check; costs a few loads of pinned memory."""
         if self.device.has_reports:
             error = take_report(self.device.report.words, self.config.rank)
             if error is not None:
                 raise error
 
     def close(self) -> None:
-        """Give up all memory; results live on. Idempotent. No kernel may be in flight."""
+        """Free all memory; results live on. Idempotent. No kernel may be in flight."""
         if self.device.is_closed:
             return
         self.device.close()

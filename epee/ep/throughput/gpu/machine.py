@@ -1,13 +1,13 @@
-"""What a rank's end of a GPU buffer is made of: kernels, lent memory, reports, and the order of calls.
+"""The parts of a rank's GPU side of a buffer: kernels, lent memory, reports, and the order of calls.
 
-Memory map of a rank: a control block (`gpu/params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
-(the last is the landing place for results that are copied out and for rows that combine copies in), and, once the
-expert layout has been combined, a region for its rows (`place.py`). All of it is lent to all ranks (`gpu/lent.py`);
-who writes what is said at the kernels. What depends on a call's sizes is in `shape.py`: a slot is a container of fixed
-size, and each shape cuts it into fields in its own way.
+Memory map of a rank: a control block (`gpu/params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots (the last
+is the landing slot for results that are copied out and for rows that combine copies in), and, once the expert layout
+has been combined, a region for its rows (`place.py`). All of it is lent to all ranks (`gpu/lent.py`); the kernels
+document who writes what. What depends on a call's sizes is in `shape.py`: a slot is a container of fixed size, and each
+shape cuts it into fields in its own way.
 
-Every call of a buffer carries the next tag, so calls run one after another. Calls from another stream than the last
-one wait for whatever is queued there.
+Every call of a buffer carries the next tag, so calls run one after another. Calls from another stream than the last one
+wait for the work queued there.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from .view import ViewWords
 from .views import SlotViews
 
 DEFAULT_SMS = 24
-NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
+NEWS_S = 0.1  # how long a rank whose peers have left a call waits for the report of a death
 _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Nobody interrupts."""
+    """Do nothing: the default `interrupt`."""
 
 
 class Machine:
@@ -59,9 +59,9 @@ class Machine:
     Args:
         platform: the GPU.
         config: the sizes that memory is made for, equal on all ranks.
-        all_gather: gives everybody's bytes in rank order; called at construction and at the first expert-layout combine
-            of a view (never while a graph is recorded). A replacement gives its own for everybody at construction, and
-            maps the others' memory later (`replace_peer`).
+        all_gather: returns the bytes of all ranks in rank order; called at construction and at the first expert-layout
+            combine of a view (never while a graph is recorded). A replacement returns its own bytes for every rank at
+            construction, and maps the others' memory later (`replace_peer`).
 
     Attributes:
         device: kernels, reports, the order of calls.
@@ -72,10 +72,10 @@ class Machine:
         stream: raw, of the last call.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
-        interrupt: called while the host waits for the GPU; may call `abort`.
-        reason_of: knows what peers have said about calls that they refused.
+        interrupt: called while the CPU waits for the GPU; may call `abort`.
+        reason_of: returns the peers' reasons for calls that they refused.
         is_poisoned: fill receive memory with 0xFF before each use.
-        filled_by: in whose shape a slot was filled last; what else lies in it is where that shape has it.
+        filled_by: the shape in which a slot was filled last, which determines the offsets of its fields.
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
@@ -105,16 +105,16 @@ class Machine:
         self._share, self.codes = self.device.share, self.device.codes
         self.max_sms, self._is_alone = platform.limits.num_sms, True
         self._views: dict[int, SlotViews] = {}
-        self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
+        self._lent: dict[int, Taken] = {}  # slots whose aliases are tracked
         for name, kernel in self.device.kernels.items():
             for part in parts_of(kernel.args):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
         everybody = (True,) * config.num_ranks
-        self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # who takes part, and the last call's number
+        self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # members, and the last call's number
         self._is_open = True  # whether kernels may run in that view
         self._view.write(*self._agreed)
-        self._gone: set[int] = set()  # ranks, and ghosts, whose processes have ended
+        self._gone: set[int] = set()  # ranks, and evicted processes, that have ended
         self.members = frozenset(range(config.num_ranks))
         self._barrier = self.stage("barrier", LaunchShape(1, 32, 0, 0, 0))
         platform.synchronize()  # calls may come on any stream
@@ -125,7 +125,7 @@ class Machine:
         return self._lending.nbytes
 
     def stage(self, name: str, shape: LaunchShape, mode: str = "plain", grid: int = 0) -> Stage:
-        """Return a kernel to be launched again and again, in `grid` blocks where that is not what `shape` says."""
+        """Return a kernel to be launched repeatedly, in `grid` blocks if that differs from `shape`."""
         return Stage(self.device.kernels[name], grid or shape.grid, shape, mode)
 
     def launch(self, stage: Stage, timeout_s: float, stream: int) -> None:
@@ -136,9 +136,9 @@ class Machine:
         self.launch_written(stage, stream)
 
     def launch_written(self, stage: Stage, stream: int, is_first: bool = False) -> None:
-        """Launch a kernel whose number of the call, and time-out, have been written (`call_words`).
+        """Launch a kernel whose call number and timeout have been written (`call_words`).
 
-        With `is_first` it is the first one of its call, which is counted here: from then on peers hear of it.
+        With `is_first` it is the first one of its call, which is counted here: from then on it is visible to peers.
         """
         if is_first and not self.is_capturing:
             self.num_calls += 1
@@ -146,7 +146,7 @@ class Machine:
         share, at_once = self._share, grid
         if mode == "early":
             if self._is_alone or 2 * grid <= self.max_sms:
-                at_once *= 2  # the next kernel's blocks take their places beside this one's
+                at_once *= 2  # the next kernel's blocks start beside this one's
             else:
                 mode = "plain"
         if share.width < at_once:
@@ -154,7 +154,7 @@ class Machine:
         stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
 
     def barrier(self, timeout_s: float) -> None:
-        """Let all ranks meet on the device, on the streams of the calls that have begun; the host waits for nobody."""
+        """Let all ranks meet on the device, on the streams of the calls that have begun; the CPU waits for no rank."""
         self.announce()
         self.launch(self._barrier, timeout_s, self.stream)
 
@@ -164,29 +164,29 @@ class Machine:
         return 0 if self.is_capturing else self.num_calls
 
     def announce(self) -> None:
-        """Count a call, right before its first kernel is launched: from then on peers hear of it."""
+        """Count a call, right before its first kernel is launched: from then on it is visible to peers."""
         if not self.is_capturing:
             self.num_calls += 1
 
     def quiet_stream(self) -> int | None:
-        """Return the current stream where `begin` would find nothing to do, else None.
+        """Return the current stream if `begin` would find nothing to do, else None.
 
-        Beside what `GpuDevice.quiet_stream` looks at that is what other buffers do on the GPU, and haunted slots.
+        Besides the checks of `GpuDevice.quiet_stream` this reads what other buffers do on the GPU, and blocked slots.
         """
         is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or self._share.seen != Share.num_changes
         return None if is_busy else self.device.quiet_stream()
 
     def begin(self, do_check: bool = True) -> int:
-        """Start a call: raise what earlier ones have left behind, return the current stream.
+        """Start a call: raise errors left by earlier ones, return the current stream.
 
-        What the call puts on the stream runs behind everything that this buffer has put on any other.
+        The call's work on the stream runs after everything that this buffer has put on any other.
         """
         self.device.require_open()
         stream = self.stream = self.platform.stream()
         self.is_capturing = self.platform.is_capturing()
         if do_check and not self.is_capturing:
             self.check()
-        if do_check:  # a refusal is one block that waits for nobody
+        if do_check:  # a refusal is one block that waits for no rank
             if not self.is_capturing:
                 self._share.stream = stream
             self.max_sms, self._is_alone = self._share.limit(stream, self.is_capturing)
@@ -199,7 +199,7 @@ class Machine:
         return stream
 
     def join(self) -> None:
-        """Let the current stream go on behind everything that this buffer has put on any other."""
+        """Make the current stream wait for all work of this buffer on other streams."""
         if not self.device.is_closed and not self.platform.is_capturing():
             self._join(self.platform.stream())
 
@@ -208,7 +208,7 @@ class Machine:
         self.device.follow(stream)
 
     def check(self) -> None:
-        """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        """Raise what a kernel has reported since the last check; costs a few loads of pinned memory."""
         if not self.device.has_reports:
             return
         error = take_report(self.device.report.words, self.config.rank, self.reason_of)
@@ -220,10 +220,13 @@ class Machine:
             try:
                 raise error
             finally:
-                del error  # else it would hold the caller's tensors, through traceback and frames, until a collection
+                # otherwise it would hold the caller's tensors, through traceback and frames, until a collection
+                del error
 
     def _await_news(self) -> list[int]:
-        """Return the members that are known to be dead; a peer may have heard of it a little earlier than this rank."""
+        """Return the members that are known to be dead; a peer may have received a report a little earlier than this
+        rank.
+        """
         deadline = time.monotonic() + NEWS_S
         while True:
             dead = [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
@@ -238,7 +241,7 @@ class Machine:
     # --- view -----------------------------------------------------------------------------------------------------
 
     def tags(self) -> int:
-        """Return the highest call number that this rank has used, on the GPU or on the host; waits for the GPU."""
+        """Return the highest call number that this rank has used, on the GPU or on the CPU side; waits for the GPU."""
         self.platform.synchronize()
         return max(self._view.seq, self.num_calls)
 
@@ -249,16 +252,17 @@ class Machine:
         ghosts: Mapping[int, Collection[int]] = MappingProxyType({}),
         is_open: bool = True,
     ) -> None:
-        """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
+        """Continue in an agreed view: every member calls this with equal arguments, no call of any of them is in
+        flight.
 
-        Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
-        yet are dropped.
+        Earlier handles become invalid: kernels refuse them, also in graphs. Errors that have not been raised yet are
+        dropped.
 
         Args:
-            active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
+            active: `num_ranks` flags of the members. Other ranks are neither written to, awaited, nor counted.
             tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
-            ghosts: ranks that another process has now, with numbers of the processes that had them, from `FIRST_GHOST`
-                on. What those have stored is forgotten, and what they might still write is not lent.
+            ghosts: ranks that another process has now, with numbers of the evicted processes that had them, from
+                `FIRST_GHOST` on. What those have stored is cleared, and what they might still write is not lent.
             is_open: False: the members' memory is not mapped yet, and no member stores here before this has returned;
                 until `open_view` dispatches of graphs fail, and kernels reach no peer.
         """
@@ -304,11 +308,12 @@ class Machine:
 
     @property
     def blobs(self) -> tuple[bytes, bytes]:
-        """By which another process maps what this rank has lent from the beginning."""
+        """The blobs by which another process maps what this rank has lent from the beginning."""
         return self._control[self.config.rank].blob, self.slots[self.config.rank].blob
 
     def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
-        """Map what the process that has `rank` now lends, as its `blobs` tell, unless it is; no call is in flight.
+        """Map what the process that has `rank` now lends, as named by its `blobs`, unless it is mapped; no call is in
+        flight.
 
         Raises:
             As `Lending.put`; to be repeated.
@@ -317,7 +322,9 @@ class Machine:
             self._lending.put(regions, rank, blob)
 
     def bury(self, ranks: Sequence[int]) -> None:
-        """Hear that processes of ranks, or ghosts, have ended, with all work of their GPUs: they store nothing more."""
+        """Record that processes of ranks, or evicted ones, have ended with all work of their GPUs: they store nothing
+        more.
+        """
         if not self._gone.issuperset(ranks):
             self._gone |= set(ranks)
             self.pool.release(self._gone)
@@ -334,8 +341,9 @@ class Machine:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def expert_place(self, slot_bytes: int) -> ExpertPlace:
-        """Return where expert-layout rows are pulled from, in slots of so many bytes at least. Collective at first in a
-        view, where none was lent at construction, and when slots grow."""
+        """Return the memory from which expert-layout rows are pulled, in slots of so many bytes at least. Collective
+        for the first call in a view, if none was lent at construction, and when slots grow.
+        """
         place = self._places.ready(slot_bytes)
         if place is None:
             if self.platform.is_capturing():
@@ -349,7 +357,7 @@ class Machine:
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
         if is_granted and not (self.is_capturing or self.pool.haunters):
-            for slot in reversed(self._lent):  # the youngest first, as the pool does
+            for slot in reversed(self._lent):  # the newest first, as the pool does
                 views = self._views[slot]
                 if views.is_idle():
                     return self._take_over(slot, views, stream)
@@ -365,7 +373,9 @@ class Machine:
         return Taken(self.pool, new, [stream], False)
 
     def _take_over(self, slot: int, views: SlotViews, stream: int) -> Taken:
-        """Take the slot of a result that has died for the next one: as giving it back and taking it, in less time."""
+        """Reuse the slot of a result that has died for the next one: the same as returning and taking it, in less
+        time.
+        """
         taken = self._lent[slot]
         for reader in taken.streams:
             if reader != stream:
@@ -378,14 +388,14 @@ class Machine:
         return taken
 
     def _save_rows(self, views: SlotViews | None) -> None:
-        """Copy what the handle of a slot's last result may be asked for, if that is still there."""
+        """Copy what the handle of a slot's last result may be asked for, if that handle still exists."""
         if views is not None and views.kept is not None:
             rows, views.kept = views.kept(), None
             if rows is not None:
                 rows.keep()
 
     def _reclaim(self) -> None:
-        """Give back slots whose results have died."""
+        """Return slots whose results have died."""
         for slot in tuple(self._lent):
             if self._views[slot].is_idle():
                 self._lent.pop(slot)()
@@ -398,7 +408,7 @@ class Machine:
         return self.pool.landing
 
     def slot_at(self, address: int) -> int | None:
-        """Return the slot of this rank that begins at an address; None where none does."""
+        """Return the slot of this rank that begins at an address; None if there is none."""
         slot, rest = divmod(address - self._slots_address, self._slot_bytes)
         return slot if rest == 0 and 0 <= slot <= self.config.num_slots else None
 
@@ -409,7 +419,7 @@ class Machine:
         return self.pool.grant_landing(self.num_calls + 1, self.is_capturing)
 
     def _take_for_graph(self, stream: int, call: int | None) -> Taken:
-        """Take a slot for good. One that a handle may still be asked for cannot be copied now, so it stays free."""
+        """Take a slot permanently. One that a handle may still be asked for cannot be copied now, so it stays free."""
         passed: list[int] = []
         while (slot := self.pool.take(stream, call, for_graph=True)) is not None:
             views = self._views.get(slot)
@@ -427,7 +437,7 @@ class Machine:
         return Taken(self.pool, slot, [stream], True)
 
     def poison(self, region: LentRegion, offset: int, nbytes: int) -> None:
-        """Where it is asked for, fill memory with 0xFF, so that rows nobody wrote show as NaN."""
+        """If poisoning is on, fill memory with 0xFF, so that rows never written show as NaN."""
         if self.is_poisoned and nbytes:
             region.lease(offset, nbytes, None).fill_(0xFF)
 
@@ -437,8 +447,9 @@ class Machine:
         self.poison(self.slots[self.config.rank], slot * slot_bytes, slot_bytes)
 
     def views(self, taken: Taken | None) -> SlotViews:
-        """Return the tensors over a slot, which goes back to the pool when their aliases have died; those over the
-        landing slot for None."""
+        """Return the tensors over a slot, which returns to the pool when their aliases have died; those over the
+        landing slot for None.
+        """
         slot = self.pool.landing if taken is None else taken.slot
         views = self._views.get(slot)
         if views is None:
@@ -449,7 +460,7 @@ class Machine:
         return views
 
     def lease(self, taken: Taken) -> torch.Tensor:
-        """Return the bytes of a slot; it goes back to the pool when the last view has died."""
+        """Return the bytes of a slot; it returns to the pool when the last view has died."""
         return self._lease(taken.slot, taken)
 
     def _lease(self, slot: int, released: Callable[[], None] | None) -> torch.Tensor:
@@ -457,7 +468,7 @@ class Machine:
         return self.slots[self.config.rank].lease(slot * slot_bytes, slot_bytes, released)
 
     def close(self) -> None:
-        """Give up all memory; tensors over it keep what they use. Idempotent."""
+        """Free all memory; tensors over it keep what they use. Idempotent."""
         self.device.close()
         self._views.clear()
         self._lent.clear()
@@ -481,5 +492,5 @@ class Machine:
 
 
 def parts_of(args: Any) -> tuple[Any, ...]:
-    """Return the structs in the arguments of a kernel: two where it stands for two kernels."""
+    """Return the structs in the arguments of a kernel: two if it stands for two kernels."""
     return (args.layout, args.payload) if isinstance(args, FewParams) else (args,)

@@ -1,18 +1,19 @@
-"""Where peers pull expert-layout rows: memory that is lent at the first combine of that layout, by the members of then.
+"""Lent memory from which peers pull expert-layout rows, lent at the first combine of that layout by the current
+members.
 
-A buffer that is made with room for such rows lends it at construction (`ThroughputConfig.room_expert_slot_bytes`).
-Its slots are containers: one serves calls of every shape and alignment whose rows fit. What does not fit makes all lend
-larger ones, together.
+A buffer that is made with room for such rows lends it at construction (`ThroughputConfig.room_expert_slot_bytes`). Its
+slots are containers: one serves calls of every shape and alignment whose rows fit. If the rows do not fit, all ranks
+lend larger ones together.
 
-When the view changes, the members tell each other which place they have (`Told`) before they use one again:
+When the view changes, the members exchange which memory they have (`Told`) before they use it again:
 
-    all have the same, lent together    it serves on
-    some have the same, others none     who has none lends memory of that size, and all map what is new to them at the
-    (replacements), or older memory     addresses that there are (`gpu/lent.py`): graphs serve on
+    all have the same, lent together    it stays in use
+    some have the same, others none     a rank without it lends memory of that size, and all map what is new to them at
+    (replacements), or older memory     the existing addresses (`gpu/lent.py`): graphs stay usable
     anything else                       all lend anew
 
-All of them tell all the same, so they decide alike. A graph names the place that it was recorded with; `number`, of
-which every combine sends some bits along, tells ranks with different places that they do not fit together.
+All of them send the same to all, so they decide alike. A graph names the memory that it was recorded with; `number`, of
+which every combine sends some bits along, reports a mismatch between ranks with different memory.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _MOST_BYTES = 1 << 48
 
 @dataclass(eq=False)
 class ExpertPlace:
-    """Where peers pull expert-layout rows: a slot for rows that users write in place, one for rows that are copied.
+    """The memory for expert-layout rows: a slot for rows that users write in place, one for rows that are copied.
 
     Attributes:
         regions: of all ranks.
         slot_bytes: of each of the two slots.
-        origin: digest of the regions that it began with: the same on all ranks that have this place.
-        number: how many places its ranks have had then.
-        members: ranks that have met over it last.
-        digest: of the regions of then: the same on all of them, and on no other place.
-        is_leased: whether a tensor of the user's lies in the first slot; for ever once a graph owns it.
+        origin: digest of the regions that it began with: the same on all ranks that have this memory.
+        number: how many such memories its ranks have had then.
+        members: ranks that have last agreed on it.
+        digest: of the regions of then: the same on all of them, and different for every other memory.
+        is_leased: whether a tensor of the user's lies in the first slot; forever once a graph owns it.
     """
 
     regions: list[LentRegion]
@@ -56,17 +57,17 @@ class ExpertPlace:
     num_slots = 2
 
     def free(self) -> None:
-        """The user's tensor has died."""
+        """Mark the first slot as free: the user's tensor has died."""
         self.is_leased = False
 
 
 class Told(NamedTuple):
-    """What a rank tells of its place; zeros where it has none.
+    """A rank's report of its memory; zeros if it has none.
 
     Attributes:
-        digest: as `ExpertPlace`, zeros where members of the view have not met over it.
+        digest: as `ExpertPlace`, zeros if members of the view have not agreed on it.
         origin, slot_bytes, number: as there.
-        newest: how many places this rank knows of.
+        newest: how many such memories this rank knows of.
     """
 
     digest: bytes
@@ -77,7 +78,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, place: ExpertPlace | None, newest: int, members: Collection[int]) -> Told:
-        """Return what is to be told of a place to the members of a view."""
+        """Return the report on `place` for the members of a view."""
         if place is None:
             return cls(_NONE, _NONE, 0, 0, newest)
         digest = place.digest if place.members.issuperset(members) else _NONE
@@ -89,7 +90,7 @@ class Told(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes) -> Told:
-        """Return what a member has told; raises `ProtocolError` where that cannot be."""
+        """Return the report of a member; raises `ProtocolError` if it cannot be right."""
         if len(data) != _TOLD.size:
             raise ProtocolError(f"combine: a rank tells {len(data)} bytes of its memory; {_TOLD.size} are right")
         told = cls(*_TOLD.unpack(data))
@@ -99,7 +100,7 @@ class Told(NamedTuple):
 
 
 class Places:
-    """The place of one rank, and how it comes to it.
+    """The expert-layout memory of one rank, and how the ranks agree on it.
 
     Args:
         lending: of this rank.
@@ -111,22 +112,22 @@ class Places:
         self._keeps_addresses = keeps_addresses
         self._place: ExpertPlace | None = None
         self._newest = 0
-        self._most_bytes = 0  # of a slot, that any member has told of
+        self._most_bytes = 0  # of a slot, the largest that any member has reported
         self._is_open = False
 
     def open(self) -> None:
-        """The view has changed: the members have to meet before a place is used."""
+        """Mark a change of the view: the members have to agree before the memory is used."""
         self._is_open = True
 
     def ready(self, slot_bytes: int) -> ExpertPlace | None:
-        """Return the place, where it serves as it is, for so many bytes a slot."""
+        """Return the memory, if it can be used as it is, for so many bytes a slot."""
         place = self._place
         return None if self._is_open or place is None or place.slot_bytes < slot_bytes else place
 
     def meet(self, slot_bytes: int, members: Collection[int], all_gather: AllGather) -> ExpertPlace:
-        """Come to a place together with all members of the view, while no kernel runs. Collective.
+        """Agree on the memory with all members of the view, while no kernel runs. Collective.
 
-        One that has become too small lives on: kernels in flight, and graphs, may still use it.
+        Memory that has become too small stays allocated: kernels in flight, and graphs, may still use it.
         """
         place = self._agree(slot_bytes, members, all_gather) if self._is_open else None
         self._place = self._lend(max(slot_bytes, self._most_bytes), all_gather) if place is None else place
@@ -139,7 +140,9 @@ class Places:
         return ExpertPlace(regions, slot_bytes, digest, self._newest, members, digest)
 
     def _agree(self, slot_bytes: int, members: Collection[int], all_gather: AllGather) -> ExpertPlace | None:
-        """Find the place that all have or can have; None when they need a new one. All hear the same, decide alike."""
+        """Return the memory that all have or can have; None if they need new memory. All read the same and decide
+        alike.
+        """
         heard = all_gather(Told.of(self._place, self._newest, members).pack())
         told = [Told.parse(heard[rank]) for rank in sorted(members)]
         self._newest = max(one.newest for one in told)
@@ -162,11 +165,11 @@ class Places:
 
 
 def _is_common(told: Sequence[Told]) -> bool:
-    """Whether all members have the same place, and have met over it."""
+    """Whether all members have the same memory, and have agreed on it."""
     return any(told[0].digest) and all(one.digest == told[0].digest for one in told)
 
 
 def _only_place(told: Sequence[Told]) -> Told | None:
-    """Return the one place that members have, where the others have none."""
+    """Return the only memory that members have, if the others have none."""
     places = {one.origin: one for one in told if any(one.origin)}
     return next(iter(places.values())) if len(places) == 1 else None

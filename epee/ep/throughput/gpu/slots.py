@@ -1,20 +1,20 @@
-"""The slots of a receive region: who holds which, and when one may be written again.
+"""The slots of a receive region: their owners, and when one may be written again.
 
-A slot is taken for a result or a combine input and goes back when the last tensor over it has died. It may be taken
-again at once: the stream that reuses it first waits for whatever is queued on the other streams of its readers, and a
+A slot is taken for a result or a combine input and is returned when the last tensor over it has died. It may be taken
+again at once: the stream that reuses it first waits for the work queued on the other streams of its readers, and a
 remote writer learns of the slot only through the exchange of the call that reuses it.
 
-A slot that was granted in a call that failed may still be written by a peer that has not given up. Another dispatch may
-grant it again: nobody stores a row of that call before all ranks have joined it, and by then they have left the failed
-one. But what is put into a slot for peers to pull must not be overwritten. So a slot is handed out for that only when a
-call behind the last one that granted it was joined by all: kernels count such calls in pinned memory (`exchanged`).
-No failure need be known for this, so it holds without CPU sync as well.
+A slot that was granted in a failed call may still be written by a peer that has not aborted. Another dispatch may grant
+it again: no rank stores a row of that call before all ranks have joined it, and by then they have left the failed one.
+But what is put into a slot for peers to pull must not be overwritten. So a slot is used for that only when a call after
+the last one that granted it was joined by all: kernels count such calls in pinned memory (`exchanged`). No failure need
+be known for this, so it holds without CPU sync as well.
 
-A rank that a view leaves out while its process lives (it was stopped, or silent) is a zombie: nobody waits for it, but
-it may still store into what was granted in the last call that it joined, and in later ones. Such slots, the landing
-slot among them, are haunted until the zombie has died or is a member again; graphs own their slots for ever, so all of
-these count. Another slot takes the place of a haunted landing slot. A zombie whose rank another process has got goes on
-under a number of its own, as a ghost (`pass_on`).
+A rank that a view excludes while its process lives (it was stopped, or silent) is a stale writer: no rank waits for it,
+but it may still store into what was granted in the last call that it joined, and in later ones. Such slots, the landing
+slot among them, are blocked until the stale writer has died or is a member again; graphs own their slots forever, so
+all of these count. Another slot replaces a blocked landing slot. A stale writer whose rank another process has got
+continues under a number of its own, as an evicted process (`pass_on`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ReceiveSlotPool:
     """Hands out slot numbers; thread-safe, as tensors die in any thread.
 
     Attributes:
-        num_slots: slots that results may hold. There is one more, the landing place, at first number `num_slots`.
+        num_slots: slots that results may hold. There is one more, the landing slot, at first number `num_slots`.
         num_copies: calls whose result had to be copied out, for want of a slot.
-        haunters: zombies that may write a slot, by slot; only read.
+        haunters: stale writers that may write a slot, by slot; only read.
 
     Args:
         exchanged: a word in pinned memory: number of the last call that all ranks were seen to join.
@@ -60,7 +60,7 @@ class ReceiveSlotPool:
         """The slot for calls whose result is copied out, and for rows that a combine copies in.
 
         Raises:
-            ResourceError: zombies may still write into every slot that is free.
+            ResourceError: stale writers may still write into every slot that is free.
         """
         with self._lock:
             if not self._has_clean_landing():
@@ -81,9 +81,9 @@ class ReceiveSlotPool:
         return slot
 
     def haunt(self, zombies: Collection[int]) -> None:
-        """Lend no slot that ranks may still write which are to be left out of the view while they live.
+        """Block the slots that ranks may still write which are to be excluded from the view while they live.
 
-        Comes before `exchanged` is moved on to the new view.
+        Called before `exchanged` is advanced to the new view.
         """
         with self._lock:
             for slot, granted in enumerate(self._granted):
@@ -93,12 +93,12 @@ class ReceiveSlotPool:
             self._has_clean_landing()  # now, before results take the slots that are left
 
     def pass_on(self, rank: int, ghosts: Collection[int], is_member: bool) -> None:
-        """Another process has `rank` from now on: what the old ones might write, `ghosts` may, those of them that live.
+        """Assign `rank` to another process: what the old ones might write, the living ones of `ghosts` may still write.
 
         Args:
             rank: the rank.
-            ghosts: numbers of the processes that had it and live.
-            is_member: whether `rank` took part so far; else `haunt` has been told of it.
+            ghosts: numbers of the evicted processes that had it and live.
+            is_member: whether `rank` took part so far; otherwise `haunt` has been called for it.
         """
         if is_member:
             self.haunt(ghosts)
@@ -110,7 +110,9 @@ class ReceiveSlotPool:
             self.haunters = {slot: haunters for slot, haunters in self.haunters.items() if haunters}
 
     def release(self, ranks: Iterable[int]) -> None:
-        """These ranks are dead, or have left all earlier calls: they write no slot that they were not granted anew."""
+        """Unblock for these ranks, which are dead or have left all earlier calls: they write only slots granted to them
+        anew.
+        """
         with self._lock:
             gone = set(ranks)
             left = {slot: haunters - gone for slot, haunters in self.haunters.items()}
@@ -118,7 +120,7 @@ class ReceiveSlotPool:
 
     @property
     def haunted(self) -> frozenset[int]:
-        """Slots that zombies may still write."""
+        """Slots that stale writers may still write."""
         return frozenset(self.haunters) if self.haunters else _NOTHING
 
     def take(self, stream: int, call: int | None, for_graph: bool = False) -> int | None:
@@ -146,7 +148,7 @@ class ReceiveSlotPool:
         return slot
 
     def grant_again(self, slot: int, call: int) -> None:
-        """Let call number `call` grant to peers a slot that was not given back, whose result has died."""
+        """Let call number `call` grant to peers a slot that was not returned, whose result has died."""
         self._granted[slot] = call
 
     def give_back(self, slot: int, streams: list[int]) -> None:
@@ -156,7 +158,7 @@ class ReceiveSlotPool:
             self._free.append(slot)
 
     def _has_clean_landing(self) -> bool:
-        """Put a free slot in the place of a haunted landing slot; False when there is none."""
+        """Replace a blocked landing slot by a free slot; return False when there is none."""
         if self._landing in self.haunters:
             clean = [slot for slot in self._free if slot not in self.haunters]
             if not clean:
@@ -182,7 +184,7 @@ class ReceiveSlotPool:
 
 @dataclass(eq=False, slots=True)
 class Taken:
-    """A slot and the streams that may read it; gives the slot back when its tensor dies. A graph keeps its slot."""
+    """A slot and the streams that may read it; returns the slot when its tensor dies. A graph keeps its slot."""
 
     pool: ReceiveSlotPool
     slot: int
@@ -197,7 +199,7 @@ class Taken:
 
 
 def _names(zombies: Sequence[int]) -> str:
-    """Return who zombies are, in words."""
+    """Return the names of stale writers, for messages."""
     ranks = [str(zombie) for zombie in zombies if zombie < FIRST_GHOST]
     ghosts = ["the process that had the place of a replaced rank"] if len(ranks) < len(zombies) else []
     return " and ".join([*([f"rank {', '.join(ranks)}"] if ranks else []), *ghosts])

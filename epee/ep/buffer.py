@@ -1,9 +1,9 @@
 """`Buffer`: dispatch tokens to the ranks that own their experts, combine the results back.
 
-This file is the public face: it checks arguments and hands the call to the path of the buffer's device
-(`throughput/cpu.py`, `throughput/gpu_path.py`); `base.py` has what it shares with `latency/buffer.py`. A call whose
+This file is the public interface: it checks arguments and hands the call to the path of the buffer's device
+(`throughput/cpu.py`, `throughput/gpu_path.py`); `base.py` has the part shared with `latency/buffer.py`. A call whose
 arguments are refused still takes part in the exchange, as a refusal (`attempt.py`), so that the peers raise at once
-instead of waiting, and everybody's call numbers stay in step.
+instead of waiting, and the call numbers of all ranks stay in step.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Buffer(SharedBuffer):
     """
 
     _rows: CpuPath | CudaPath | HostsPath
-    _gpu: CudaPath | None = None  # the same, where calls may be like earlier ones
+    _gpu: CudaPath | None = None  # the same, if calls may be cached
     again: CallsAgain | None = None
 
     def __init__(
@@ -138,7 +138,7 @@ class Buffer(SharedBuffer):
     ) -> Buffer:
         """Make a GPU buffer from bytes alone, for calls of several shapes by `of_sizes`. Collective.
 
-        Its own shape is the smallest there is, and of no use.
+        Its own shape is the smallest there is, and not meant for calls.
 
         Args:
             group, device, num_slots, timeout: as of `Buffer`.
@@ -172,10 +172,10 @@ class Buffer(SharedBuffer):
     ) -> Buffer:
         """Return a buffer for calls of other sizes over the memory of this one, which is on a GPU. Local.
 
-        Both take part in the same sequence of calls: what one of them does, the others' calls wait for. All ranks make
-        each call by buffers of equal sizes; handles serve the one whose dispatch made them. Slots are shared, results
-        of one stay as they are while the other is used. Closing one closes all; what is not closed lives as long as
-        the last of them.
+        Both take part in the same sequence of calls: calls of one wait for those of the other. All ranks make each call
+        by buffers of equal sizes; a handle serves the buffer whose dispatch made it. Slots are shared, results of one
+        stay as they are while the other is used. Closing one closes all; without close, the memory lives as long as the
+        last of them.
 
         Args:
             num_experts, hidden, num_topk, max_tokens_per_rank, dtype, max_recv_rows: as of `Buffer`.
@@ -200,7 +200,7 @@ class Buffer(SharedBuffer):
             return other
 
     def fits(self, config: BufferConfig) -> bool:
-        """Tell whether `of_sizes` has room for calls of these sizes. Local; raises as `slot_bytes_for`."""
+        """Return whether `of_sizes` has room for calls of these sizes. Local; raises as `slot_bytes_for`."""
         return self.slot_bytes_for(self._like_mine(config)) <= self._gpu_path().slot_bytes
 
     @staticmethod
@@ -275,7 +275,7 @@ class Buffer(SharedBuffer):
         return self._rows
 
     def _find_again(self, path: CudaPath) -> None:
-        """Let calls that are like earlier ones be found."""
+        """Enable the fast path for cached calls."""
         self._known = known = KnownPlans(path.machine, self._checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
         self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
@@ -289,16 +289,16 @@ class Buffer(SharedBuffer):
         num_sms: int | None,
         sync: bool,
     ) -> DispatchLike | None:
-        """Return what makes dispatches like one that has been made, without a look at what the tensors are like; None
-        where there is no such thing: on CPUs, or of this call.
+        """Return a function for dispatches that equal one that has been made, which skips the comparison of the
+        tensors; None if that is not possible: on CPUs, or for this call.
 
         Args:
             x, topk_idx, topk_weights, num_sms, sync: of that call.
             how: its layout and alignment.
 
         Returns:
-            What makes a call, given x, topk_idx and topk_weights that look as these; None, and nothing has happened,
-            where it must go the ordinary way. Raises as `dispatch`.
+            A function that makes a call, given x, topk_idx and topk_weights with the properties of these; it returns
+            None without side effects if the call must take the ordinary path. Raises as `dispatch`.
         """
         if self._gpu is None or self.again is None:
             return None
@@ -371,7 +371,7 @@ class Buffer(SharedBuffer):
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:
             others = is_token_in_rank, handle, capacity
-            warns = carries_gradient(x, topk_weights)  # in the ordinary way
+            warns = carries_gradient(x, topk_weights)  # in the ordinary path
             found = (
                 None
                 if warns
@@ -394,7 +394,7 @@ class Buffer(SharedBuffer):
         run: RunOptions,
         timeout: float | None,
     ) -> Dispatched:
-        """Run a dispatch the ordinary way: check it, enter its epoch, tell the peers where it is refused."""
+        """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
@@ -447,7 +447,7 @@ class Buffer(SharedBuffer):
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:
             has_rows_only = topk_weights is None and bias is None and out is None
-            has_rows_only = has_rows_only and not carries_gradient(y)  # else the ordinary way, which warns
+            has_rows_only = has_rows_only and not carries_gradient(y)  # otherwise the ordinary path, which warns
             found = again.combine(y, handle, num_sms) if has_rows_only else None
             if found is not None:
                 return found
@@ -463,7 +463,7 @@ class Buffer(SharedBuffer):
         run: RunOptions,
         timeout: float | None,
     ) -> Combined:
-        """Run a combine the ordinary way, as `_dispatch`."""
+        """Run a combine by the ordinary path, as `_dispatch`."""
         topk_weights, bias, out = others
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeout)

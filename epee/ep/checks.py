@@ -1,7 +1,7 @@
-"""Arguments in, checked calls out. Nothing has been sent yet when a rule here is broken.
+"""The checks of arguments, which return checked calls. Nothing has been sent yet when a rule here is broken.
 
-Every message says name, rule, value and remedy. Cheap checks only: shapes, dtypes and devices cost no pass over the
-data; expert ids are looked at once (`aminmax`).
+Every message contains name, rule, value and remedy. Cheap checks only: shapes, dtypes and devices cost no pass over the
+data; expert ids are read once (`aminmax`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .throughput.placement import SendPlan, check_topk_idx, plan_by_expert, plan
 
 
 def carries_gradient(rows: Any, weights: Any = None, bias: Any = None) -> bool:
-    """Return whether a gradient is asked of what is given to a call, in which it would end."""
+    """Return whether a gradient is required of an argument of a call, in which it would end."""
     if not torch.is_grad_enabled():
         return False  # also in the forward of an autograd function, as of those of `epee.nn`
     try:
@@ -66,11 +66,11 @@ class DispatchCall(NamedTuple):
     """A checked dispatch: fresh routing or a cached one (`handle`), never both.
 
     Attributes:
-        plan: the rows to send by destination; None when cached, and on GPUs, where kernels find it.
+        plan: the rows to send by destination; None when cached, and on GPUs, where kernels compute it.
         mask: `[num_tokens, num_ranks]` bool, when it is the routing (contiguous on GPUs).
         topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
         topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
-        memo: where the path keeps what it knows of all calls that are alike but for addresses, or None.
+        memo: the path's cache for all calls that differ only in addresses, or None.
         capacity: rows that each rank keeps, None for all and when cached.
     """
 
@@ -110,7 +110,7 @@ class CombineCall(NamedTuple):
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
-    """Return the time-out in seconds; `InvalidArgument` unless it is a time as `seconds` takes it."""
+    """Return the timeout in seconds; `InvalidArgument` unless it is a time as `seconds` takes it."""
     return default if timeout is None else seconds(timeout, "timeout")
 
 
@@ -160,7 +160,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return `value`, detached where it needs a gradient.
+    """Return `value`, detached if it needs a gradient.
 
     Raises:
         InvalidArgument: it is no dense tensor on `device` of one of `dtypes` and of `shape` (None: any extent).
@@ -223,7 +223,7 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return a matrix that GPU kernels can move row by row: in 16-byte pieces, straight from where it lies.
+    """Return a matrix that GPU kernels can move row by row: in 16-byte pieces, straight from its memory.
 
     Raises:
         InvalidArgument: its rows have gaps, or do not begin at multiples of 16 bytes.
@@ -261,7 +261,7 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
     num_tokens = values.shape[0]
     _check_num_tokens("x[0]", num_tokens, config)
     scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32), config.device)
-    if not 1 <= scales.shape[1] <= config.scale_words:  # what they mean is between the caller and the experts
+    if not 1 <= scales.shape[1] <= config.scale_words:  # their meaning is between the caller and the experts
         raise InvalidArgument(
             f"x[1] must have 1 ... {config.scale_words} 4-byte scales for each row of hidden {config.hidden}, "
             f"got {scales.dtype} {list(scales.shape)}"
@@ -281,7 +281,7 @@ def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
 
 
 class GivenRouting(NamedTuple):
-    """Where the tokens of a dispatch go, as its caller says: exactly one is not None, beside the capacity.
+    """The routing of a dispatch, as given by its caller: exactly one is not None, beside the capacity.
 
     See `Buffer.dispatch`.
     """
@@ -301,7 +301,7 @@ def check_dispatch(
     expert_alignment: int,
     members: Sequence[int] | None = None,
 ) -> DispatchCall:
-    """Check the routing of a dispatch and plan it: to `members` only, where a view leaves ranks out (CPU)."""
+    """Check the routing of a dispatch and plan it: to `members` only, if a view excludes ranks (CPU)."""
     topk_idx, is_token_in_rank, handle, capacity = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
         names = ("topk_idx", "is_token_in_rank", "handle")
@@ -321,7 +321,7 @@ def check_dispatch(
     shape = (payload.rows.shape[0], config.num_topk)
     idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
-    if config.is_cuda:  # kernels look at the ids and plan: reading them here would make the host wait
+    if config.is_cuda:  # kernels read the ids and plan: reading them here would make the CPU wait
         return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None, capacity=most)
     check_topk_idx(idx, config.num_experts)
     sent = idx if members is None else _among(idx, members, config)
@@ -404,9 +404,9 @@ def _check_weights(
 
 
 def _rows_to_combine(y: object, handle: Handle) -> int:
-    """Return how many rows `y` must have: those of the result; of one without CPU sync no more than that.
+    """Return how many rows `y` must have: those of the result; of one without CPU sync that is the maximum.
 
-    Then the caller may have cut it to the rows that came, whose number the host reads here: it waits for the GPU.
+    Then the caller may have cut it to the rows that came, whose number the CPU reads here: it waits for the GPU.
 
     Raises:
         InvalidArgument: fewer rows than came.
@@ -431,7 +431,7 @@ def check_combine(
     out: object,
     members: Sequence[int] | None = None,
 ) -> CombineCall:
-    """Check the arguments of a combine; `members` where a view leaves ranks out (CPU)."""
+    """Check the arguments of a combine; `members` if a view excludes ranks (CPU)."""
     num_rows = _rows_to_combine(y, handle)
     rows = check_tensor("y", y, (num_rows, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:
@@ -458,7 +458,7 @@ def check_combine(
     lanes = None
     if handle.layout == "rank" and wanted.by == "last_k":
         lanes = _check_lanes(config, handle, wanted, members)
-    # on GPUs whether an order is wanted must not depend on what only this rank gives
+    # on GPUs the use of an order must not depend on arguments that only this rank has
     if is_own_order(wanted, config.num_ranks, 2 if config.is_cuda else len(checked)):
         wanted = RANKS_THEN_BIAS
     _check_whole("y", rows, config)
@@ -470,7 +470,7 @@ def _check_lanes(
 ) -> torch.Tensor | None:
     """Return `last_k` of the order's routing, which must name the ranks that the handle's rows went to.
 
-    A GPU's handle keeps the routing of its dispatch, which is what counts there; the order's is not looked at.
+    A GPU's handle keeps the routing of its dispatch, which is used there; the order's is not read.
     """
     if not isinstance(handle, HostHandle):
         if not handle.with_topk:
@@ -505,14 +505,14 @@ def _check_out(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None)
 
 
 def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether the spans of memory of two tensors meet."""
+    """Return whether the spans of memory of two tensors overlap."""
     start, other_start = first.data_ptr(), second.data_ptr()
     end, other_end = start + _span_bytes(first), other_start + _span_bytes(second)
     return start < other_end and other_start < end and start < end and other_start < other_end
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to behind its last; 0 for an empty one."""
+    """Return the bytes from a tensor's first element to the end of its last; 0 for an empty one."""
     count = tensor.numel()
     if count == 0 or tensor.is_contiguous():
         return count * tensor.itemsize
@@ -521,7 +521,7 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether two elements may share memory: sufficient for rows and columns of a 2-D tensor."""
+    """Return whether two elements may share memory: sufficient for rows and columns of a 2-D tensor."""
     steps = sorted(
         (abs(step), extent) for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1
     )

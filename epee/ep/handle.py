@@ -1,7 +1,6 @@
-"""What dispatch and combine return, and the handle that ties them together. Metadata only: no arena memory.
+"""The results of dispatch and combine, and the handle that connects them. Metadata only: no arena memory.
 
-A `Handle` is what users see; each path has its own kind: `HostHandle` here, `throughput/gpu_handle.py`'s
-`CudaHandle`.
+A `Handle` is what users see; each path has its own kind: `HostHandle` here, `throughput/gpu_handle.py`'s `CudaHandle`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Pull(NamedTuple):
 
 
 class DispatchRouting(NamedTuple):
-    """The destinations that a dispatch asked for: kept where some of it may be lost, to say how much was.
+    """The destinations that a dispatch asked for: stored if some of it may be lost, to report how much was.
 
     Attributes:
         topk_idx: `[num_tokens, num_topk]` int64, or None.
@@ -63,13 +62,13 @@ def new_buffer_id() -> int:
 
 
 class BoundToBuffer:
-    """What handles of all buffers have in common: one serves the buffer and the process that made it, no other.
+    """The common base of handles of all buffers: one serves the buffer and the process that made it, no other.
 
-    A copy shares what the handle knows and serves as the handle does. It cannot be pickled.
+    A copy shares the handle's data and serves as the handle does. It cannot be pickled.
     """
 
     def _twin(self: _Bound) -> _Bound:
-        """Return a copy, with what has been worked out from the rows; a quarter of `copy`'s time."""
+        """Return a copy, with what has been computed from the rows; a quarter of `copy`'s time."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -87,9 +86,9 @@ class BoundToBuffer:
         )
 
 
-@dataclass(eq=False)  # not frozen: to set the fields of frozen ones takes the host eight times as long
+@dataclass(eq=False)  # not frozen: to set the fields of frozen ones takes the CPU eight times as long
 class Handle(BoundToBuffer, ABC):
-    """Remembers where the rows of one dispatch went.
+    """The destinations of the rows of one dispatch.
 
     It serves any number of cached dispatches and combines, with any payload type, until the buffer's epoch changes or
     the buffer is closed; then it is refused with `StaleHandleError`.
@@ -103,7 +102,7 @@ class Handle(BoundToBuffer, ABC):
         num_topk: columns of `topk_idx`.
         with_topk: whether routing came from `topk_idx`.
         order: in which its combines add up; None for epee's own, which is the fastest.
-        capacity: rows that each rank kept at most, None for all. Rows that were dropped count nowhere below.
+        capacity: maximum of rows that each rank kept, None for all. Rows that were dropped count nowhere below.
     """
 
     buffer_id: int
@@ -120,7 +119,7 @@ class Handle(BoundToBuffer, ABC):
     def in_order(self: SomeHandle, order: CombineOrder | None) -> SomeHandle:
         """Return a handle of the same rows whose combines add up in another order, for another library's bits.
 
-        On GPUs all ranks give an order or none does (`MismatchError` else).
+        On GPUs all ranks give an order or none does (otherwise `MismatchError`).
         """
         other = self._twin()
         other.order = order
@@ -128,13 +127,13 @@ class Handle(BoundToBuffer, ABC):
 
     @property
     def sent_topk_idx(self) -> torch.Tensor | None:
-        """`[num_tokens, num_topk]` int64: the routing of the dispatch, where the handle has a copy; else None."""
+        """`[num_tokens, num_topk]` int64: the routing of the dispatch, if the handle has a copy; else None."""
         return None
 
     @property
     @abstractmethod
     def num_recv(self) -> int:
-        """Rows of `Dispatched.x`: padding included, and without CPU sync all that there may be."""
+        """Rows of `Dispatched.x`: padding included; without CPU sync the maximum that can be received."""
 
     @property
     @abstractmethod
@@ -144,16 +143,16 @@ class Handle(BoundToBuffer, ABC):
     @property
     @abstractmethod
     def num_received(self) -> list[int]:
-        """Rows that came from each rank, padding not counted. On GPUs the host waits for it."""
+        """Rows that came from each rank, padding not counted. On GPUs the CPU waits for it."""
 
     @property
     @abstractmethod
     def num_sent(self) -> list[int]:
-        """Rows that this rank sends to each rank, itself included. On GPUs the host waits for it."""
+        """Rows that this rank sends to each rank, itself included. On GPUs the CPU waits for it."""
 
     @property
     def num_sent_to_hosts(self) -> list[int] | None:
-        """Tokens of this rank that go to each host, its own one too, once each; None where all ranks share a host."""
+        """Tokens of this rank that go to each host, its own one too, once each; None if all ranks share a host."""
         return None
 
     @property
@@ -202,12 +201,12 @@ class Handle(BoundToBuffer, ABC):
 
     @property
     def is_exact(self) -> bool:
-        """Whether `num_recv` is what came; else (no CPU sync) only the GPU knows, and it is what may come."""
+        """Whether `num_recv` is exact; else (no CPU sync) only the GPU knows the count, and it is the maximum."""
         return True
 
     @property
     def num_read_rows(self) -> int:
-        """Rows that a combine reads, without padding behind them; the host waits for the GPU."""
+        """Rows that a combine reads, without padding after them; the CPU waits for the GPU."""
         ends = self.token_ends if self.layout == "rank" else self.slot_ends
         return min(int(ends[-1]), self.num_recv)
 
@@ -231,7 +230,7 @@ class Handle(BoundToBuffer, ABC):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What is kept on the GPU and read by later calls; for the allocator, where these run on another stream."""
+        """The tensors on the GPU read by later calls; for the allocator, if these run on another stream."""
         return ()
 
     @abstractmethod
@@ -241,10 +240,10 @@ class Handle(BoundToBuffer, ABC):
 
 @dataclass(eq=False)
 class HostHandle(Handle):
-    """The handle of CPU tensors: the rows that this rank sends, and where all rows lie.
+    """The handle of CPU tensors: the rows that this rank sends, and the offsets of all rows.
 
     Attributes:
-        dropped: `[num_tokens, num_ranks]` bool: rows that were not sent, for the capacity; None where there are none.
+        dropped: `[num_tokens, num_ranks]` bool: rows that were not sent, for the capacity; None if there are none.
         num_dropped_rows: rows that this rank would have received beyond the capacity.
     """
 
@@ -372,7 +371,7 @@ class HostHandle(Handle):
     def unweighted(self) -> HostHandle:
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
         other = replace(self, sent_weights=None, recv_weights=None)
-        for name in ("pulls", "empty_tokens", "num_sent"):  # depend on the rows only: not to be worked out again
+        for name in ("pulls", "empty_tokens", "num_sent"):  # depend on the rows only: not to be computed again
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -386,7 +385,7 @@ class HostHandle(Handle):
 
 @dataclass(eq=False)
 class Dispatched:
-    """What this rank received.
+    """The rows that this rank received.
 
     Attributes:
         x: `[num_recv, hidden]` rows in the payload's dtype, or the pair (values, scales). A view into the arena while
@@ -401,9 +400,9 @@ class Dispatched:
         num_ranks: of the buffer.
         readers: raw handles of the streams that may read the rows; see `record_stream`.
         epoch: in which the call ended.
-        lost_ranks: ranks whose rows are not in, ascending: they are not members, or died in the midst of the call.
+        lost_ranks: ranks whose rows are not in, ascending: they are not members, or died during the call.
         num_dropped: `[1]` int32 on the device of `x`: rows that this rank would have received beyond `capacity`; the
-            host does not wait for it. None without `capacity`.
+            CPU does not wait for it. None without `capacity`.
     """
 
     x: Payload
@@ -419,7 +418,7 @@ class Dispatched:
     num_dropped: torch.Tensor | None = None
 
     def with_values(self, x: Payload, topk_weights: torch.Tensor | None) -> Dispatched:
-        """Return the same result with other tensors in place of `x` and `topk_weights`, as those with gradients."""
+        """Return the same result with other tensors instead of `x` and `topk_weights`, such as those with gradients."""
         return Dispatched(
             x,
             self.topk_idx,
@@ -442,7 +441,7 @@ class Dispatched:
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
 
-        The streams of the call, and the one that was current in an `async_op` call, are known already.
+        The streams of the call, and the one that was current in an `async_op` call, are recorded already.
         """
         if stream.cuda_stream not in self.readers:
             self.readers.append(stream.cuda_stream)
@@ -454,7 +453,7 @@ class Dispatched:
 
 @dataclass(eq=False)
 class Combined:
-    """What came back for this rank's tokens.
+    """The sums for this rank's tokens.
 
     Attributes:
         x: `[num_tokens, hidden]` in the dtype of `y`; ordinary memory (or `out`).
@@ -463,7 +462,7 @@ class Combined:
         num_ranks: of the buffer.
         epoch: in which the call ended.
         lost_ranks: ranks whose rows are not in the sums, ascending.
-        lost: what `lost_weight` calls; None where nothing can be lost.
+        lost: called by `lost_weight`; None if nothing can be lost.
     """
 
     x: torch.Tensor

@@ -1,4 +1,4 @@
-"""What moves the rows of a buffer (`Path`), and what is made and given back around it."""
+"""The interface of the objects that move the rows of a buffer (`Path`), their construction and their release."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Path(Protocol):
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in."""
+        """Whether a process that replaces a lost rank is admitted."""
 
     def num_announced(self, op: int) -> int:
-        """Return how many calls of this kind the peers have heard of."""
+        """Return how many calls of this kind have been announced to the peers."""
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers know about `error`, or cannot be told."""
+        """Return whether the peers know about `error`, or cannot be notified."""
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
@@ -71,62 +71,64 @@ class Path(Protocol):
         """Let the ranks meet."""
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Let the ranks meet where that needs no look around; False, and nothing has happened, where it does."""
+        """Let the ranks meet if that needs no checks (fast path allowed); otherwise return False without side
+        effects.
+        """
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""
+        """Agree on the members: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""
 
     def check(self) -> None:
-        """Raise what has gone wrong behind the host's back."""
+        """Raise errors of asynchronous work."""
 
     def join(self) -> None:
         """Let the current stream wait for all work on other streams."""
 
     def abort(self) -> None:
-        """End waits that do not look whether the buffer is to be closed, from any thread."""
+        """End waits that do not check whether the buffer is to be closed, from any thread."""
 
     def close(self) -> None:
-        """Give back all memory. Idempotent."""
+        """Free all memory. Idempotent."""
 
 
 class PathOverHosts(Path, Protocol):
     """Moves the rows of a buffer over several hosts."""
 
     def come_in(self, deadline: float) -> None:
-        """Meet the others for the first time, as a process that they have taken in."""
+        """Meet the others for the first time, as a process that they have admitted."""
 
 
 class GpuCore(Protocol):
-    """What makes calls on a GPU.
+    """The object that makes calls on a GPU.
 
     Attributes:
-        num_calls: that the peers have heard of there.
+        num_calls: announced to the peers there.
     """
 
     num_calls: int
 
 
 class GpuPath(Path, Protocol):
-    """Moves the rows of a buffer on GPUs; its calls may be like earlier ones (`attempt.CallsAgain`)."""
+    """Moves the rows of a buffer on GPUs; its calls may be cached (`attempt.CallsAgain`)."""
 
     @property
     def core(self) -> GpuCore:
-        """What makes the calls."""
+        """The object that makes the calls."""
 
     def blame(self, op: int, error: Exception) -> None:
-        """Raise what stands behind the failure of a call, where that is something else than `error`."""
+        """Raise the cause of a call's failure, if that is not `error`."""
 
 
 class Making(NamedTuple):
-    """What a path is made of.
+    """The parts of a path.
 
     Attributes:
         config: of the buffer.
         rank: this rank.
-        control: its host side.
+        control: its CPU side.
         buffer_id: goes into handles.
         watch: knows which ranks are dead.
-        closing: whether somebody wants to close the buffer; not the buffer, which it must not keep alive.
+        closing: whether another thread wants to close the buffer; not the buffer, which it must not keep alive.
     """
 
     config: BufferConfig
@@ -160,7 +162,7 @@ def begin_lane(
     config, rank = exchange.config, exchange.rank
 
     def enter(begun: Begun) -> EpochLane | SyncedLane:
-        """Make the membership of this rank in a lane that has begun, and give it to the exchange."""
+        """Make the membership of this rank in a group that has begun, and give it to the exchange."""
         lane: EpochLane | SyncedLane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
@@ -178,16 +180,16 @@ def begin_lane(
         exchange.release()
         retire()
         raise
-    if not isinstance(exchange.membership, BufferLane):  # a replacement: it comes in with its first call, or sync
+    if not isinstance(exchange.membership, BufferLane):  # a replacement: it enters with its first call, or sync
         enter(begun)
 
 
 def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool = False) -> None:
-    """Give back all that a buffer has.
+    """Free everything that a buffer has.
 
     Args:
-        is_dropped: nobody has closed it; the process may be about to end. Its rank has failed for the peers, unless the
-            program has destroyed its groups.
+        is_dropped: the buffer was not closed; the process may be about to end. Its rank has failed for the peers,
+            unless the program has destroyed its groups.
     """
     exchange.is_dropped = is_dropped and has_groups()
     path.close()
@@ -199,7 +201,7 @@ def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool =
 def with_policy(
     config: BufferConfig, seat: GroupInView | None, fault_mode: str | None, on_stall: str | None
 ) -> BufferConfig:
-    """Return `config` with what a loss is and what becomes of who is silent: the group's, or else the arguments.
+    """Return `config` with the policies for losses and silent ranks: the group's, or else the arguments.
 
     Raises:
         InvalidArgument: they are neither valid nor, on a group of the backend "epee", the group's.

@@ -1,9 +1,9 @@
-"""What the ranks of a group tell each other when they make a buffer, before there is shared memory.
+"""The exchanges of the ranks of a group when they make a buffer, before there is shared memory.
 
-A round over the c10d group is an all_gather of fixed-size records (plain bytes, no pickle), so that every rank sees
-what every rank sees and all reach the same verdict. In the first one each says its version, host and config, or why it
-cannot make its buffer (`refuse`): a rank with a bad argument takes part with its refusal. What follows is the affair of
-the lane (`membership/birth.py`). A rank that dies between two rounds is the group's problem: its own time-out ends
+A round over the c10d group is an all_gather of fixed-size records (plain bytes, no pickle), so that all ranks have the
+same records and reach the same result. In the first one each sends its version, host and config, or why it cannot make
+its buffer (`refuse`): a rank with a bad argument takes part with its refusal. The following rounds belong to the
+membership (`membership/birth.py`). A rank that dies between two rounds is handled by the group: its own timeout ends
 them.
 """
 
@@ -46,9 +46,9 @@ def host_id() -> bytes:
 
 
 def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
-    """Return where the ranks of a group run, None where that is one host.
+    """Return the placement of the ranks of a group, None if that is one host.
 
-    Local where the group knows it (the backend "epee"), else collective.
+    Local if the group knows it (the backend "epee"), else collective.
     """
     hosts: Sequence[Sequence[int]] | None = getattr(group, "hosts", None)
     if hosts is not None:
@@ -57,7 +57,7 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
     else:
         try:
             mine = host_id()
-        except EpeeError:  # raised again, and told, where the arguments are compared
+        except EpeeError:  # raised again, and announced, when the arguments are compared
             mine = bytes(KEY_DIGITS)
         told = all_gather_bytes(group, mine)
         if bytes(KEY_DIGITS) in told:
@@ -69,7 +69,7 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
 def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """Return per host its ranks, ascending; hosts by their lowest rank.
 
-    Local where the group knows it (the backend "epee"), else collective.
+    Local if the group knows it (the backend "epee"), else collective.
     """
     num_ranks = size_of(group)
     topology = topology_of(group, num_ranks) if num_ranks > 1 else None
@@ -86,15 +86,14 @@ def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedEr
 
 
 def size_of(group: dist.ProcessGroup) -> int:
-    """Return how many ranks a group has; one of the backend "epee" may have grown since torch was told its size."""
+    """Return how many ranks a group has; one of the backend "epee" may have grown after torch stored its size."""
     return int(getattr(group, "num_slots", group.size()))
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the seconds that a buffer's calls wait for a silent peer where neither they nor the buffer say it.
+    """Return the seconds that a buffer's calls wait for a silent peer if neither they nor the buffer specify it.
 
-    What the program has set for the group (of the backend "epee"), else EPEE_TIMEOUT_S, else torch's time-out of the
-    group.
+    The program's setting for the group (of the backend "epee"), else EPEE_TIMEOUT_S, else torch's timeout of the group.
 
     Raises:
         InvalidArgument: EPEE_TIMEOUT_S cannot be right.
@@ -137,7 +136,9 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class Born:
-    """What a buffer begins with: inboxes, where no lane brings them, and the watch on everybody's process."""
+    """The initial state of a buffer: inboxes, if its membership does not provide them, and the watch on all
+    processes.
+    """
 
     def __init__(self, inboxes: list[HostRegion], watch: DeathWatch) -> None:
         self.inboxes = inboxes
@@ -151,7 +152,7 @@ class Born:
 
 
 def refuse(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError) -> NoReturn:
-    """Tell the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
+    """Notify the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
     gather_present(group, pack(config, bytes(KEY_DIGITS), b"", refusal))
     raise refusal
 
@@ -167,7 +168,7 @@ def bear(config: BufferConfig) -> Born:
 
 
 def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | None) -> bytes:
-    """Return the record of this rank: `blob` is at most `BLOB_BYTES` bytes for the lane."""
+    """Return the record of this rank: `blob` is at most `BLOB_BYTES` bytes for the membership."""
     text = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
     words = config.words() if refusal is None else [0] * len(CONFIG_NAMES)
     status = int(refusal is not None)
@@ -175,7 +176,7 @@ def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | No
 
 
 class BufferRecord:
-    """A rank's facts about itself and its buffer, parsed."""
+    """A rank's description of itself and its buffer, parsed."""
 
     def __init__(self, data: bytes) -> None:
         if len(data) != _RECORD.size:

@@ -1,13 +1,13 @@
-"""How this rank's last call ends: gathered (it goes on), given up, or open; `withdrawal.py` has the protocol.
+"""The end of this rank's last call: gathered (it continues), aborted, or open; `withdrawal.py` has the protocol.
 
-A call is open from the moment in which its row is announced until its caller has the result, or knows that nobody has
-it. So whatever takes the caller out of it, an interrupt between any two steps included, leaves it open, and the next
-call of this rank finds out first how it has ended. Where others have completed a call that has raised here, the ranks
-stand before different calls, and nothing can bring them together again: the buffer says so at each further call, and
-refuses it, so that the others hear of it, too. (Not so for a dispatch: the others wait for this rank's rows, and
-raise.)
+A call is open from the moment in which its row is announced until its caller has the result, or knows that no rank has
+it. So an exception that makes the caller leave it, an interrupt between any two steps included, leaves it open, and the
+next call of this rank first determines how it has ended. If others have completed a call that has raised here, the
+ranks' next calls differ, and nothing can bring them together again: the buffer raises that at each further call, and
+refuses the call, so that the others are notified, too. (Not so for a dispatch: the others wait for this rank's rows,
+and raise.)
 
-Who calls: the thread of a call, nobody else.
+Called on the thread of a call only.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _LOOK_S = 0.0005
 
 
 class Moved(Exception):
-    """The view has changed and nobody will end this call in its epoch: it is to be made again in the new one."""
+    """The view has changed and no rank will end this call in its epoch: it is to be made again in the new one."""
 
 
 class Turned(Exception):
-    """The view has changed while something was waited for."""
+    """The view has changed during a wait."""
 
 
 class Withdrawn(Exception):
-    """A peer has given the call up."""
+    """A peer has aborted the call."""
 
 
 class Caller(Protocol):
-    """What makes the calls (`inbox.Exchange`)."""
+    """The object that makes the calls (`inbox.Exchange`)."""
 
     rank: int
     epoch: int
     gathered: int
-    part: str  # what the others wait for, in messages
-    gone: Collection[int]  # who is in the epoch no more
-    absent: Collection[int]  # who has no part in the call
+    part: str  # the part that the others wait for, in messages
+    gone: Collection[int]  # members that have left the epoch
+    absent: Collection[int]  # ranks without a part in the call
     membership: Membership
 
     @property
@@ -62,27 +62,27 @@ class Caller(Protocol):
         """Its name."""
 
     def where(self, peer: int, started: float | None = None) -> str:
-        """Return the call as messages name it."""
+        """Return the call as named in messages."""
 
     def behind(self, want: int, is_data: bool = False) -> list[int]:
         """Return the ranks whose part of the call is not here."""
 
     def dead(self) -> Collection[int]:
-        """Return the ranks that decide nothing more: they are dead, or gone from the view."""
+        """Return the ranks that decide nothing more: they are dead, or have left the view."""
 
     @property
     def is_pull(self) -> bool:
-        """Whether the others complete the call without anything more of this rank."""
+        """Whether the others complete the call without anything more from this rank."""
 
 
 class CallEnd:
-    """See above.
+    """The end of this rank's last call.
 
     Args:
         caller: makes the calls.
 
     Attributes:
-        lost: why this buffer cannot go on; empty while it can.
+        lost: why this buffer cannot continue; empty while it can.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -97,7 +97,7 @@ class CallEnd:
 
     @property
     def is_open(self) -> bool:
-        """Whether the caller of the last call has no result, and it is not known that nobody has one."""
+        """Whether the caller of the last call has no result, and it is not known that no rank has one."""
         return 0 < self._opened == self._caller.seq
 
     @property
@@ -110,25 +110,27 @@ class CallEnd:
             raise InvalidState(self.lost)
 
     def open(self, seq: int) -> None:
-        """Note that call `seq` is open from the moment in which it becomes the caller's last one."""
+        """Record that call `seq` is open from the moment in which it becomes the caller's last one."""
         self._opened = seq
 
     def close(self) -> None:
-        """End a call: its caller has the result, or nobody has."""
+        """End a call: its caller has the result, or no rank has."""
         self._opened = 0
 
     def refuse(self) -> None:
-        """End a call that this rank refuses, and says so in its part of it."""
+        """End a call that this rank refuses, and whose part says so."""
         self._words.has_failed(self._mark)
         self.close()
 
     def fail(self) -> None:
-        """End a call that cannot be, because the ranks make different ones: who waits for this rank need not."""
+        """End a call that is impossible because the ranks make different ones: ranks that wait for this one need
+        not.
+        """
         self.refuse()
         self._words.give_up(self._mark)
 
     def lose(self, error: str) -> None:
-        """Note that the last call has raised `error` here, and that others have its result."""
+        """Record that the last call has raised `error` here, and that others have its result."""
         caller = self._caller
         self.lost = (
             f"{context(caller.op, rank=caller.rank, seq=caller.seq, epoch=caller.epoch)}: this call has raised {error} "
@@ -137,17 +139,17 @@ class CallEnd:
         )[:REASON_BYTES]
 
     def withdrawn(self) -> list[int]:
-        """Return the peers that have given up the last call, while this rank has not said that it goes on with it."""
+        """Return the peers that have aborted the last call, while this rank has not published that it continues."""
         return [] if self._words.is_gathered(self._mark) else self.given_up_by(self._mark)
 
     def given_up_by(self, mark: int) -> list[int]:
-        """Return the peers that have given up the call with this tag; who is gone counts no more."""
+        """Return the peers that have aborted the call with this tag; a rank that has left no longer counts."""
         found = self._words.withdrawn(mark)
         gone = self._caller.gone if found else ()
         return [rank for rank in found if rank not in gone]
 
     def go_on(self) -> None:
-        """Say that this rank has gathered the call.
+        """Publish that this rank has gathered the call.
 
         Raises:
             Turned: it has not, the view changes.
@@ -155,7 +157,7 @@ class CallEnd:
         caller, mark = self._caller, self._mark
 
         def note() -> None:
-            """Store the word; run by the membership, when no view can come in between."""
+            """Store the word; run by the membership, so that no view can come in between."""
             self._words.has_gathered(mark)
             caller.gathered = caller.seq
 
@@ -165,10 +167,11 @@ class CallEnd:
     def give_up(self, cause: BaseException | None) -> None:
         """Leave the call because of `cause`, or (None) because a peer has.
 
-        Returns when others have gathered the call and the cause is silence: this rank goes on with it.
+        Returns if others have gathered the call and the cause is silence: this rank continues the call.
 
         Raises:
-            cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call sees how it ended.
+            cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call determines how it
+                ended.
             Turned: the view has changed.
         """
         is_silence = cause is None or (isinstance(cause, (CommTimeoutError, RankFailedError)) and is_own(cause))
@@ -187,7 +190,7 @@ class CallEnd:
         raise self.given_up() if look.end is End.FAILED else self._undecided(look) from cause
 
     def settle(self) -> None:
-        """Find out how the last call ended, which was left open.
+        """Determine how the last call ended, which was left open.
 
         Raises:
             CommTimeoutError: it still is.
@@ -212,7 +215,7 @@ class CallEnd:
         self.close()
 
     def _await_end(self) -> Look:
-        """Leave the call and look how it ends, for as long as somebody may just be deciding."""
+        """Leave the call and poll how it ends, for as long as a rank may just be deciding."""
         self._words.give_up(self._mark)
         until = time.monotonic() + GRACE_S
         while (look := self._look()).end is End.OPEN and time.monotonic() < until:
@@ -222,7 +225,7 @@ class CallEnd:
         return look
 
     def _look(self) -> Look:
-        """See how a call ends that this rank has given up, and take note of it; raises `Turned`."""
+        """Determine how a call ends that this rank has aborted, and record it; raises `Turned`."""
         caller, mark = self._caller, self._mark
         dead = caller.dead()  # first: what they stored before counts
         look = self._words.look(caller.seq & 1, mark, dead, caller.absent)
@@ -236,7 +239,7 @@ class CallEnd:
         return look
 
     def given_up(self) -> CommTimeoutError:
-        """Return what the caller of a call is told that others have given up."""
+        """Return the error for the caller of a call that others have aborted."""
         silent, others = self._caller.behind(self._mark), self.withdrawn()
         told = [f"rank {rank} did not send its {self._caller.part}" for rank in silent[:1]]
         told += gave_up(others)

@@ -1,6 +1,6 @@
-"""Who takes part in a buffer's calls: what the calls ask, and the answers where nobody can come or go.
+"""The membership interface of a buffer's calls, and its implementation for buffers whose members never change.
 
-Where ranks die, are voted out and come back, `membership/epochs.py` has the answers for a `Buffer` on CPUs, and
+For buffers whose ranks die, are voted out and rejoin, `membership/epochs.py` implements it for a `Buffer` on CPUs, and
 `membership/synced.py` for a `LatencyBuffer` and for GPUs.
 """
 
@@ -13,13 +13,13 @@ from ...errors import InvalidState, PeerError
 
 
 class Agreed(NamedTuple):
-    """What a `sync` ended with. All who take part return this.
+    """The result of a `sync`. All members return this.
 
     Attributes:
         epoch: its number.
-        ranks: who takes part from then on.
-        used: no call of theirs has used a higher number.
-        is_fresh: somebody was not in what was agreed before.
+        ranks: the members from then on.
+        used: the highest number that their calls have used.
+        is_fresh: a member was not in the previous agreement.
     """
 
     epoch: int
@@ -29,11 +29,11 @@ class Agreed(NamedTuple):
 
 
 class Parties(NamedTuple):
-    """Who has a part in a call.
+    """The ranks with a part in a call.
 
     Attributes:
         ranks: the parties, ascending.
-        gone: those of the epoch that are in it no more; the rows of parties among them stand in their own inboxes.
+        gone: members of the epoch that have left it; the rows of parties among them are in their own inboxes.
     """
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Parties(NamedTuple):
 
 
 class Membership(Protocol):
-    """What the calls of a buffer ask.
+    """The membership, as used by the calls of a buffer.
 
     Attributes:
         forget: called when an epoch is over: drops what belonged to it.
@@ -59,7 +59,7 @@ class Membership(Protocol):
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in."""
+        """Whether a process that replaces a lost rank is admitted."""
 
     @property
     def inbox_bytes(self) -> int:
@@ -67,75 +67,75 @@ class Membership(Protocol):
 
     @property
     def has_turned(self) -> bool:
-        """Whether the view has changed since the last call was asked about, or is about to."""
+        """Whether the view has changed since it was queried for the last call, or is about to."""
 
     @property
     def must_turn(self) -> bool:
         """Whether `turn` has something to do before the next call."""
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Make call `seq` by `publish`; False: the view changes, and it must not be made before that is looked at.
+        """Make call `seq` by `publish`; False: the view changes, and the call must not be made before that is handled.
 
         Args:
             seq: its number.
-            is_pull: it is a combine, which can do without who is lost.
+            is_pull: it is a combine, which can continue without the lost ranks.
             publish: stores this rank's row into its own inbox.
         """
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Note, by `note`, that all rows of call `seq` have been seen; False: the view changes."""
+        """Record, by `note`, that all rows of call `seq` have been seen; False: the view changes."""
 
     def withdraw(self) -> bool:
-        """Note that the last call has failed on all ranks, as this one finds; False: the view changes."""
+        """Record that the last call has failed on all ranks, as this one finds; False: the view changes."""
 
     def decide(self, op: str, seq: int, deadline: float) -> Parties:
-        """Say which ranks have a part in a call that the view has changed under, and that ends at `deadline`."""
+        """Return the ranks with a part in a call during which the view has changed, and that ends at `deadline`."""
 
     def check(self, src: int, is_data: bool) -> None:
-        """Look around in a wait; raises what ends it."""
+        """Check for changes in a wait; raises what ends it."""
 
     def patience(self, deadline: float) -> float:
         """Return until when to wait after a change of the view."""
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Show for whom a call waits."""
+        """Publish the ranks for which a call waits."""
 
     def hide(self) -> None:
-        """Show that no call waits."""
+        """Publish that no call waits."""
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """At a time-out: do what the policy is with silent ranks; True while waiting on may help."""
+        """At a timeout: apply the policy for silent ranks; return True while waiting longer may help."""
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Wait until a rank is gone from the view; False when it stays."""
+        """Wait until a rank has left the view; return False when it stays."""
 
     def unfinished(self, op: str) -> PeerError:
-        """Return the error of a dispatch whose sources died in the midst of it."""
+        """Return the error of a dispatch whose sources died during it."""
 
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""
 
     def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """Turn for a call that this rank refuses; return the loss that fails it everywhere, if one does."""
+        """As `turn`, for a call that this rank refuses; return the loss that fails it on all ranks, if one does."""
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree on who takes part, and return that.
+        """Agree on the members, and return the agreement.
 
         Args:
             counted: bits of the ranks that this one counts on.
             deadline: `time.monotonic()` value.
-            used: the last number that calls of this rank have used, where numbers go on.
+            used: the last number that calls of this rank have used, if numbers continue.
         """
 
     def note_agreed(self, agreed: Agreed) -> None:
-        """Take note that the caller of `agree` has what it returned."""
+        """Record that the caller of `agree` has its result."""
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
 
 
 class FixedMembership:
-    """The ranks that the buffer was made with, for ever.
+    """The ranks that the buffer was made with, which never change.
 
     Args:
         inbox_bytes: of this rank's inbox.
@@ -150,12 +150,12 @@ class FixedMembership:
         self.forget: Callable[[], None] = self.close
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Do it, and return True: nothing changes."""
+        """Call `publish`, and return True: nothing changes."""
         publish()
         return True
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Do it, and return True."""
+        """Call `note`, and return True."""
         note()
         return True
 
@@ -181,26 +181,26 @@ class FixedMembership:
         """Do nothing."""
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """Return False: a time-out is an error."""
+        """Return False: a timeout is an error."""
         return False
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Return False: nobody leaves."""
+        """Return False: no rank leaves."""
         return False
 
     def unfinished(self, op: str) -> PeerError:
-        """Return an error; nobody asks, since nobody is gone."""
+        """Return an error; never raised, because no rank leaves."""
         return PeerError(f"{op}: a rank is gone", [])
 
     def turn(self, op: str, deadline: float) -> None:
         """Do nothing."""
 
     def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """Return None: nobody is lost."""
+        """Return None: no rank is lost."""
         return None
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Return this rank, the only one that there is."""
+        """Return this rank, the only member."""
         return Agreed(0, (0,))
 
     def note_agreed(self, agreed: Agreed) -> None:

@@ -1,4 +1,4 @@
-"""The words of a rank's inbox: where they lie, how a row is stored there and read.
+"""The words of a rank's inbox: their offsets, and how a row is stored and read.
 
     inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
                       data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
@@ -7,10 +7,10 @@
                       reasons [8][32]                            written by the owner: why it refused a GPU call,
                                                                  whose number is word 0, stored last
 
-`inbox.py` says who writes when, and who reads it. A row is its tag, then the header (`header.py`), free bytes, counts.
-A crash leaves a row without its tag, which nobody reads.
+`inbox.py` documents when each word is written and read. A row is its tag, then the header (`header.py`), free bytes,
+counts. A crash leaves a row without its tag, which no rank reads.
 
-Everything in a row is a peer's word: it is copied out of shared memory here, and checked by whoever has the copy.
+Everything in a row comes from a peer: it is copied out of shared memory here, and the user of the copy checks it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class RowFormat:
         return row.ljust(8 * (self.num_words - 1), b"\0")
 
     def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
-        """Return what copies of all ranks' rows say, unchecked: headers, free bytes, `[num_ranks, ...]` counts."""
+        """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, `[num_ranks, ...]`
+        counts.
+        """
         width, ranks = 8 * self.num_words, range(self._num_ranks)
         headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
         texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
@@ -79,7 +81,7 @@ class RowFormat:
 
 
 class InboxWords(RowFormat):
-    """The inboxes of all members of an epoch, seen from one rank.
+    """The inboxes of all members of an epoch, as read by one rank.
 
     Args:
         config: of the buffer.
@@ -104,12 +106,12 @@ class InboxWords(RowFormat):
         self.own, self.own_address = self._words.get(rank, memoryview(b"")), self._addresses.get(rank, 0)
 
     def release(self) -> None:
-        """Let go of all views, so that their mappings can end."""
+        """Release all views, so that their mappings can end."""
         self._words.clear()
         self.own = memoryview(b"")
 
     def ends(self) -> EndWords:
-        """Return the words that say how calls end."""
+        """Return the words by which the ranks agree on the end of calls."""
         return EndWords(self._rank, self._words, self.data_at, self.row_at)
 
     # ---- rows
@@ -128,13 +130,13 @@ class InboxWords(RowFormat):
             words[start] = mark
 
     def wake(self, parity: int, ranks: Iterable[int]) -> None:
-        """Wake who sleeps on the tag of this rank's row."""
+        """Wake the ranks that sleep on the tag of this rank's row."""
         start = self.row_at(parity, self._rank)
         for rank in ranks:
             futex_wake(self._addresses[rank] + 8 * start)
 
     def tag_of(self, parity: int, src: int) -> int:
-        """Return the tag of a rank's row as its own inbox has it, where it is stored first."""
+        """Return the tag of a rank's row in its own inbox, where it is stored first."""
         return self._words[src][self.row_at(parity, src)]
 
     def copy_all(self, parity: int) -> bytes:
@@ -143,13 +145,13 @@ class InboxWords(RowFormat):
         return bytes(self.own[first : first + self._num_ranks * self.num_words])
 
     def copy(self, parity: int, mark: int, src: int) -> bytes:
-        """Return a rank's row; from its writer's own inbox where it is not here."""
+        """Return a rank's row; from its writer's own inbox if it is not here."""
         at = self.row_at(parity, src)
         there = self.own if self.own[at] == mark else self._words[src]
         return bytes(there[at : at + self.num_words])
 
     def blank(self, header: Header) -> bytes:
-        """Return a row that says nothing but its header."""
+        """Return a row that is empty except for its header."""
         return (bytes(8) + HEADER.pack(*header)).ljust(8 * self.num_words, b"\0")
 
     def header_if_here(self, parity: int, mark: int, src: int) -> Header | None:
@@ -172,13 +174,13 @@ class InboxWords(RowFormat):
         return self._data_at + src * LINE_WORDS
 
     def store_data(self, mark: int, rank: int, is_given_up: bool) -> None:
-        """Tell a rank that this one's payload lies there whole, or will not come."""
+        """Notify a rank that this one's payload is complete there, or will not arrive."""
         index = self.data_at(self._rank)
         self._words[rank][index + is_given_up] = mark
         futex_wake(self._addresses[rank] + 8 * index)  # readers of either word sleep on the first
 
     def post_reason(self, call: int, reason: bytes) -> None:
-        """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
+        """Publish why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
         words = self.own
         at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
         words[at] = 0
@@ -186,7 +188,9 @@ class InboxWords(RowFormat):
         words[at] = call
 
     def reason_of(self, src: int, call: int) -> str:
-        """Return why a rank refused GPU call number `call`; "" when it has not said, or has said more since."""
+        """Return why a rank refused GPU call number `call`; "" if it has not published a reason, or has overwritten it
+        since.
+        """
         words = self._words[src]
         at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
         if words[at] != call:

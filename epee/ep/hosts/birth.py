@@ -1,19 +1,19 @@
-"""How a buffer over several hosts comes into being: an engine of its own, beside the one of its group.
+"""The creation of a buffer over several hosts: an engine of its own, beside the one of its group.
 
 The ranks compare their arguments (`control/bootstrap.py`, as on one host) and agree on a number. Then they make a group
 for the buffer alone, as the backend makes one (`engine/bootstrap/birth.py`), through the store of the given group and
 under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that calls
 of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will do.
 
-The engine's mode is the buffer's: what becomes of a call that loses a rank is the engine's affair (`step.py`). A
-`LatencyBuffer` asks it in `sync` alone, which goes on with who is left.
+The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`step.py`). A
+`LatencyBuffer` uses it in `sync` alone, which continues with the remaining ranks.
 
-A process that has taken a lost rank's place in the group takes part in a buffer that runs (`notices.py`): it asks for a
-place in the engine's lane, with a memory that is cut as that of the others, and waits until they take it in
-(`assembly.py`). Each rank tells the group of its buffer as long as it has it.
+A process that replaces a lost rank in the group takes part in a running buffer (`notices.py`): it requests admission to
+the engine's group, with a memory that is cut as that of the others, and waits until they admit it (`assembly.py`). Each
+rank publishes a notice of its buffer to the group as long as it has it.
 
-A rank that fails on the way tells the others through that store; one that dies is named by them, or missed until the
-time-out. Nobody has a part of a buffer then.
+A rank that fails on the way notifies the others through that store; one that dies is named by them, or awaited until
+the timeout. No rank has a part of a buffer then.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
 
 
 def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: BufferNotice, timeout_s: float) -> Engine:
-    """Make this rank's part of a buffer that runs; returns when the members have taken this process in.
+    """Make this rank's part of a running buffer; returns when the members have admitted this process.
 
     Raises:
         CommTimeoutError: they have not.
@@ -92,9 +92,9 @@ def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: Buffer
 def tell_of(
     group: dist.ProcessGroup, engine: Engine, config: BufferConfig, running: BufferNotice | None = None
 ) -> Callable[[], None]:
-    """Tell the members of the group that this rank has the buffer; return what takes it back.
+    """Publish a notice to the members of the group that this rank has the buffer; return the function that removes it.
 
-    `running`: as it was told here, where this rank has come into it: all tell the same of one buffer.
+    `running`: the notice by which this rank has joined it: all publish the same of one buffer.
 
     Raises:
         InvalidState: this process has too many buffers of the group.
@@ -115,7 +115,7 @@ def _extra_of(config: BufferConfig) -> int:
 
 
 def _nothing() -> None:
-    """Do nothing: nobody comes into a group without a view, or on one host."""
+    """Do nothing: no process joins a group without a view, or on one host."""
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

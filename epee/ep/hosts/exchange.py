@@ -1,16 +1,17 @@
-"""The exchange of rows over several hosts: one collective call of the buffer's engine in the place of inboxes.
+"""The exchange of rows over several hosts: one collective call of the buffer's engine instead of inboxes.
 
-A call of the buffer begins as on one host (`control/inbox.py`): every rank tells what it is about to do and how many
-rows go where, and all ranks find the same verdict in the same rows. The engine carries the rows to every host once; it
-sees to it that a call which one rank gives up ends alike on all, so there is nothing to withdraw here. What a call
-moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all ranks.
+A call of the buffer begins as on one host (`control/inbox.py`): every rank sends what it is about to do and how many
+rows go where, and all ranks reach the same result from the same rows. The engine carries the rows to every host once;
+it makes sure that a call which one rank aborts ends in the same way on all, so nothing needs to be aborted here. What a
+call moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all
+ranks.
 
-Who takes part is the engine's affair, call by call; what that means for a buffer's call of several ones says `step.py`.
-Rows count for and from those alone who take part: counts of rows for lost ranks are taken for zeros, by all alike, so
-it does not matter what a rank knew when it counted.
+The engine determines the members, call by call; `step.py` defines what that means for a buffer's call of several ones.
+Rows count for and from members only: counts of rows for lost ranks are taken as zeros, by all alike, so it does not
+matter which losses a rank knew of when it counted.
 
-What a crash leaves: rows that some have and others have not. Those that have them wait in the next call of the engine,
-which goes on without the lost rank, or ends with its name; nobody has a result.
+A crash leaves rows that some ranks have and others have not. Those that have them wait in the next call of the engine,
+which continues without the lost rank, or ends with its name; no rank has a result.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from .step import CallPatience, MemberRows, OwnRow, Step
 
 
 def _nothing() -> None:
-    """Do nothing: nobody was told of the buffer."""
+    """Do nothing: no notice of the buffer was published."""
 
 
 class NothingOpen:
-    """How the last call ends, where the engine knows it: nothing is open here."""
+    """The end of the last call, which the engine determines: nothing is open here."""
 
     is_open = False
 
@@ -48,19 +49,19 @@ class NothingOpen:
 
 
 class HostsExchange:
-    """Row exchange through an engine; what `control.messages.RowExchange` asks.
+    """Row exchange through an engine; implements `control.messages.RowExchange`.
 
     Args:
         config: of the buffer.
         engine: the buffer's own.
         interrupt: raises once the buffer is to be closed.
-        take_back: tells the group that this rank has the buffer no more.
+        take_back: removes this rank's notice of the buffer from the group.
 
     Attributes:
         epoch: handles of another one are stale. Of the view in the last call, so the same on all ranks between the same
-            two calls; of a `LatencyBuffer` it is what `sync` says.
-        members: who had a part in the last call.
-        reduced_members: None: routing is planned for all ranks, lost ones do not count (see above).
+            two calls; in a `LatencyBuffer` it is set by `sync`.
+        members: ranks with a part in the last call.
+        reduced_members: None: routing is planned for all ranks, lost ones do not count.
     """
 
     reduced_members: tuple[int, ...] | None = None
@@ -104,31 +105,33 @@ class HostsExchange:
 
     @property
     def num_calls(self) -> int:
-        """Calls that the peers have heard of, or will."""
+        """Calls that are visible to the peers, or will be."""
         return self.engine.seq
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
-        """Tell this rank's row and return everybody's, checked and agreed on; as `control.inbox.Exchange.call`.
+        """Send this rank's row and return the rows of all ranks, checked and agreed on; as
+        `control.inbox.Exchange.call`.
 
         Raises:
             MismatchError: the ranks disagree, or one has refused its call; the same on all.
-            CommTimeoutError, RankFailedError: a rank did not come.
+            CommTimeoutError, RankFailedError: a rank did not take part.
             ProtocolError: a row cannot be right.
         """
         last = self._box
         row, patience = self._row(header, counts, text), CallPatience.until(deadline)
         met = self._read(row, self.run(row.plan, patience))
         if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
-            raise Moved  # this piece has come of fewer ranks than those before it, or of more
+            raise Moved  # this call has other members than the calls before it
         return met.rows
 
     def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:
-        """Tell this rank's row and return a step with everybody's, which moves the data; raises as `call`."""
-        patience = CallPatience.until(deadline)  # for each of its calls: who is through with one waits anew in the next
+        """Send this rank's row and return a step with the rows of all ranks, which moves the data; raises as `call`."""
+        # for each of its calls: a rank that has finished one waits anew in the next
+        patience = CallPatience.until(deadline)
         return Step(lambda make: self.run(make, patience), self._read, self._row(header, counts, b""))
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
-        """Tell this rank's row, as one that refuses the call, and wait for nobody."""
+        """Send this rank's row, as one that refuses the call, and wait for no rank."""
         self.engine.start(self._row(header, counts, text).plan, CallPatience.until(deadline))
 
     def run(self, make: Make, patience: CallPatience) -> Operation:
@@ -144,7 +147,7 @@ class HostsExchange:
         return OwnRow(bytes(8) + self._format.pack(header, text, counts), self.config.num_ranks)
 
     def _read(self, row: OwnRow, op: Operation) -> MemberRows:
-        """Return what has come of those who took part in a call, checked and agreed on."""
+        """Return the rows of the members of a call, checked and agreed on."""
         members, seq = op.box.members, op.seq
         if row.found[self.rank].tobytes() != row.data:
             raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
@@ -166,11 +169,11 @@ class HostsExchange:
     def release(self) -> None:
         """End the engine; idempotent."""
         try:
-            with contextlib.suppress(NoQuorumError):  # then nobody hears of anything
+            with contextlib.suppress(NoQuorumError):  # then no rank is notified
                 self._take_back()
         finally:
             self.engine.close(failed=self.is_dropped)
 
     def where(self, op: str) -> str:
-        """Return the facts of a message about the current call."""
+        """Return the context of a message about the current call."""
         return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)

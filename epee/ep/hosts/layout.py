@@ -1,18 +1,18 @@
-"""Which token goes to which host, and how its record lies in memory: pure functions of routing and counts.
+"""The hosts that each token goes to, and the memory layout of its record: pure functions of routing and counts.
 
-A **record** is a token on its way to one host: its row and scales, and beside them who of that host's ranks gets it
+A **record** is a token on its way to one host: its row and scales, and beside them the ranks of that host that get it
 (bits of their positions there), its index at the source, expert ids and weights. A source has one record of a token for
 each host that has one of its destinations, its own host too. Records of a host are in order of the tokens.
 
-Tokens travel in chunks, `[k * length, (k + 1) * length)` in round k, so that every rank knows by itself in which round
-a token comes, and memory for two rounds is enough. A section holds the records of one round for one host:
+Tokens travel in chunks, `[k * length, (k + 1) * length)` in round k, so that every rank computes by itself in which
+round a token arrives, and memory for two rounds is enough. A section holds the records of one round for one host:
 
     count   8 words, the first is the number of records
     meta    [count][words] int64: bits; then token, ids and weights as `throughput/rows.py` packs them (rank layout)
     rows    [count][row words] int64
     scales  [count][scale words] int32
 
-A cached dispatch sends no bits, tokens and ids: who has the handle knows them.
+A cached dispatch sends no bits, tokens and ids: the receivers have them in the handle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..throughput.reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
 CHUNK_BYTES = 2 << 20  # smaller records travel in longer chunks
-SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them, or of their sums
+SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to the ranks that sum them, or of their sums
 MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64
 NUM_STAGED = 4  # parts of `staging_bytes` that an engine's outbox has
@@ -54,7 +54,7 @@ class Records(NamedTuple):
     bits: Ints
 
     def chunk(self, k: int, length: int) -> tuple[int, int]:
-        """Return the first record of round k and the first one behind them."""
+        """Return the first record of round k and the first one after the round."""
         low, high = np.searchsorted(self.tokens, (k * length, (k + 1) * length)).tolist()
         return low, high
 
@@ -79,7 +79,7 @@ def records_of(handle: HostHandle, topology: Topology) -> list[Records]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the tokens of a call are cut.
+    """The chunks of a call's tokens.
 
     Attributes:
         length: tokens of a round, the same on all ranks.
@@ -96,7 +96,7 @@ class Chunks:
 
 
 class SectionLayout(NamedTuple):
-    """Where the parts of a section lie.
+    """The layout of a section.
 
     Attributes:
         meta_words: 8-byte words beside a row, bits included; 0 when nothing travels there.
@@ -149,7 +149,7 @@ def dispatch_length(config: BufferConfig, num_hosts: int, staged: int) -> int:
 
     Args:
         config: of the buffer.
-        num_hosts: that a rank sends to; there may be more of them than at birth.
+        num_hosts: that a rank sends to; there may be more of them than at creation.
         staged: bytes of a staging buffer.
     """
     fits = (staged // num_hosts // 64 * 64 - COUNT_BYTES) // _widest(config).record_bytes
@@ -157,15 +157,15 @@ def dispatch_length(config: BufferConfig, num_hosts: int, staged: int) -> int:
 
 
 class Parts:
-    """Who sums for whom: a source is served by itself on its own host, and by its gateway on each other one.
+    """The assignment of sums to ranks: a source sums on its own host, and its gateway sums on each other one.
 
-    A host all of whose ranks are lost serves nobody, and nobody serves a source that is lost.
+    A host all of whose ranks are lost serves no source, and a lost source is not served.
 
     Args:
-        roles: who is where, and takes part.
+        roles: placement and membership of the ranks.
 
     Attributes:
-        served: per rank that takes part the sources that it serves, ascending.
+        served: per member the sources that it serves, ascending.
         lent: per rank the sources that other ranks of its host serve, ascending.
     """
 
@@ -193,7 +193,7 @@ def combine_length(hidden: int, dtype: torch.dtype, parts: Parts) -> int:
     Args:
         hidden: elements of a row.
         dtype: of lent rows.
-        parts: who sums for whom.
+        parts: the assignment of sums to ranks.
     """
     fits = SUM_BYTES // (hidden * dtype.itemsize * max(parts.most_lent, parts.most_served))
     return max(MIN_SUMMED, fits // MIN_SUMMED * MIN_SUMMED)
@@ -205,7 +205,7 @@ def staging_bytes(config: BufferConfig) -> int:
     Two of them hold the two rounds of a call that are under way, the others those of the next call.
     """
     section, length = _widest(config), _wished_length(config)
-    # shorter rounds will do where the ranks come to be on more hosts
+    # shorter rounds suffice if the ranks come to be on more hosts
     dispatch = max(config.num_hosts * section.room(length), config.num_ranks * section.room(min(length, MIN_SUMMED)))
     row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
     # a round is cut by the narrowest rows that are lent; sums may be the widest, with weights beside

@@ -79,7 +79,7 @@ class RowBlock:
 
 def _tensor(box: Outboxes, rank: int, first: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     part = box.views[_BYTE][rank][first : first + nbytes]
-    part.flags.writeable = True  # torch warns of memory that it must not write; nobody writes a peer's
+    part.flags.writeable = True  # torch warns of read-only memory; a peer's memory is never written
     return torch.from_numpy(part).view(dtype)
 
 
@@ -87,12 +87,12 @@ class PartialsPlan(Plan):
     """Moves and sums the rows of one combine.
 
     Args:
-        roles: who is where, and takes part; of those in the dispatch, some may be lost.
+        roles: placement and membership of the ranks; of those in the dispatch, some may be lost.
         call: the combine.
         handle: its own.
         num_tokens: of each rank.
         wide: sums travel in the dtype in which they are made.
-        scratch: memory for the result, where the caller has given some that must not be written before the end.
+        scratch: memory for the result, if the caller has given an `out` that must not be written before the end.
 
     Attributes:
         out: `[num_tokens, hidden]`, the result.
@@ -144,7 +144,7 @@ class PartialsPlan(Plan):
                     self._lent.weights(box, box.rank, base, len(rows)).copy_(weights)
 
     def _mine(self, source: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what this rank has for a source's tokens of round `k`, a row for each of its records, and weights."""
+        """Return this rank's rows for a source's tokens of round `k`, a row for each of its records, and weights."""
         low, high = self._handle.received[source].chunk(k, self._length)
         taken = self._handle.taken[source]
         if self._handle.layout == "expert":
@@ -152,7 +152,7 @@ class PartialsPlan(Plan):
         first, end = np.searchsorted(taken.records, (low, high)).tolist()
         if first == end:
             return self._y[:0], None
-        part = slice(int(taken.rows[first]), int(taken.rows[end - 1]) + 1)  # in one piece, as they came
+        part = slice(int(taken.rows[first]), int(taken.rows[end - 1]) + 1)  # contiguous, in their order of arrival
         return self._y[part], None if self._y_weights is None else self._y_weights[part]
 
     def _weighted(self, source: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,7 +197,7 @@ class PartialsPlan(Plan):
         rows, tokens, backs = [], [], []
         for position, rank in enumerate(self._topology.here):
             if rank not in self._at:
-                continue  # lost behind the dispatch; its rows are in no sum
+                continue  # lost after the dispatch; its rows are in no sum
             who = np.flatnonzero(records.bits[low:high] >> position & 1)
             tokens.append(torch.from_numpy(who))
             if rank == self._topology.rank:
@@ -250,7 +250,7 @@ class PartialsPlan(Plan):
         add_up(parts, tokens, out, [item[first : first + len(out)] for item in self._bias])
 
     def _server_on(self, host: int) -> int | None:
-        """Return who sums for this rank on a host."""
+        """Return the rank that sums for this one on a host."""
         if host == self._topology.host:
             return self._topology.rank
         return self._roles.gateway(self._topology.rank, host)
@@ -258,7 +258,7 @@ class PartialsPlan(Plan):
     def _answered(self, host: int, k: int) -> tuple[int, int, torch.Tensor | None]:
         """Return this rank's records of round `k` on a host: first, end, and those that have rows; None: all have.
 
-        Where all ranks that had a token are lost behind the dispatch, what stands there is no sum.
+        If all ranks that had a token were lost after the dispatch, the memory contains no sum.
         """
         sent = self._handle.sent[host]
         low, high = sent.chunk(k, self._length)
@@ -277,7 +277,7 @@ class PartialsPlan(Plan):
     # ---- the end
 
     def is_like(self, other: Plan) -> bool:
-        """Return False: a combine that was broken off is not gone on with, the step is made again."""
+        """Return False: a combine that was broken off is not resumed, the step is made again."""
         return False
 
     def detach(self) -> None:

@@ -1,21 +1,21 @@
-"""The two engine calls of a dispatch or combine over hosts, and what a change of the view between them does.
+"""The two engine calls of a dispatch or combine over hosts, and the effect of a view change between them.
 
-A **step** is planned for those who take part in it: the members of the engine call that has exchanged its rows, in
-their epoch (`MemberRows`). All that follows from the rows (places, who serves whom, what is lost) is a function of rows
+A **step** is planned for its members: those of the engine call that has exchanged its rows, in their epoch
+(`MemberRows`). All that follows from the rows (offsets, which rank serves which, what is lost) is a function of rows
 and members, so it is the same on all ranks. Then its second call moves the data.
 
-The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the
-rows once more**, in the place of the data, and the step is planned anew. In which members' outboxes an engine call
-ends is the same on all ranks (`engine/membership/epochs.py`), so they all do one or the other, under the same number.
-Members are asked for when the engine plans a call (`Make`), which it does again whenever it moves it.
+The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the rows
+once more**, instead of the data, and the step is planned anew. The members in whose outboxes an engine call ends are
+the same on all ranks (`engine/membership/epochs.py`), so they all do one or the other, under the same number. Members
+are queried when the engine plans a call (`Make`), which it does again whenever it moves it.
 
-    mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by who is left. Data: as above.
+    mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by the remaining ranks. Data: as above.
     mode "raise"    a loss fails the call that it hits, on all ranks: the step raises once, and is over.
 
-Who had put its whole part before it died has it in the call, which then stays where it is.
+A rank that had put its whole part before it died has it in the call, which then stays in its epoch.
 
-Data path, who writes, who reads: those of the engine's calls. A crash leaves what they leave. An exception on one rank
-between the two calls is told as the refusal of the second (`HostsPath._planned`), whichever it is.
+Data path, writers and readers: those of the engine's calls. A crash leaves what they leave. An exception on one rank
+between the two calls is announced as the refusal of the second (`HostsPath._planned`), whichever it is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CallPatience(NamedTuple):
 
 
 class RowsPlan(Spread):
-    """Every rank's row for all. The repetition of a call that was broken off is one with the same row."""
+    """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row."""
 
     def __init__(self, row: bytes, found: Array, box: Outboxes) -> None:
         self.row = row
@@ -66,11 +66,11 @@ class RowsPlan(Spread):
 
 
 class OwnRow:
-    """This rank's row of a step, and where all rows go.
+    """This rank's row of a step, and the array for all rows.
 
     Attributes:
         data: its bytes.
-        found: `[num_ranks, bytes]` uint8, zeros where nothing has come.
+        found: `[num_ranks, bytes]` uint8, zeros for rows that have not arrived.
     """
 
     def __init__(self, data: bytes, num_ranks: int) -> None:
@@ -83,14 +83,14 @@ class OwnRow:
 
 
 class MemberRows(NamedTuple):
-    """What a step is planned by.
+    """The input of a step's plan.
 
     Attributes:
         rows: of all members, checked and agreed on.
-        members: who takes part, ascending.
+        members: ascending.
         epoch: of the view.
         seq: number of the engine call that has exchanged them; it names the step.
-        box: the outboxes with which that call ran; they say where ranks are.
+        box: the outboxes with which that call ran; they contain the placement of the ranks.
     """
 
     rows: ExchangedRows
@@ -113,7 +113,7 @@ class Step:
         row: of this rank.
 
     Attributes:
-        met: what it is planned by now.
+        met: the current input of its plan.
     """
 
     def __init__(

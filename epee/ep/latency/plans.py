@@ -1,19 +1,19 @@
-"""What the checks have found out about calls, remembered for those that look alike.
+"""Cached results of the checks of calls, found again by a cache key.
 
-Almost all calls of a model look like one before: the same shapes, types, devices and flags. So on GPUs, where a call
-costs the host some 20 us, what the checks look at is a key, and their finding the call's facts: a call whose key is
-known needs no checks, and finds what the path has prepared for such calls (`latency/gpu/plan.py`). A key holds all
-that a check of `checks.py` looks at but data and addresses; what depends on those (where x begins, whether `out` meets
-an input, whether the handle has been received) is looked at in each call. What fails there, has no key, or is unknown
-goes through the checks, which raise what there is to raise. Remembered are only calls whose tensors are used as they
-came: no copy was made of one, and none was detached.
+Almost all calls of a model equal an earlier one in shapes, types, devices and flags. So on GPUs, where a call costs the
+CPU some 20 us, the inputs of the checks form a key, and their result is the call's entry (`LatencyDispatchFacts`): a
+call whose key is cached needs no checks, and finds what the path has prepared for such calls (`latency/gpu/plan.py`). A
+key holds everything that a check of `checks.py` reads except data and addresses; what depends on those (where x begins,
+whether `out` overlaps an input, whether the handle has been received) is checked in each call. A call that fails there,
+has no key, or is not cached goes through the checks, which raise the errors. Only calls whose tensors are used
+unchanged are cached: none was copied, and none was detached.
 
-Calls with the default options in quiet times (`attempt.CallsAgain`) are found by less: what a tensor must look like is
-asked of it directly where a buffer has but one answer (its dtype, its GPU, the shape of y), and only the rest is a key.
-A new one of these is looked up by the whole key.
+Calls with the default options are found by less when the fast path is allowed (`attempt.CallsAgain`): properties for
+which a buffer has only one valid value (its dtype, its GPU, the shape of y) are compared directly, and only the rest is
+a key. A new one of these is looked up by the whole key.
 
-Who calls: the thread of a call, with the buffer's lock. At most `MAX_FACTS` of a kind are remembered, then it begins
-anew.
+Called on the thread of the call, with the buffer's lock. At most `MAX_FACTS` entries of a kind are cached, then the
+cache is cleared.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .types import (
 
 MAX_FACTS = 512
 _Tensor, _BF16, _INT64, _INT32, _FLOAT32 = torch.Tensor, torch.bfloat16, torch.int64, torch.int32, torch.float32
-_NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
+_NO_KEY = (AttributeError, TypeError, RuntimeError)  # raised for a value that is no tensor, or has no strides
 
 
 class LatencyPlans:
-    """The facts of one buffer's calls, with their plans.
+    """The cache entries of one buffer's calls, with their plans.
 
     Args:
-        sizes: of the buffer; on CPUs nothing is remembered.
+        sizes: of the buffer; on CPUs nothing is cached.
 
     Attributes:
         buffer_id: of the buffer.
@@ -60,7 +60,7 @@ class LatencyPlans:
         config = self._config = sizes.config
         self._sizes, self.buffer_id = sizes, sizes.buffer_id
         self._remembers = config.is_cuda
-        self._looks_at_ids = config.device == CPU  # where kernels do not look at ids, or are emulated
+        self._looks_at_ids = config.device == CPU  # where kernels do not check ids, or are emulated
         self._device, self._num_ranks, self._hidden = config.device, config.num_ranks, config.hidden
         self._num_topk, self._num_experts = config.num_topk, config.num_experts
         rows = config.num_ranks * config.max_tokens_per_rank
@@ -144,7 +144,7 @@ class LatencyPlans:
     def find_dispatch(
         self, x: Any, idx: Any, weights: Any, mask: Any, use_fp8: Any, round_scale: Any, use_ue8m0: Any
     ) -> LatencyDispatchFacts | None:
-        """Return the facts of dispatches with the default options whose arguments look like these, if there are any."""
+        """Return the cache entry of dispatches with the default options whose arguments match, if there is one."""
         device = self._device
         try:
             is_usual = (
@@ -181,7 +181,7 @@ class LatencyPlans:
     def find_combine(
         self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any
     ) -> LatencyCombineFacts | None:
-        """Return the facts of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
+        """Return the cache entry of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
         try:
             is_usual = (
                 type(y) is _Tensor
@@ -226,13 +226,13 @@ class LatencyPlans:
         return is_usual and mask.dim() == 1 and mask.numel() >= self._num_ranks and mask.is_contiguous()
 
 
-# In a key a flag stands by its identity: 1 and the true of numpy are equal to True, and refused. Of what `check_tensor`
-# looks at, two things are left out: who needs a gradient, where only the address is used; who is negated, but for
+# In a key a flag stands by its identity: 1 and the true of numpy are equal to True, and refused. Two properties that
+# `check_tensor` checks are left out: requires_grad, where only the address is used; the negative bit, except for
 # float32, which alone may be a part of complex numbers. Tensors of other layouts have no key, or are not contiguous.
 
 
 def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool) -> Hashable:
-    """Return what the checks of a dispatch look at; raises one of `_NO_KEY` for what has no such thing."""
+    """Return the inputs of the checks of a dispatch; raises one of `_NO_KEY` for a value without them."""
     x, idx, weights, mask = given
     return_hook, use_fp8, round_scale, use_ue8m0 = flags
     return (
@@ -247,7 +247,7 @@ def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, 
 def _combine_key(
     num_tokens: int, given: tuple[Any, Any, Any, Any, Any], return_hook: object, async_op: bool
 ) -> Hashable:
-    """Return what the checks of a combine look at, as `_dispatch_key`."""
+    """Return the inputs of the checks of a combine, as `_dispatch_key`."""
     y, weights, out, mask, partial_dtype = given
     return (
         num_tokens, type(y), y.shape, y.dtype, y.device, y.is_contiguous(),
@@ -268,7 +268,7 @@ def _weights_key(weights: torch.Tensor) -> Hashable:
 
 
 def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tell whether `out` shares memory with an input; all lie in one piece each."""
+    """Return whether `out` shares memory with an input; all are contiguous."""
     start = out.data_ptr()
     end = start + out.numel() * 2
     first = y.data_ptr()
@@ -281,7 +281,7 @@ def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> b
 
 
 def _remember(known: dict[Hashable, Any], key: Hashable, facts: LatencyDispatchFacts | LatencyCombineFacts) -> None:
-    """Keep facts; not for ever, as callers may bring new shapes all the time."""
+    """Cache an entry; not forever, as callers may bring new shapes all the time."""
     if len(known) >= MAX_FACTS:
         known.clear()
     known[key] = facts

@@ -19,12 +19,12 @@ SCALE_BLOCK = 128  # channels that share one FP8 scale
 
 
 class LatencyOptions(NamedTuple):
-    """How a call waits and whom it counts on; these need not be equal on all ranks.
+    """Options of a call's waits, and its mask; these need not be equal on all ranks.
 
     Attributes:
-        active_ranks: `[num_ranks or more]` int32 on the buffer's device, 1 = active, read and written in each half;
+        active_ranks: `[num_ranks or more]` int32 on the buffer's device, 1 = active, read and written in each phase;
             None: all ranks are needed, and a missing one is an error.
-        timeout_s: seconds that a half waits for a silent peer.
+        timeout_s: seconds that a phase waits for a silent peer.
         return_hook: send now, receive when the hook is called.
     """
 
@@ -34,7 +34,7 @@ class LatencyOptions(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """Whose calls facts are of: one memory serves buffers of several sizes.
+    """The buffer to which cache entries belong: one memory serves buffers of several sizes.
 
     Attributes:
         buffer_id: of the buffer, which goes into handles.
@@ -48,7 +48,7 @@ class CallSizes(NamedTuple):
 
 
 class Quantisation(NamedTuple):
-    """How rows are sent.
+    """The format in which rows are sent.
 
     Attributes:
         use_fp8: as float8_e4m3fn with a scale for each 128 channels.
@@ -66,7 +66,7 @@ QUANTISATION_NAMES = tuple(Quantisation.__annotations__)
 
 @dataclass(eq=False, slots=True)
 class LatencyDispatchFacts:
-    """What is known of a dispatch without its data; calls whose arguments look alike share one (`plans.py`).
+    """The properties of a dispatch without its data, cached; calls with equal keys share one (`plans.py`).
 
     Attributes:
         sizes: of the buffer.
@@ -87,12 +87,12 @@ class LatencyDispatchFacts:
 
 @dataclass(eq=False, slots=True)
 class LatencyCombineFacts:
-    """What is known of a combine without its data, as `LatencyDispatchFacts`.
+    """The properties of a combine without its data, as `LatencyDispatchFacts`.
 
     Attributes:
         sizes: of the buffer.
         num_tokens: of this rank's dispatch.
-        partial_dtype: bfloat16 or float32: what crosses back.
+        partial_dtype: bfloat16 or float32: the dtype of the partial sums.
         is_strict, return_hook, plan: as there.
     """
 
@@ -108,7 +108,7 @@ class LatencyDispatchCall(NamedTuple):
     """A checked dispatch.
 
     Attributes:
-        facts: what its arguments are like.
+        facts: the properties of its arguments.
         x: `[num_tokens, hidden]` bfloat16.
         topk_idx: `[num_tokens, num_topk]` int64, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
@@ -127,7 +127,7 @@ class LatencyCombineCall(NamedTuple):
     """A checked combine.
 
     Attributes:
-        facts: what its arguments are like.
+        facts: the properties of its arguments.
         handle: of the dispatch.
         y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for those of the dispatch.
@@ -146,7 +146,7 @@ class LatencyCombineCall(NamedTuple):
 
 @dataclass(eq=False)
 class LatencyHandle(BoundToBuffer):
-    """Remembers where the rows of one dispatch went. It serves any number of combines, as long as its epoch lasts.
+    """The destinations of the rows of one dispatch. It serves any number of combines, as long as its epoch lasts.
 
     Attributes:
         buffer_id: of the buffer that made it.
@@ -154,11 +154,12 @@ class LatencyHandle(BoundToBuffer):
         epoch: of the view in which it was made.
         num_tokens: of this rank.
         num_topk: columns of `topk_idx`.
-        got: `[num_ranks]` bool on the buffer's device: whose tokens this rank has; right once they are received.
+        got: `[num_ranks]` bool on the buffer's device: the ranks whose tokens this rank has; valid once they are
+            received.
         layout_range: `[num_local_experts, num_ranks]` int64, `begin << 32 | count` of each source's rows in a block.
-        src_token: `[num_local_experts, num_ranks * max_tokens_per_rank]` int32: the token's index on its source; what
-            lies behind an expert's rows is undefined.
-        is_received: whether the receive half has been done (on GPUs: launched).
+        src_token: `[num_local_experts, num_ranks * max_tokens_per_rank]` int32: the token's index on its source; values
+            after an expert's rows are undefined.
+        is_received: whether the receive phase has been done (on GPUs: launched).
     """
 
     buffer_id: int
@@ -177,7 +178,7 @@ Hook = Callable[[], None]
 
 @dataclass(eq=False)
 class LatencyDispatched:
-    """What this rank received. With a hook everything is undefined until the hook has been called.
+    """The rows that this rank received. With a hook everything is undefined until the hook has been called.
 
     Attributes:
         x: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, or the pair (float8_e4m3fn values,
@@ -186,9 +187,11 @@ class LatencyDispatched:
         num_tokens_per_expert: `[num_local_experts]` int32 on the buffer's device: rows of each block.
         handle: for combine; the weights stay with it.
         event: the end of the call; `event.wait()` makes the current stream wait for it. CPU calls are done at once.
-        hook: runs the receive half, once; None without `return_hook`.
-        got: `[num_ranks]` bool on the buffer's device: whose rows are in. A source that is not is missing as a whole.
-        wait_us: `[num_ranks]` int64 on the buffer's device: microseconds until the receive half had heard each rank.
+        hook: runs the receive phase, once; None without `return_hook`.
+        got: `[num_ranks]` bool on the buffer's device: the ranks whose rows are in. Any other source is missing as a
+            whole.
+        wait_us: `[num_ranks]` int64 on the buffer's device: microseconds until the receive phase had the message of
+            each rank.
     """
 
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -202,7 +205,7 @@ class LatencyDispatched:
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
 
-        The streams of the call, and the one that was current in an `async_op` call, are known already.
+        The streams of the call, and the one that was current in an `async_op` call, are recorded already.
         """
         for tensor in (*(self.x if isinstance(self.x, tuple) else (self.x,)), self.num_tokens_per_expert, self.got):
             if tensor.is_cuda:
@@ -211,14 +214,14 @@ class LatencyDispatched:
 
 @dataclass(eq=False)
 class LatencyCombined:
-    """What came back.
+    """The sums of a combine.
 
     Attributes:
         x: `[num_tokens, hidden]` bfloat16 (or `out`).
         event: the end of the call, as in `LatencyDispatched`.
-        got: `[num_ranks]` bool on the buffer's device: whose experts are in the sums.
-        hook: runs the receive half, once; None without `return_hook`.
-        lost: what `lost_weight` calls.
+        got: `[num_ranks]` bool on the buffer's device: the ranks whose experts are in the sums.
+        hook: runs the receive phase, once; None without `return_hook`.
+        lost: called by `lost_weight`.
         wait_us: as in `LatencyDispatched`.
     """
 

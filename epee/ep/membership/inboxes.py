@@ -1,16 +1,16 @@
 """The inboxes of a buffer's epoch: this rank's, which it lends, and those of the other members, which it maps.
 
-Data path: a rank makes an inbox for the epoch that it is about to enter and shows its blob, with the number of the
-epoch, in its line of the registry (`offer`). It finds the lines of newcomers by the process that the view names, waits
-until each shows an inbox for this epoch, and maps it (`meet`). Nothing of the old epoch is dropped before all of the
-new one is there (`use`). Who enters the epoch that it is in once more, with others, keeps its inbox.
+Data path: a rank makes an inbox for the epoch that it is about to enter and publishes its blob, with the number of the
+epoch, in its line of the registry (`offer`). It finds the lines of joiners by the process that the view names, waits
+until each publishes an inbox for this epoch, and maps it (`meet`). Nothing of the old epoch is dropped before all of
+the new one is there (`use`). A rank that enters its current epoch once more, with others, keeps its inbox.
 
-Who calls: the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` has nothing, and
-an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A crash
-leaves memory that the system frees when the last process that has mapped it lets go.
+Called on the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` returns nothing,
+and an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A
+crash leaves memory that the system frees when the last process that maps it unmaps it.
 
-A lane whose epochs begin with `sync` alone cannot take back what was agreed: it goes on without those who do not show
-their memory (`meet_those`).
+A group whose epochs begin with `sync` alone cannot revoke what was agreed: it continues without the ranks that do not
+publish their memory (`meet_those`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .registry import INBOX_VIEW, Line, find
 
 logger = logging.getLogger("epee")
 
-LOOK_S = 0.002  # between two looks for the registry of a newcomer
-Look = Callable[[int, str, float, float], None]  # rank, what it keeps waiting, since when, deadline: raises to give up
+LOOK_S = 0.002  # between two polls for the registry of a joiner
+Look = Callable[[int, str, float, float], None]  # rank, what it delays, since when, deadline: raises to end the wait
 
 
 class Absent(Exception):
-    """A member is not waited for any more; raised by a `Look`, for `Inboxes.meet_those`."""
+    """A member is not awaited any more; raised by a `Look`, for `Inboxes.meet_those`."""
 
 
 class EpochMember(NamedTuple):
@@ -48,14 +48,14 @@ class EpochMember(NamedTuple):
 
 
 class Met(NamedTuple):
-    """What an epoch is entered with: its processes and their inboxes by rank, this rank's included."""
+    """The processes of an epoch and their inboxes by rank, this rank's included."""
 
     peers: dict[int, EpochMember]
     regions: dict[int, HostRegion]
 
 
 class Wait(NamedTuple):
-    """A wait for the others' inboxes of an epoch: since when, how long, and whether it is for nothing by now."""
+    """A wait for the others' inboxes of an epoch: since when, how long, and whether it has become void."""
 
     epoch: int
     is_void: Callable[[], bool]
@@ -64,15 +64,15 @@ class Wait(NamedTuple):
 
 
 class Inboxes:
-    """See above.
+    """The inboxes of one buffer on one rank.
 
     Args:
         config: of the buffer.
         rank: this rank.
         number: of the buffer among those of its group.
-        roster: says who takes part.
+        roster: knows the members.
         line: this rank's in its registry.
-        look: called between two looks at a member that keeps this rank waiting.
+        look: called between two polls of a member that keeps this rank waiting.
         nbytes: of an inbox and what else a rank lends with it, from byte `inbox_layout(config).nbytes` on.
 
     Attributes:
@@ -98,7 +98,7 @@ class Inboxes:
         self._epoch = 0  # for which `own` was made
 
     def offer(self, epoch: int) -> HostRegion:
-        """Return this rank's inbox for an epoch that it enters, one and the same in each attempt, and lend it."""
+        """Return this rank's inbox for an epoch that it enters, the same one in each attempt, and lend it."""
         if self.own is not None and self._epoch == epoch:
             return self.own
         if self._next is not None and self._next[0] != epoch:
@@ -117,7 +117,7 @@ class Inboxes:
 
         Raises:
             ResourceError: no memory or descriptor is left here.
-            CommTimeoutError: a member does not come. Else as `look`.
+            CommTimeoutError: a member does not publish its inbox. Otherwise as `look`.
         """
         met = Met({}, {self._rank: self.offer(wait.epoch)})
         is_complete = False
@@ -129,10 +129,11 @@ class Inboxes:
                 self.give_back(met)
 
     def meet_those(self, members: Mapping[int, Member], wait: Wait) -> Met:
-        """Map what members lend for an epoch, as far as they do; what was met lacks who is `Absent`, or damaged.
+        """Map what members lend for an epoch, as far as they do; the result lacks members that are `Absent`, or
+        damaged.
 
         Raises:
-            ResourceError: no memory or descriptor is left here. Else as `look`.
+            ResourceError: no memory or descriptor is left here. Otherwise as `look`.
         """
         met = Met({}, {self._rank: self.offer(wait.epoch)})
         is_complete = False
@@ -151,7 +152,7 @@ class Inboxes:
                 self.give_back(met)
 
     def _meet_one(self, met: Met, rank: int, member: Member, wait: Wait) -> bool:
-        """Map what one member lends; False when the wait is void."""
+        """Map what one member lends; return False when the wait is void."""
         line: Line | None = self._line
         if rank != self._rank:
             line = self._find(rank, member, wait)
@@ -164,13 +165,13 @@ class Inboxes:
         return True
 
     def give_back(self, met: Met) -> None:
-        """Unmap what was met for nothing; this rank's own inbox may be mapped by others and is offered again."""
+        """Unmap what was met but not used; this rank's own inbox may be mapped by others and is offered again."""
         for rank, region in met.regions.items():
             if rank != self._rank:
                 region.close()
 
     def use(self, met: Met) -> None:
-        """Let what was met be the memory of the buffer, and drop the old epoch's."""
+        """Make what was met the memory of the buffer, and drop the old epoch's."""
         own = met.regions[self._rank]
         self._drop(own)
         if self._next is not None and self._next[1] is own:
@@ -187,13 +188,14 @@ class Inboxes:
         )
 
     def close(self) -> None:
-        """Let go of everything; nothing else may follow."""
+        """Release everything; nothing else may follow."""
         self._drop()
         if self._next is not None:
             self._next[1].close()
             self._next = None
         self._lines.clear()
-        del self._line, self._look, self.fill  # a closed buffer that is kept maps nothing, and is in no circle
+        # a closed buffer that is still referenced maps nothing, and is in no reference cycle
+        del self._line, self._look, self.fill
 
     def _drop(self, kept: HostRegion | None = None) -> None:
         for region in self._mapped:
@@ -222,7 +224,7 @@ class Inboxes:
         return line
 
     def has_closed(self, member: Member) -> bool:
-        """Return whether a member had this buffer and has closed it; asked where `line_of` finds none."""
+        """Return whether a member had this buffer and has closed it; called if `line_of` finds none."""
         registry = find(self._roster.seat.lane, *process_of(member))
         return registry is not None and registry.has_closed(self._number)
 
@@ -249,7 +251,7 @@ class Inboxes:
                 except EpeeError as exc:
                     if isinstance(exc, ResourceError) and not is_leaving(*process_of(member)):
                         raise  # of this process's own
-                    problem = exc  # it has just died, and the view will say so; else it is damaged
+                    problem = exc  # it has just died, and the view will report it; else it is damaged
             futex_sleep(line.address + 8 * INBOX_VIEW, line.words[INBOX_VIEW])
             try:
                 self._look(rank, what, wait.started, wait.deadline)

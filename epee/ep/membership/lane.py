@@ -1,9 +1,10 @@
-"""A buffer as a lane of a view: its place there, its memory, its `sync`, its end. What all modes have.
+"""A buffer as a group in a view: its members, its memory, its `sync`, its end. Common to all modes.
 
-`epochs.py` has what a change of the view means to calls of a `Buffer` on CPUs, `synced.py` to all others.
+`epochs.py` defines what a change of the view means to calls of a `Buffer` on CPUs, `synced.py` to all others.
 
-Who calls: the thread of a call; `close` also whoever drops the buffer, at any moment: so it waits for nobody, and what
-it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the system frees.
+Called on the thread of a call; `close` also on any thread that drops the buffer, at any moment: so it waits for no
+rank, and what it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the
+system frees.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from .birth import Begun
 from .inboxes import Inboxes
 from .sync import Sync
 
-_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
+_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet removed from the control plane
 
 
 class BufferLane:
-    """See above.
+    """The part of a buffer's membership that all modes share.
 
     Args:
         config: of the buffer.
         rank: this rank.
-        begun: the buffer's place in its group.
+        begun: the buffer's part in its group.
         exchange: of the buffer; brought from epoch to epoch by the subclass.
         timeout_s: of the buffer's calls.
         interrupt: called while waiting; raises to end the wait.
@@ -64,7 +65,8 @@ class BufferLane:
         self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, look, nbytes)
         self._op = ""  # of the call under way, for hang reports
         self._has_shown = False
-        self._agreed = begun.roster.view.epoch  # what was agreed up to this epoch has been returned, or was not for us
+        # agreements up to this epoch have been returned, or did not concern this rank
+        self._agreed = begun.roster.view.epoch
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -75,21 +77,23 @@ class BufferLane:
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in."""
+        """Whether a process that replaces a lost rank is admitted."""
         return self.roster.seat.is_open and self._config.takes_replacements
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Number of the buffer among those of its group, and id of its lane; the same on all its ranks."""
+        """Number of the buffer among those of its group, and its group id in the view; the same on all its ranks."""
         return self._number, self.roster.lane
 
     @property
     def first(self) -> int:
-        """Where all ranks have made it together: an epoch that they all know of, the same on all; else 0."""
+        """If all ranks have made it together: an epoch that they all know of, the same on all; else 0."""
         return self._begun.first
 
     def is_told(self, take_back: Callable[[], None]) -> None:
-        """Note that members of the group are told of the buffer, until it is closed: then `take_back` is called."""
+        """Record that a notice of the buffer is published to the group, until it is closed: then `take_back` is
+        called.
+        """
         self._begun.take_back = take_back
 
     @property
@@ -108,54 +112,58 @@ class BufferLane:
         return not self.must_turn
 
     def close(self) -> None:
-        """Let go of all memory and leave the registry; idempotent. `retire` follows."""
+        """Release all memory and leave the registry; idempotent. `retire` follows."""
         if self._is_closed or os.getpid() != self._pid:
             return  # in a forked child all of it is the parent's
         self._is_closed = True
         self._begun.line.mark_closed(
             self._exchange.is_dropped
-        )  # before the rest: a newcomer must not take the buffer for open
+        )  # before the rest: a joiner must not take the buffer for open
         _closed.append((self._pid, self._begun))
         self._inboxes.close()
-        del self._begun, self._line  # a closed buffer that is kept maps nothing
+        del self._begun, self._line  # a closed buffer that is still referenced maps nothing
 
-    # ---- while it waits
+    # ---- during waits
 
     def _check(self) -> None:
-        """Raise why this rank's calls cannot end well."""
+        """Raise why this rank's calls cannot succeed."""
         self.roster.check()
         self.roster.require_part(self._rank)
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
+        """Publish to the peers, and hang reports, for which ranks a call waits; called repeatedly, because old entries
+        expire.
+        """
         self.roster.show(op, seq, ranks)
         self._line.blame(ranks)
         self._has_shown = True
 
     def hide(self) -> None:
-        """Show that no call waits; costs nothing if none has."""
+        """Publish that no call waits; costs nothing if none has."""
         if self._has_shown:
             self._has_shown = False
             self.roster.hide()
             self._line.blame(())
 
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
-        """Look around while a rank keeps this one from entering an epoch; raises what ends the wait."""
+        """Check for changes while a rank keeps this one from entering an epoch; raises what ends the wait."""
         raise NotImplementedError
 
     # ---- sync
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
+        """Agree with the others on the members (`sync.py`) and return the agreement; call `note_agreed` once the caller
+        has it.
+        """
 
         def look(silent: list[int]) -> None:
-            """Look around while `silent` are waited for: raises what ends the wait, shows whom it is for."""
+            """Check for changes while `silent` are awaited: raises what ends the wait, publishes the awaited ranks."""
             self._interrupt()
             self.roster.check()
             self.show("sync", self._exchange.seq + 1, silent)
 
         def is_elsewhere(rank: int) -> bool:
-            """Tell whether a member waits in its next call, so that it does not come to this one."""
+            """Return whether a member waits in its next call, so that it does not come to this one."""
             in_epoch = self.is_in_place and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 
@@ -166,7 +174,7 @@ class BufferLane:
             self.hide()
 
     def note_agreed(self, agreed: Agreed) -> None:
-        """The caller of `agree` has it, and the next sync is another one."""
+        """Record that the caller of `agree` has its result, and that the next sync is another one."""
         self._agreed = agreed.epoch
 
 

@@ -1,6 +1,6 @@
-"""What a path has to do with its lane: who takes part, agreed on at `sync`; for the only rank of a group, nobody else.
+"""The membership of a path: members, agreed on at `sync`; or this rank alone, for the only rank of a group.
 
-Who calls: the thread of a call, or of the constructor. Nothing is kept here.
+Called on the thread of a call, or of the constructor. No state is stored here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .synced import SyncedLane
 
 
 class LoneLane:
-    """The lane of a rank without others: one epoch, which nobody enters, leaves or shares. As `SyncedLane`."""
+    """The membership of a rank without others: one epoch, which no rank enters, leaves or shares. As `SyncedLane`."""
 
     is_in = True
     takes_replacements = False
@@ -33,29 +33,29 @@ class LoneLane:
         self.processes: Mapping[int, tuple[int, int]] = {}
 
     def join(self, deadline: float) -> None:
-        """Do nothing: it is in."""
+        """Do nothing: it has entered."""
 
     def leave(self) -> None:
-        """Do nothing: nobody knows of it."""
+        """Do nothing: there is no other rank."""
 
     def lends(self, rank: int) -> bool:
-        """Return True: there is nobody else."""
+        """Return True: there is no other rank."""
         return True
 
     def death_in_birth(self) -> PeerError | None:
-        """Return nothing: nobody else makes the buffer."""
+        """Return None: no other rank makes the buffer."""
         return None
 
     def gone(self) -> Collection[int]:
-        """Return nobody."""
+        """Return no rank."""
         return ()
 
     def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
-        """Return what nobody asks for."""
+        """Return a placeholder; never used."""
         return PeerError, "there is no such rank"
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Do nothing: it waits for nobody."""
+        """Do nothing: it waits for no rank."""
 
     def hide(self) -> None:
         """Do nothing."""
@@ -65,21 +65,21 @@ class LoneLane:
         return True
 
     def state(self) -> object:
-        """Return nothing: nothing changes."""
+        """Return None: nothing changes."""
 
     def note_calm(self, state: object) -> None:
         """Do nothing."""
 
     def require_place(self, is_masked: bool) -> None:
-        """Do nothing: it has its place."""
+        """Do nothing: it is a member."""
 
     def require_members(self, op: str, seq: int) -> None:
-        """Do nothing: all are there."""
+        """Do nothing: all ranks are members."""
 
     require_all = require_members
 
     def sync(self, counted: int, used: int, deadline: float) -> Agreed:
-        """Return this rank, in the epoch that there is."""
+        """Return this rank, in the only epoch."""
         return Agreed(0, (self._rank,))
 
     def note_agreed(self, agreed: Agreed) -> None:
@@ -90,16 +90,16 @@ PathLane = SyncedLane | LoneLane
 
 
 def lane_of(control: ControlPlane) -> PathLane:
-    """Return the lane of a buffer whose epochs begin with `sync`."""
+    """Return the membership of a buffer whose epochs begin with `sync`."""
     membership = control.exchange.membership
     return membership if isinstance(membership, SyncedLane) else LoneLane(control.rank)
 
 
 @contextlib.contextmanager
 def told_alike(lane: PathLane) -> Iterator[None]:
-    """Raise one and the same error where a rank dies while the others make a buffer: each meets it in another step.
+    """Raise the same error on all ranks if a rank dies while the others make a buffer: each meets it in another step.
 
-    A refusal stands: who has told why it cannot make its part may well have ended after that.
+    A refusal stays as it is: a rank that has announced why it cannot make its part may well have ended after that.
     """
     try:
         yield
@@ -120,11 +120,11 @@ def sync(
     used: int,
     deadline: float,
 ) -> torch.Tensor:
-    """Agree on who takes part, and enter the epoch; raises as `Buffer.sync`.
+    """Agree on the members, and enter the epoch; raises as `Buffer.sync`.
 
     Args:
         control: of the buffer.
-        lane: of the buffer.
+        lane: the buffer's membership.
         marks: for each rank whether this one counts on it.
         active_ranks: `[num_ranks or more]` int32 that the agreed mask is written into; on any device.
         used: the last number that calls of this rank have used.
@@ -141,5 +141,5 @@ def sync(
     if active_ranks is not None:
         with writing(active_ranks):
             active_ranks[:num_ranks] = mask.to(active_ranks.device)
-    lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+    lane.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
     return mask

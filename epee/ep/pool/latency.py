@@ -1,16 +1,16 @@
-"""The memory behind a drop-in layer's low-latency calls: made when its object is made, cut for calls as they come.
+"""The memory of a drop-in layer's low-latency calls: made at construction, cut into sections for each call.
 
-Other libraries' buffers are told bytes at construction and sizes in each call. So memory of that many bytes is lent by
-all ranks in the constructor, and a call of new sizes finds its place there without a word to the others: a rank that
-dies before its first call is a death like any other, and a first call can be recorded in a CUDA graph.
+Other libraries' buffers are given bytes at construction and sizes in each call. So memory of that many bytes is lent by
+all ranks in the constructor, and a call of new sizes computes its offsets there without a message to the others: a rank
+that dies before its first call is a death like any other, and a first call can be recorded in a CUDA graph.
 
-There is one memory for GPUs and one for CPUs. What does not fit makes a larger one in its place: the ranks meet on the
-host through the one that they have, so that nobody waits for one that is lost, and make it together. Without bytes the
-first call makes memory. Either has room for more tokens than it needs (`num_tokens_made_for`), so it happens rarely.
-Handles keep the memory of their calls, and what a CUDA graph has recorded stays until the end.
+There is one memory for GPUs and one for CPUs. If a call does not fit, a larger one replaces it: the ranks meet on the
+CPU through the one that they have, so that none waits for a lost rank, and make it together. Without bytes the first
+call makes memory. Either has room for more tokens than it needs (`num_tokens_made_for`), so it happens rarely. Handles
+keep the memory of their calls, and memory that a CUDA graph has recorded stays until the end.
 
-A process that takes a lost rank's place comes into the memory that the others have (`LatencyBuffer.awaited_bytes`),
-with its first call, while they meet it before theirs (`meet_again`); then calls look for room, or all grow together.
+A process that replaces a lost rank joins the memory that the others have (`LatencyBuffer.awaited_bytes`), with its
+first call, while they meet it before theirs (`meet_again`); then calls look for room, or all grow together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .meetings import Steps, steps_of
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
-# Most tokens and experts; the shapes of a row and of a token's ids. The latter are `torch.Size` where one is looked up.
+# Most tokens and experts; the shapes of a row and of a token's ids. The latter are `torch.Size` in a lookup.
 LatelyKey: TypeAlias = "tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]"
 
 
@@ -43,12 +43,12 @@ class LatencyRooms:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         nbytes: of memory to be made now; too few for any call are as 0: the first call makes it.
-        meets: making further rooms on a group, and `meet_again` on those that are there, are one step (`meetings.py`):
-            where a rank takes it the second way, all go on in the memory that they have.
+        meets: making further rooms on a group, and `meet_again` on existing ones, are one step (`meetings.py`): if a
+            rank takes it the second way, all continue in the memory that they have.
 
     Attributes:
-        lately: buffers of calls on GPUs, by `LatelyKey`, for calls like earlier ones: who uses one of them
-            must not need more than that. Emptied whenever the next call may need anything else.
+        lately: buffers of calls on GPUs, by `LatelyKey`, for cached calls: a user of one of them must not need more
+            than that. Emptied whenever the next call may need anything else.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None, nbytes: int, meets: bool = False) -> None:
@@ -82,10 +82,10 @@ class LatencyRooms:
         return core
 
     def _adopt(self, steps: Steps) -> bool:
-        """Take over the memory of this process's newest rooms on the group where a peer meets again in it.
+        """Take over the memory of this process's newest rooms on the group if a peer meets again in it.
 
         Raises:
-            InvalidState: a peer does, and this process has those rooms no more.
+            InvalidState: a peer does, and this process no longer has those rooms.
         """
         before, steps.newest = steps.newest, weakref.ref(self)
         if not steps.has_memory or not steps.is_met_again(self._timeout):
@@ -104,11 +104,11 @@ class LatencyRooms:
         return bool(wholes)
 
     def _in_group(self) -> dict[str, LatencyBuffer]:
-        """Return the memory that processes come into that take the places of lost ranks, by type of device."""
+        """Return the memory that replacements of lost ranks join, by type of device."""
         return {kind: whole for kind, whole in self._whole.items() if whole.takes_replacements}
 
     def meet_again(self) -> None:
-        """Let the next call begin with who is in the group then; see `BufferPool.meet_again`."""
+        """Make the next call begin with the current members of the group; see `BufferPool.meet_again`."""
         self.lately.clear()
         if self._steps is not None and self._steps.has_memory:
             self._steps.meet_again()
@@ -120,7 +120,7 @@ class LatencyRooms:
                 self._replace(kind)
 
     def close(self) -> None:
-        """Give all memory back. Local, idempotent."""
+        """Free all memory. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
         for part in (self._whole, self._kept, self._cores, self._apart, self.lately):
@@ -134,7 +134,8 @@ class LatencyRooms:
             self._steps.meet()
         agreed = whole.sync()
         self._apart.discard(whole)
-        if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
+        # otherwise a GPU would wait until the timeout for ranks that are no members
+        if _is_mask(active_ranks, len(agreed)):
             with writing(active_ranks):
                 active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
 
@@ -150,11 +151,11 @@ class LatencyRooms:
         except DoesNotFit as error:
             return _cut(self._grow(need, whole, error), need)
         except InvalidArgument as error:
-            whole.refuse(error)  # of this rank's sizes alone, as far as it knows
+            whole.refuse(error)  # concerns this rank's sizes alone, as far as it knows
             raise
 
     def _make_first(self, need: LatencyNeed) -> LatencyBuffer:
-        """Make memory, or come into that of the others. Collective."""
+        """Make memory, or join that of the others. Collective."""
         device = None if need.device.type == "cpu" else need.device
         needed = self._wanted or _bytes_for(need, self._group.size())
         self._require_no_graph(need, needed)
@@ -165,11 +166,11 @@ class LatencyRooms:
         return made
 
     def _grow(self, need: LatencyNeed, whole: LatencyBuffer, reason: DoesNotFit) -> LatencyBuffer:
-        """Make larger memory in the place of `whole`. Collective."""
+        """Replace `whole` by larger memory. Collective."""
         needed = max(_bytes_for(need, self._group.size()), whole.config.room_bytes)
         self._require_no_graph(need, needed)
         try:
-            whole.all_gather_bytes(b"grow")  # all are here, or nobody begins
+            whole.all_gather_bytes(b"grow")  # all are here, or none begins
         except (RankFailedError, PeerError, CommTimeoutError) as error:
             raise InvalidArgument(f"{reason}; it cannot be made when a rank is lost") from error
         _log.info("%s: %d bytes are made", reason, needed)
@@ -196,7 +197,7 @@ class LatencyRooms:
         return made
 
     def _replace(self, kind: str) -> None:
-        """Let go of memory: it goes with the last handle of its calls."""
+        """Release memory: it is freed with the last handle of its calls."""
         whole = self._whole.pop(kind)
         self.lately.clear()
         self._apart.discard(whole)
@@ -206,7 +207,7 @@ class LatencyRooms:
 
 
 def current_gpu() -> torch.device | None:
-    """Return where memory is made that no tensor has asked for yet: the current GPU, None for the CPU without one."""
+    """Return the device of memory made before any tensor is given: the current GPU, None for the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
@@ -231,6 +232,6 @@ def _least_bytes(num_ranks: int) -> int:
 
 
 def _is_mask(given: object, num_ranks: int) -> TypeGuard[torch.Tensor]:
-    """Whether this can be a call's mask; what cannot is refused by the call."""
+    """Whether this can be a call's mask; any other value is refused by the call."""
     is_flat = isinstance(given, torch.Tensor) and given.dtype == torch.int32 and given.dim() == 1
     return is_flat and len(cast(torch.Tensor, given)) >= num_ranks

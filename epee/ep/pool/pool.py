@@ -1,8 +1,8 @@
-"""The buffers behind one object of a drop-in layer, and what its calls ask the other ranks.
+"""The buffers of one object of a drop-in layer, and the messages between the ranks of its calls.
 
-An epee buffer is told what travels; other libraries' buffers are told bytes, or nothing. So a pool makes memory when it
-is made, where it is told how much, and finds or makes the buffer of each call: `throughput.py` those of normal calls,
-`latency.py` those of low-latency ones.
+An epee buffer is given the sizes of its calls; other libraries' buffers are given bytes, or nothing. So a pool makes
+memory at construction, if the size is given, and finds or makes the buffer of each call: `throughput.py` those of
+normal calls, `latency.py` those of low-latency ones.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class BufferPool:
 
     Attributes:
         group: of the ranks.
-        hosts: per host its ranks; found by a round over the group where that does not know it, so making a pool is
+        hosts: per host its ranks; found by a round over the group if the group does not know it, so making a pool is
             collective.
-        recall, latest: return how calls with a key, or with tensors that look alike, are made (`Like`), or None; see
-            `ThroughputRooms`.
+        recall, latest: return the cached way to make calls with a key, or with tensors of equal properties (`Like`), or
+            None; see `ThroughputRooms`.
 
     Raises:
         UnsupportedError: memory on GPUs of several hosts.
@@ -88,8 +88,8 @@ class BufferPool:
     def standing_room(self, need: Need) -> Room | None:
         """Return the room on a GPU in which calls of this shape are made without asking the ranks first.
 
-        All ranks find alike whether there is one, as memory is made by all. Where this rank's call does not fit, the
-        others are told so in their call, which raises `NoRoomError` there: then all `agree`, and make more room.
+        All ranks find alike whether there is one, as memory is made by all. If this rank's call does not fit, the
+        others are notified in their call, which raises `NoRoomError` there: then all `agree`, and make more room.
 
         Args:
             need: of this rank's call alone.
@@ -109,7 +109,7 @@ class BufferPool:
         extra: object,
         looks: tuple[object, tuple[object, ...]],
     ) -> None:
-        """Keep how calls with this key are made, after one of them in a room that all ranks find without asking.
+        """Cache how calls with this key are made, after one of them in a room that all ranks find without asking.
 
         Args:
             key: equal for calls for whose tensors `topk_facts` and whose options are equal.
@@ -117,19 +117,19 @@ class BufferPool:
             given: its x, topk_idx and topk_weights.
             options: its layout and expert_alignment, num_sms, and sync.
             extra: for the caller.
-            looks: options and tensors by which `latest` is to know such calls.
+            looks: options and tensors by which `latest` is to find such calls.
         """
         dispatch = room.core.dispatches_like(*given, *options)
         if dispatch is not None:
             self._rooms.remember(key, Like(room, dispatch, extra, looks[0], looks_of(*looks[1])))
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
-        """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.
+        """Return the buffer for a call. Collective when more memory must be made, and after `meet_again`.
 
         Args:
             need: of the call.
-            active_ranks: the call's mask, `[num_ranks or more]` int32; behind `meet_again` who does not come is taken
-                out of it.
+            active_ranks: the call's mask, `[num_ranks or more]` int32; after `meet_again` a rank that is no member is
+                cleared in it.
 
         Raises:
             InvalidState: the pool is closed.
@@ -144,16 +144,18 @@ class BufferPool:
 
     @property
     def lately(self) -> Mapping[LatelyKey, LatencyBuffer]:
-        """What `latency_buffer` has returned last for calls on GPUs of so many tokens at most and so many experts, of
-        rows and of ids of such shapes, as long as it would return that again. It fits a call only if that is like an
-        earlier one (`LatencyBuffer.again`)."""
+        """The last result of `latency_buffer` for calls on GPUs of so many tokens at most and so many experts, of rows
+        and of ids of such shapes, as long as it would return that again. It fits a call only if that equals an earlier
+        one (`LatencyBuffer.again`).
+        """
         return self._latency.lately
 
     def meet_again(self) -> None:
-        """Let the next call of each latency buffer begin with who is in the group then. All ranks call it; handles end.
+        """Make the next call of each latency buffer begin with the current members of the group. Collective; handles
+        end.
 
-        On a group of the backend "epee" it begins with `sync`, which takes in those who took the places of lost ranks;
-        on others with a new buffer. Whom the ranks do not agree on there is taken out of that call's mask.
+        On a group of the backend "epee" it begins with `sync`, which admits processes that replace lost ranks; on
+        others with a new buffer. Ranks that are not agreed on there are cleared in that call's mask.
         """
         self._latency.meet_again()
 
@@ -161,7 +163,7 @@ class BufferPool:
         """Return what all ranks are about to dispatch, in rank order. Collective.
 
         Raises:
-            MismatchError: the wishes do not fit together, or a rank was refused; the same text on all others.
+            MismatchError: the requests do not fit together, or a rank was refused; the same text on all others.
             InvalidArgument: `num_worst_tokens` is too small for some rank; the same text on all.
         """
         return agreement.conclude(self._share(agreement.pack_wish(wish)))
@@ -169,8 +171,8 @@ class BufferPool:
     def refuse_wish(self, error: Exception, is_gpu: bool = False) -> None:
         """Take part in the peers' `agree` as the rank whose arguments are wrong; `error` is what the caller raises.
 
-        With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, or so
-        it seems to a rank that cannot tell its own call's shape.
+        With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, as far
+        as a rank can tell that does not know its own call's shape.
         """
         if is_gpu and self._rooms.lane is not None:
             self.refuse(error)
@@ -181,7 +183,7 @@ class BufferPool:
             _log.warning("could not tell the peers about a refused call: %s", problem)
 
     def refuse(self, error: Exception) -> None:
-        """Let the peers' next call fail at once because of `error`, where there is a room to tell them through."""
+        """Make the peers' next call fail at once because of `error`, if there is a room for it."""
         lane = self._rooms.lane
         if lane is not None and not self._is_closed:
             lane.refuse(error)
@@ -193,12 +195,13 @@ class BufferPool:
         return sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
 
     def most(self, *numbers: int) -> list[int]:
-        """Return for each place the largest number (64 bits, not negative) that a rank has given. Collective."""
+        """Return, position by position, the largest number (64 bits, not negative) of all ranks. Collective."""
         layout = struct.Struct(f"{len(numbers)}Q")
         return [max(each) for each in zip(*map(layout.unpack, self._share(layout.pack(*numbers))), strict=True)]
 
     def barrier(self) -> bool:
-        """Let the ranks meet on the current stream by one kernel; False where there is no room on a GPU. Collective.
+        """Let the ranks meet on the current stream by one kernel; return False if there is no room on a GPU.
+        Collective.
 
         Memory is made by all ranks, so all find the same.
         """
@@ -210,11 +213,11 @@ class BufferPool:
         return True
 
     def host_barrier(self) -> None:
-        """Let the ranks' host threads meet. Collective."""
+        """Let the ranks' CPU threads meet. Collective."""
         self._share(b"b")
 
     def check(self) -> None:
-        """Raise what has gone wrong on this rank's GPU since the last call."""
+        """Raise errors on this rank's GPU since the last call."""
         for core in self._cores():
             core.check()
 
@@ -223,7 +226,7 @@ class BufferPool:
         return device.type == "cuda"
 
     def lane(self, device: torch.device, async_op: bool, previous_event: torch.cuda.Event | None) -> Lane:
-        """Return where a call with tensors of `device` runs, with all that its caller computes around it.
+        """Return the stream on which a call with tensors of `device` runs, with all that its caller computes around it.
 
         Args:
             device: of the tensors.
@@ -253,7 +256,7 @@ class BufferPool:
         return self._lanes.setdefault(device, Lanes(device))
 
     def _share(self, data: bytes) -> list[bytes]:
-        """Return everybody's `data` (equally long, not empty), in rank order. Collective."""
+        """Return the `data` of all ranks (equally long, not empty), in rank order. Collective."""
         self._check_open()
         lane = self._rooms.lane
         return all_gather_bytes(self.group, data) if lane is None else lane.all_gather_bytes(data)

@@ -1,10 +1,10 @@
-"""The buffers behind a drop-in layer's normal calls: memory made when its object is made, cut for calls as they come.
+"""The buffers of a drop-in layer's normal calls: memory made at construction, cut into sections for each call.
 
 On GPUs one `Buffer` made from bytes (`Buffer.of_bytes`) serves calls of all sizes that fit: each gets a buffer over the
-same memory (`Buffer.of_sizes`), which no other rank need hear of. Sizes that bound a call are the largest that fit,
-where the caller does not name them, so all ranks find the same. What does not fit grows: the ranks meet through the
-buffer that they have, then make a larger one together, never while a CUDA graph is recorded; handles of the old one
-serve on, and it goes with the last of them, or at the end where graphs have recorded its memory.
+same memory (`Buffer.of_sizes`), without a message to other ranks. Sizes that bound a call are the largest that fit, if
+the caller does not name them, so all ranks find the same. If a call does not fit, the memory grows: the ranks meet
+through the buffer that they have, then make a larger one together, never while a CUDA graph is recorded; handles of the
+old one stay valid, and it is freed with the last of them, or at the end if graphs have recorded its memory.
 
 On CPUs memory is address space until it is used: a buffer is made at the first call of a shape, by all ranks, and anew
 when a call needs more. Whether one must be made is decided from numbers that are equal on all ranks.
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _NUM_SLOTS = 2  # results that may live at once; there is one slot more
 _LOCAL_EXPERTS, _ALIGNMENT = 64, 128  # for whose padding there is room in expanded rows
-_MOST_LIKES = 1024  # that are remembered: callers may bring new shapes all the time
+_MOST_LIKES = 1024  # cached at most: callers may bring new shapes all the time
 _LEAST_SLOT = 1 << 12  # bytes; with less, memory is made at the first call
 
 
@@ -53,15 +53,15 @@ NO_MEMORY = MemoryBytes()
 
 
 def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> MemoryBytes:
-    """Return the memory of a pool for bfloat16 rows; for the expert layout as well where `num_topk` is not 0.
+    """Return the memory of a pool for bfloat16 rows; for the expert layout as well if `num_topk` is not 0.
 
     Args:
         num_ranks, hidden: sizes.
         num_tokens: most tokens of a rank.
-        num_topk: 0 where it is not known: there is room for any then.
+        num_topk: 0 if it is not known: there is room for any then.
 
     Returns:
-        What a GPU needs; of sizes that kernels do not serve the bytes of the rows.
+        The bytes that a GPU needs; for sizes that kernels do not serve the bytes of the rows.
     """
     num_experts = num_ranks * _LOCAL_EXPERTS
     need = Need("both", num_experts, hidden, num_topk or 1, num_tokens, torch.bfloat16, CPU)
@@ -81,7 +81,7 @@ class Room:
 
     Args:
         core, num_tokens, itemsize: as the attributes.
-        is_apart: it has memory of its own, and is closed when nobody refers to the room any more.
+        is_apart: it has memory of its own, and is closed when the room is no longer referenced.
 
     Attributes:
         core: the buffer.
@@ -99,7 +99,7 @@ class Room:
             closer.atexit = False
 
     def fits(self, need: Need) -> bool:
-        """Tell whether a call that needs so much can be made here."""
+        """Return whether a call that needs so much can be made here."""
         return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
 
     def num_sms(self, wanted: int) -> int | None:
@@ -135,7 +135,7 @@ class ThroughputRooms:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         memory: to be made now.
-        device: where; None: nowhere.
+        device: of the memory; None: none is made.
         wide_partials: as of `Buffer`, on CPUs.
     """
 
@@ -156,8 +156,8 @@ class ThroughputRooms:
         self._made: dict[tuple[object, ...], Room] = {}
         self._last: Buffer | None = None
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
-        self._likes: dict[object, Like] = {}  # over the memory that there is
-        self._lately: list[Like] = []  # of them, the last few with `looks`, the youngest first
+        self._likes: dict[object, Like] = {}  # over the current memory
+        self._lately: list[Like] = []  # the last few of them with `looks`, the newest first
         if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
             self._make_whole(memory, device)
 
@@ -169,7 +169,7 @@ class ThroughputRooms:
 
     @property
     def lane(self) -> Buffer | None:
-        """The buffer through which the ranks' hosts meet, and hear of refusals: the one used last."""
+        """The buffer through which the ranks' CPU threads meet, and are notified of refusals: the one used last."""
         return self._last
 
     def find(self, need: Need, is_gpu: bool) -> Room:
@@ -184,7 +184,7 @@ class ThroughputRooms:
         """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
         if self.whole is None:
             return None
-        self._last = self.whole  # through which all will agree, where they must
+        self._last = self.whole  # through which all will agree, if they must
         room = self._cut_for(need)
         if room is None or not room.fits(need):
             self.whole.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
@@ -193,9 +193,9 @@ class ThroughputRooms:
         return room
 
     def recall(self, key: object) -> Like | None:
-        """Return how calls with this key are made, while the room of the one that was remembered serves them.
+        """Return how calls with this key are made, while the room of the cached one serves them.
 
-        The memory is what it was then; whatever else is not as it was, the call itself finds.
+        The memory is unchanged since then; the call itself finds any other change.
         """
         like = self._likes.get(key)
         if like is not None:
@@ -205,10 +205,11 @@ class ThroughputRooms:
         return like
 
     def latest(self, options: object, *tensors: Any) -> Like | None:
-        """Return what `recall` has returned lately, where options are equal and tensors look alike; quicker than a key.
+        """Return a recent result of `recall` if options are equal and tensors have equal properties; quicker than a
+        key.
 
         Args:
-            options, tensors: as they were remembered.
+            options, tensors: as they were stored.
         """
         like: Any
         for like in self._lately:
@@ -221,14 +222,14 @@ class ThroughputRooms:
         return None
 
     def remember(self, key: object, like: Like) -> None:
-        """Keep how calls with this key are made, while the memory serves."""
+        """Cache how calls with this key are made, while the memory serves."""
         if len(self._likes) >= _MOST_LIKES:
             self._likes.clear()
             self._lately.clear()
         self._likes[key] = like
 
     def close(self) -> None:
-        """Close what is in use; what was replaced is closed with its last handle. Local, idempotent."""
+        """Close the buffers in use; replaced ones are closed with their last handle. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
         self.whole = self._last = None
@@ -239,7 +240,7 @@ class ThroughputRooms:
         self._kept.clear()
 
     def _note(self, room: Room) -> None:
-        """Let a call in `room` run behind those in others: the calls of one pool run one after another."""
+        """Make a call in `room` run after those in others: the calls of one pool run one after another."""
         self._last = room.core
         for other in self._made.values() if len(self._made) > 1 else ():
             if other is not room:
@@ -248,10 +249,10 @@ class ThroughputRooms:
     # -- GPUs
 
     def _cut_for(self, need: Need) -> Room | None:
-        """Return the room of a shape over the memory that there is; None where none is, or nothing fits.
+        """Return the room of a shape over the current memory; None if there is none, or nothing fits.
 
         Raises:
-            InvalidArgument: the kernels do not serve such sizes, or the tensors are elsewhere; the peers are told.
+            InvalidArgument: the kernels do not serve such sizes, or the tensors are elsewhere; the peers are notified.
         """
         if self.whole is None:
             return None
@@ -309,7 +310,7 @@ class ThroughputRooms:
         try:
             slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
         except InvalidArgument as error:
-            if self.whole is None:  # the others are making memory, or are told the same
+            if self.whole is None:  # the others are making memory, or get the same error
                 refuse_birth(self._group, config, error)
             raise
         lends_expert = need.layout != "rank" and self._memory.expert > 0
@@ -325,7 +326,7 @@ class ThroughputRooms:
             )
         if self.whole is not None:
             _log.info("%s: more is made", told)
-            self.whole.all_gather_bytes(b"grow")  # all are here, or nobody begins
+            self.whole.all_gather_bytes(b"grow")  # all are here, or none begins
         self._make_whole(MemoryBytes(max(slots, self._memory.slots), max(expert, self._memory.expert)), need.device)
         room = self._cut_for(need)
         assert room is not None, told

@@ -1,20 +1,21 @@
-"""Dispatch and combine for CPU tensors: rows are copied once, straight into their final place in shared memory.
+"""Dispatch and combine for CPU tensors: rows are copied once, straight to their final offset in shared memory.
 
-Dispatch: every rank publishes its counts and a slot of its arena; from the counts of all ranks each one computes
-where its rows go (`placement.py`), copies each row there with one `index_select` per segment, and signals each peer
-when its rows are complete. Who writes: the source rank, into segments that no other rank's segments overlap. What
-orders it: the row exchange comes before the first store into a peer's slot, the `data` tag after the last one.
+Dispatch: every rank publishes its counts and a slot of its arena; from the counts of all ranks each one computes where
+its rows go (`placement.py`), copies each row there with one `index_select` per segment, and signals each peer when its
+rows are complete. The source rank writes, into segments that no other rank's segments overlap. Order: the row exchange
+comes before the first store into a peer's slot, the `data` tag after the last one.
 
 Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
-`combine_input`), publishes the slot, and reads the rows of its own tokens out of everybody's slot. It sums in float32
-in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
+`combine_input`), publishes the slot, and reads the rows of its own tokens out of the slots of all ranks. It sums in
+float32 in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
 
-What a crash between two steps leaves: half-written rows in a slot whose `data` tag never comes. The receiver raises
-and lets the slot cool; nothing half-written is ever returned. Where the group has a view (`membership/epochs.py`) the
-call may end without the dead: rows of the others are then packed into ordinary memory (`partial.py`), and the next call
-finds other arenas. A result that all sources have completed stays where it is: nobody has a grant to write there again.
+A crash between two steps leaves half-written rows in a slot whose `data` tag never arrives. The receiver raises and
+does not reuse the slot for a while; nothing half-written is ever returned. In a group with a view
+(`membership/epochs.py`) the call may end without the dead: rows of the others are then packed into ordinary memory
+(`partial.py`), and the next call finds other arenas. A result that all sources have completed stays in its slot: no
+rank has a grant to write there again.
 
-Arguments come checked (`checks.py`); what comes from peers is checked here and in `control/inbox.py`.
+Arguments are checked in `checks.py`; data of peers is checked here and in `control/inbox.py`.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ from .rows import (
 
 
 def _own(handle: Handle) -> HostHandle:
-    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    """Return a handle as the type of this path; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, HostHandle)
     return handle
 
 
 class CpuPath:
-    """What moves rows through the arenas of one buffer.
+    """Moves rows through the arenas of one buffer.
 
     Args:
-        making: what it is made of; the row exchange of its host side orders the calls.
+        making: the parts that it is made of; the row exchange of its CPU side orders the calls.
         poison: fill slots with 0xFF before each use.
 
     Attributes:
@@ -95,7 +96,7 @@ class CpuPath:
         return self.exchange.num_calls
 
     def is_told(self, error: Exception) -> bool:
-        """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
+        """Return whether the peers know about `error`, or cannot be notified: they caused it."""
         return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
@@ -109,19 +110,19 @@ class CpuPath:
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in with the next call."""
+        """Whether a process that replaces a lost rank is admitted with the next call."""
         return self.exchange.membership.takes_replacements
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: hosts that meet look around."""
+        """Return False: a CPU-side barrier always makes its checks."""
         return False
 
     def barrier(self, deadline: float) -> None:
-        """Let the ranks' host threads meet; raises as `Buffer.barrier`."""
+        """Let the ranks' CPU threads meet; raises as `Buffer.barrier`."""
         self.control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part; raises as `Buffer.sync`."""
+        """Agree on the members; raises as `Buffer.sync`."""
         assert active_ranks is not None
         marks = active_ranks[: self.config.num_ranks]
         counted = sum(1 << rank for rank, mark in enumerate(marks.tolist()) if mark)
@@ -131,17 +132,17 @@ class CpuPath:
         mask = mask_of(agreed.ranks, self.config.num_ranks)
         with writing(marks):
             marks.copy_(mask)
-        membership.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+        membership.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
         return mask
 
     def check(self) -> None:
-        """Nothing fails behind the host's back here."""
+        """Do nothing: no work runs asynchronously here."""
 
     def join(self) -> None:
-        """There are no streams here."""
+        """Do nothing: there are no streams here."""
 
     def abort(self) -> None:
-        """Calls look by themselves whether the buffer is to be closed."""
+        """Do nothing: calls check by themselves whether the buffer is to be closed."""
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +170,12 @@ class CpuPath:
             return result
         except BaseException as error:
             self.arenas.let_go(arena, slot, last_seq)
-            # a loss ends it on all, and who has been put out is to hear that, not of an error of somebody's
+            # a loss ends it on all ranks, and an excluded rank must get that error, not one of another rank
             is_loss = isinstance(error, Moved) or (
                 isinstance(error, PeerError) and is_own(error) and not isinstance(error, NoQuorumError)
             )
             if self.exchange.seq > last_seq and not is_loss:
-                self.exchange.abandon()  # some may wait for rows that will not come
+                self.exchange.abandon()  # peers may wait for rows that will not arrive
             raise
 
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
@@ -266,7 +267,7 @@ class CpuPath:
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)
 
     def _packed(self, payload: PayloadRows, num_recv: int, source: torch.Tensor, arena: Arena, slot: int) -> Payload:
-        """Return the rows that have come, copied out; the slot is never used again."""
+        """Return the received rows, copied out; the slot is never used again."""
         tensors = [pack_rows(typed(arena, slot, field), source) for field in self.arenas.fields(payload, num_recv)]
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 

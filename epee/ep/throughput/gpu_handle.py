@@ -1,8 +1,8 @@
-"""The handle of CUDA tensors: device metadata of one dispatch, and what it says in the words of `Handle`.
+"""The handle of CUDA tensors: device metadata of one dispatch, and the properties of `Handle` computed from it.
 
-What a dispatch leaves behind on the GPU (`throughput_types.ThroughputHandle`) is enough for cached dispatches and
-combines. Everything else is worked out when it is first read, by closed form from the matrix of counts; only
-`num_received` and `num_sent`, which are lists, make the host wait.
+The data that a dispatch leaves on the GPU (`throughput_types.ThroughputHandle`) is enough for cached dispatches and
+combines. Everything else is computed when it is first read, by closed form from the matrix of counts; only
+`num_received` and `num_sent`, which are lists, make the CPU wait.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .order import CombineOrder
 
 @dataclass(eq=False)
 class CudaHandle(Handle):
-    """Remembers one GPU dispatch.
+    """The handle of one GPU dispatch.
 
     Attributes:
         core: metadata for the kernels.
         rank, num_ranks, num_local_experts: of the buffer.
-        num_rows: rows of the results: those that came, or all that may come without CPU sync.
+        num_rows: rows of the results: the received ones, or the maximum without CPU sync.
         row_src_rank, row_src_token, row_src_k: expert layout: `[num_rows]` int64; None in the rank layout.
         kept: rank layout: source tokens and experts of the rows; None in the expert layout.
-        routing: a copy of the dispatch's, where the view leaves ranks out.
+        routing: a copy of the dispatch's, if the view excludes ranks.
     """
 
     core: ThroughputHandle
@@ -53,13 +53,13 @@ class CudaHandle(Handle):
 
     @Late
     def form(self) -> tuple[object, ...]:
-        """What the rules of a combine look at of a handle, as `plans.combine_facts`."""
+        """The part of a handle that the rules of a combine read, as `plans.combine_facts`."""
         order = self.order
         sums = None if order is None else (order.by, order.bias_first, order.round_partials)
         return self.layout, self.expert_alignment, self.num_tokens, self.with_topk, self.capacity, sums
 
     def in_order(self, order: CombineOrder | None) -> CudaHandle:
-        """See `Handle`."""
+        """As `Handle.in_order`."""
         other = super().in_order(order)
         other.__dict__.pop("form", None)
         return other
@@ -73,7 +73,7 @@ class CudaHandle(Handle):
     def num_tokens_per_expert(self) -> list[int]:
         """(token, k) slots per local expert, rounded up; empty without top-k routing or CPU sync.
 
-        With a capacity the host waits for the rows: the exchange has counted those that are dropped as well.
+        With a capacity the CPU waits for the rows: the exchange has counted those that are dropped as well.
         """
         counts = self.core.num_tokens_per_expert
         if not self.with_topk or counts is None:
@@ -82,7 +82,7 @@ class CudaHandle(Handle):
 
     @cached_property
     def num_received(self) -> list[int]:
-        """Rows (rank layout: tokens) that came from each rank; the host waits for the GPU.
+        """Rows (rank layout: tokens) that came from each rank; the CPU waits for the GPU.
 
         In the expert layout a row stands for a (token, k).
         """
@@ -90,7 +90,7 @@ class CudaHandle(Handle):
 
     @cached_property
     def num_sent(self) -> list[int]:
-        """Rows that this rank sends to each rank; the host waits for the GPU."""
+        """Rows that this rank sends to each rank; the CPU waits for the GPU."""
         if self.layout == "rank":
             return self._tokens[self.rank].tolist()
         return self._count_matrix[self.rank, : self._num_experts].view(self.num_ranks, -1).sum(1).tolist()
@@ -179,7 +179,7 @@ class CudaHandle(Handle):
 
     @property
     def kept_routing(self) -> DispatchRouting:
-        """The routing of the dispatch in the kernels' own copy, without ranks that the view leaves out. Rank layout."""
+        """The routing of the dispatch in the kernels' own copy, without ranks that the view excludes. Rank layout."""
         if not self.with_topk:
             return DispatchRouting(None, None, self._places >= 0)
         shape = self.num_tokens, self.num_topk
@@ -191,7 +191,7 @@ class CudaHandle(Handle):
 
     @property
     def sent_topk_idx(self) -> torch.Tensor | None:
-        """See `Handle`; -1 for experts of ranks that the view leaves out."""
+        """As `Handle.sent_topk_idx`; -1 for experts of ranks that the view excludes."""
         if not self.with_topk:
             return None
         shape = self.num_tokens, self.num_topk
@@ -199,7 +199,7 @@ class CudaHandle(Handle):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What is kept on the GPU and read by later calls. (The slot of the rows has `readers` of its own.)"""
+        """The tensors on the GPU read by later calls. (The slot of the rows has `readers` of its own.)"""
         return self.core.words, self.row_src_rank, self.row_src_token, self.row_src_k
 
     def unweighted(self) -> CudaHandle:
@@ -214,7 +214,7 @@ class CudaHandle(Handle):
 
     @property
     def is_exact(self) -> bool:
-        """Whether `num_recv` is what came; else only the GPU knows, and it is what may come."""
+        """Whether `num_recv` is exact; else only the GPU knows the count, and it is the maximum."""
         return self.core.num_recv is not None
 
     @property
@@ -278,7 +278,7 @@ class HandleMaker:
         self._config, self._rank, self._id, self._exchange = config, rank, buffer_id, exchange
 
     def made(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
-        """Return the handle of a dispatch; `known` is that by which it went, if there is one."""
+        """Return the handle of a dispatch; `known` is the handle that it was made with, if there is one."""
         if known is not None:
             return known if got.handle is known.core else replace(known, core=got.handle)
         handle = self._new(got.handle, got.x.shape[0])
@@ -287,13 +287,13 @@ class HandleMaker:
         return handle
 
     def _facts(self, plan: DispatchPlan) -> dict[str, Any]:
-        """Return what the handles of a plan's dispatches have in common."""
+        """Return the common fields of the handles of a plan's dispatches."""
         made = self._new(plan.new_handle(0), 0)
-        form = made.form  # worked out once for all of them
+        form = made.form  # computed once for all of them
         return {"form": form, **{name: value for name, value in made.__dict__.items() if name not in {"core", "kept"}}}
 
     def like(self, plan: DispatchPlan, got: DispatchResult, epoch: int) -> CudaHandle:
-        """Return the handle of a dispatch like an earlier one."""
+        """Return the handle of a cached dispatch."""
         if not plan.handle_facts:
             plan.handle_facts = self._facts(plan)
         core = got.handle
@@ -311,7 +311,7 @@ class HandleMaker:
         return handle
 
     def _new(self, core: ThroughputHandle, num_rows: int) -> CudaHandle:
-        """Return the handle of a dispatch of now, without its sources."""
+        """Return the handle of the current dispatch, without its sources."""
         config = self._config
         return CudaHandle(
             self._id,
@@ -335,7 +335,7 @@ class HandleMaker:
         )
 
     def _routing(self, call: DispatchCall) -> DispatchRouting | None:
-        """Return a copy of the routing where the view leaves ranks out, for `lost_weight`."""
+        """Return a copy of the routing if the view excludes ranks, for `lost_weight`."""
         if self._exchange.reduced_members is None:
             return None
         return DispatchRouting(
@@ -344,7 +344,7 @@ class HandleMaker:
 
 
 class CudaDispatched(Dispatched):
-    """What a rank received by a GPU dispatch: `Dispatched` whose parts are made when they are first read.
+    """The rows that a rank received by a GPU dispatch: `Dispatched` whose parts are made when they are first read.
 
     Args:
         got: of the core.
@@ -371,29 +371,29 @@ class CudaDispatched(Dispatched):
 
     @Late
     def topk_idx(self) -> torch.Tensor | None:
-        """See `Dispatched`."""
+        """As `Dispatched.topk_idx`."""
         return self._got.topk_idx
 
     @Late
     def topk_weights(self) -> torch.Tensor | None:
-        """See `Dispatched`."""
+        """As `Dispatched.topk_weights`."""
         return self._got.topk_weights
 
     @Late
     def num_tokens_per_expert(self) -> list[int]:
-        """See `Dispatched`."""
+        """As `Dispatched.num_tokens_per_expert`."""
         if self.handle.capacity is not None:
             self.event.wait()
         return self.handle.num_tokens_per_expert
 
     @Late
     def num_dropped(self) -> torch.Tensor | None:
-        """See `Dispatched`."""
+        """As `Dispatched.num_dropped`."""
         return self.handle.num_dropped
 
     @Late
     def event(self) -> Event:
-        """See `Dispatched`; that of a call on the buffer's own stream is set, as it has been recorded."""
+        """As `Dispatched.event`; that of a call on the buffer's own stream is set, as it has been recorded."""
         device = self._got.handle.words.device
         return DONE if device.type == "cpu" else Event(device, self.readers[0])
 
@@ -404,7 +404,8 @@ class CudaDispatched(Dispatched):
 
 
 class CudaCombined(Combined):
-    """What came back on a GPU without weights, losses, or a stream of its own: `Combined` whose event is made late.
+    """The sums of a combine on a GPU without weights, losses, or a stream of its own: `Combined` whose event is made
+    late.
 
     Args:
         x: as the attribute.
@@ -427,6 +428,6 @@ class CudaCombined(Combined):
 
     @Late
     def event(self) -> Event:
-        """See `Combined`."""
+        """As `Combined.event`."""
         device, stream = self._where
         return Event(device, stream)

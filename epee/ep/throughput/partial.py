@@ -1,10 +1,10 @@
-"""Results where something is missing: what came is packed together in ordinary memory, what was lost is counted.
+"""Results with losses: received rows are packed together in ordinary memory, lost ones are counted.
 
-A source counts as a whole or not at all. Who is missing in a dispatch leaves no row: the rows of the others move up, in
-the order that they would have had without it. They are copied out of the arena, which a zombie may still write to. Who
-is missing in a combine adds nothing; the weights of the others stay as they are.
+A source counts as a whole or not at all. A rank lost in a dispatch leaves no row: the rows of the others move up, in
+the order that they would have had without it. They are copied out of the arena, which a stale writer may still write
+to. A rank lost in a combine adds nothing; the weights of the others stay as they are.
 
-Nothing here is on the way of a call that lost nobody. Local work on memory of this process; nothing is told to peers.
+Nothing here runs in a call without losses. Local work on memory of this process; nothing is sent to peers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .placement import Placement, Segment, SendPlan
 
 
 def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostHandle, torch.Tensor]:
-    """Leave the rows of some sources out of what a dispatch received.
+    """Remove the rows of some sources from what a dispatch received.
 
     Returns:
         The handle of the rest, and `[num_recv]` int64: for each row of the new result its row in the slot, -1 in
@@ -66,7 +66,7 @@ def _by_expert(handle: HostHandle, kept: torch.Tensor, num_received: list[int]) 
     counts = torch.bincount(expert, minlength=len(ends))
     padded = [round_up(count, handle.expert_alignment) for count in counts.tolist()]
     starts = torch.tensor([0, *padded], dtype=torch.int64, device="cpu").cumsum(0)
-    order = torch.argsort(rows)  # by expert, and within one as they lay
+    order = torch.argsort(rows)  # by expert, and within one in the old order
     index = torch.arange(len(rows), dtype=torch.int64, device="cpu")
     rank_in_block = index - (counts.cumsum(0) - counts)[expert[order]]
     placed = torch.empty_like(rows)
@@ -114,8 +114,8 @@ def lost_weight(
 ) -> torch.Tensor:
     """Return `[num_tokens]` float32: the sum of each token's weights whose rank is missing, or has dropped the token.
 
-    Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1. `dropped` is
-    `[num_tokens, num_ranks]` bool. No wait for a GPU, which may hold ids that are none, of a call that has failed.
+    Without weights an expert counts 1; if ranks were chosen, and no experts, a rank counts 1. `dropped` is
+    `[num_tokens, num_ranks]` bool. Never waits for a GPU, which may hold invalid ids, of a failed call.
     """
     asked = routing.mask if routing.topk_idx is None else routing.topk_idx
     assert asked is not None

@@ -1,11 +1,11 @@
-"""Where every row goes: counts and prefix sums, no sorting of payload and no communication of places.
+"""The offsets of all rows: counts and prefix sums, no sorting of payload and no communication of offsets.
 
 `C[s, d]` is the number of rows that rank s sends to rank d. Once all ranks know C, row i of s for d has the final
-place `sum of C[s', d] over s' < s, plus i`. The expert layout is the same with blocks of experts: an expert's block
+offset `sum of C[s', d] over s' < s, plus i`. The expert layout is the same with blocks of experts: an expert's block
 holds its rows in (source rank, token, k) order and is padded to the alignment.
 
-A `SendPlan` lists this rank's rows by destination; `Segment`s say which run of them lies where at whom. Both layouts
-look alike from then on: a dispatch copies segments, a combine reads the same segments back.
+A `SendPlan` lists this rank's rows by destination; `Segment`s say which run of them has which offset at which rank.
+Both layouts are alike from then on: a dispatch copies segments, a combine reads the same segments back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class Segment(NamedTuple):
-    """A run of rows that lies in one piece at its destination.
+    """A run of rows that is contiguous at its destination.
 
     Attributes:
-        dst_rank: where it goes.
+        dst_rank: its destination.
         first: index of its first row in `SendPlan.tokens`.
         num_rows: at least 1.
         dst_row: its first row in the destination's slot.
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class SendPlan(NamedTuple):
-    """This rank's rows, sorted by where they go.
+    """This rank's rows, sorted by destination.
 
     Attributes:
         tokens: `[num_sent]` int64, the token of each row: by (dst rank, token), or by (expert, token, k).
@@ -74,7 +74,7 @@ def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
     """Plan the rank layout: a token goes once to each rank that owns one of its experts."""
     ids = array_of(topk_idx)
     member = np.zeros((config.num_ranks + 1, len(ids)), dtype=np.bool_)
-    member[(ids // config.num_local_experts).T, np.arange(len(ids))] = True  # -1 is the last row, which is left out
+    member[(ids // config.num_local_experts).T, np.arange(len(ids))] = True  # -1 is the last row, which is dropped
     return _plan_members(member[:-1], _slots_per_expert(ids, config))
 
 
@@ -105,7 +105,7 @@ def plan_by_expert(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
 
 
 class Placement(NamedTuple):
-    """What the counts of all ranks say about one call, seen from one rank.
+    """The offsets of one call, computed from the counts of all ranks, for one rank.
 
     Attributes:
         segments: this rank's rows at their destinations, by destination rank ascending.
@@ -127,7 +127,7 @@ class Placement(NamedTuple):
 
 
 def kept_rows(per_rank: list[list[int]], capacity: int) -> list[list[int]]:
-    """Return what is left of `Counts.per_rank` where each rank keeps the first `capacity` rows, sources ascending."""
+    """Return the rest of `Counts.per_rank` if each rank keeps the first `capacity` rows, sources ascending."""
     asked = np.array(per_rank, dtype=np.int64)
     ends = asked.cumsum(0)
     kept: list[list[int]] = (np.minimum(ends, capacity) - np.minimum(ends - asked, capacity)).tolist()
@@ -135,10 +135,10 @@ def kept_rows(per_rank: list[list[int]], capacity: int) -> list[list[int]]:
 
 
 def drop_rows(plan: SendPlan, kept: list[int], num_tokens: int) -> tuple[SendPlan, torch.Tensor | None]:
-    """Leave out all but the first `kept[d]` rows for each rank d. Rank layout.
+    """Drop all but the first `kept[d]` rows for each rank d. Rank layout.
 
     Returns:
-        The plan of the rest, and `[num_tokens, num_ranks]` bool: which were left out; None where none were.
+        The plan of the rest, and `[num_tokens, num_ranks]` bool: which were dropped; None if none were.
     """
     asked = plan.counts[: len(kept)]
     if asked.tolist() == kept:
@@ -152,7 +152,7 @@ def drop_rows(plan: SendPlan, kept: list[int], num_tokens: int) -> tuple[SendPla
 
 
 class Counts(NamedTuple):
-    """What all ranks are about to send.
+    """The counts that all ranks are about to send.
 
     Attributes:
         per_rank: `per_rank[s][d]` rows go from rank s to rank d.
@@ -174,7 +174,7 @@ def most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
 def checked_counts(
     told: Ints, num_tokens: Sequence[int], how: tuple[str, int, int | None], config: BufferConfig, where: str
 ) -> Counts:
-    """Return what all ranks send, as they have told it, where that is possible and everybody has room.
+    """Return the counts of all ranks, if they are possible and all ranks have room.
 
     Args:
         told: `[num_ranks, num_ranks + num_experts]` int64, the counts of each rank's plan.
@@ -183,7 +183,7 @@ def checked_counts(
         where: the call, for messages.
 
     Raises:
-        ProtocolError, InvalidArgument: it is not; the same verdict on every rank.
+        ProtocolError, InvalidArgument: they are not; the same result on every rank.
     """
     num_ranks, (layout, alignment, most) = config.num_ranks, how
     per_rank, per_expert = told[:, :num_ranks], told[:, num_ranks:]
@@ -213,7 +213,7 @@ def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferC
 
 
 def place(counts: Counts, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
-    """Turn the counts of all ranks, checked, into places for `rank`."""
+    """Compute the offsets of `rank` from the checked counts of all ranks."""
     base = [sum(column[:rank]) for column in zip(*counts.per_rank, strict=True)]
     meta = _segments_by_rank(counts.per_rank[rank], base)
     num_received = [row[rank] for row in counts.per_rank]

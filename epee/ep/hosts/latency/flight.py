@@ -1,8 +1,8 @@
-"""The steps of a call over several hosts: as `latency/flight.py`, and what a host's sums say of its ranks.
+"""The steps of a call over several hosts: as `latency/flight.py`, and the ranks contained in a host's sums.
 
-Who is lost beside those who do not come: in a dispatch a rank whose records are not for this one. In a combine a rank
-that had this one's tokens may have come, and be in no sum: with a mask that is told by `got` and `lost_weight`; without
-one it is a loss. A half that was taken back while it was read has not come.
+Ranks lost beside those whose message does not arrive: in a dispatch a rank whose records are not for this one. In a
+combine the message of a rank that had this one's tokens may have arrived, and be in no sum: with a mask `got` and
+`lost_weight` report that; without one it is a loss. A message that was overwritten while it was read has not arrived.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class HostsFlights(Flights):
     Args:
         wire: of the buffer.
         epoch, dead, why_gone: as of `Flights`.
-        counted: returns, by the headers of the halves that have come, whose rows are in the sums that this rank has got
-            in a combine, a bit per rank.
+        counted: returns, by the headers of the arrived messages, the ranks whose rows are in the sums that this rank
+            has got in a combine, a bit per rank.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostsFlights(Flights):
         return head
 
     def read_mask(self, flight: Flight) -> None:
-        """As `Flights.read_mask`, at the beginning of a half."""
+        """As `Flights.read_mask`, at the beginning of a phase."""
         super().read_mask(flight)
         self._hosts_wire.note_waits()
 
@@ -81,11 +81,11 @@ class HostsFlights(Flights):
         return heads
 
     def _may_be_refused(self, flight: Flight) -> bool:
-        """As `Flights._may_be_refused`; that a call has failed is seen here later than that a rank has left it."""
+        """As `Flights._may_be_refused`; a failed call is seen here later than a rank's leaving it."""
         return bool(flight.words.withdrawn(flight.mark))
 
     def give_up(self, flight: Flight, error: BaseException) -> None:
-        """As `Flights.give_up`; a call that lacks a rank is not refused, but given up for all."""
+        """As `Flights.give_up`; a call that lacks a rank is not refused, but aborted for all."""
         if not flight.is_alike or not isinstance(error, (CommTimeoutError, PeerError)):
             super().give_up(flight, error)
             return
@@ -95,7 +95,7 @@ class HostsFlights(Flights):
             self._free(flight)
 
     def _judge(self, flight: Flight, heads: dict[int, SectionHeader]) -> None:
-        """Leave out whose half is here and brings this rank nothing, where that is a loss."""
+        """Exclude ranks whose message is here and brings this rank nothing, if that is a loss."""
         me = 1 << self.wire.rank
         if flight.head.op == LATENCY_DISPATCH:
             for src, head in list(heads.items()):

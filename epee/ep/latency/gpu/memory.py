@@ -1,14 +1,15 @@
-"""What a rank lends for latency calls, and what it maps of the others: regions, and the words in them.
+"""The memory that a rank lends for latency calls, and what it maps of the others: regions, and the words in them.
 
-Data path: none; kernels store rows and words into these regions (`csrc/kernels/latency/call.cuh` says who writes what,
-and when). The host writes where the others' regions are, who takes part, and from which number calls count.
+Data path: none; kernels store rows and words into these regions (`csrc/kernels/latency/call.cuh` documents who writes
+what, and when). The CPU writes the addresses of the others' regions, the members, and the number from which calls
+count.
 
-Protocol: an agreed view is entered in two steps. `set_view` takes this rank out of everybody's reach and forgets what
+Protocol: an agreed view is entered in two steps. `set_view` makes this rank unreachable for all others and clears what
 was stored; once all members have done so, `open_view` lets calls reach the others again. No call of the view is made
 before that.
 
-A crash of a peer leaves its region mapped, and its words as they were; a process that takes its place lends another
-one (`attach_peer`, `replace_peer`).
+A crash of a peer leaves its region mapped, and its words as they were; a process that replaces it lends another one
+(`attach_peer`, `replace_peer`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ....gpu.platform import LentRegion, Platform
 from .half import OPS
 from .shapes import LatencyConfig
 
-# Words that peers write: their type, and how they show a call, of whose number `low` is the low half.
+# Words that peers write: their type, and their value for a call, of whose number `low` is the low half.
 _WORDS: dict[str, tuple[torch.dtype, Callable[[int, int], int]]] = {
     "heads": (torch.int64, lambda tag, low: low << 32),
     "weights": (torch.int64, lambda tag, low: low << 32),
@@ -38,13 +39,13 @@ _WORDS_OF_PEERS = {
 
 
 class LatencyMemory:
-    """See above. One thread at a time.
+    """The memory of one rank. One thread at a time.
 
     Args:
         platform: the GPU.
         config: sizes, equal on all ranks.
-        all_gather: gives everybody's bytes in rank order, b"" for ranks to be attached later (`replace_peer`); called
-            at construction.
+        all_gather: returns the bytes of all ranks in rank order, b"" for ranks to be attached later (`replace_peer`);
+            called at construction.
 
     Attributes:
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
@@ -60,7 +61,7 @@ class LatencyMemory:
         self.address, self.nbytes = self._own.address, self._own.nbytes
         self._peers: list[LentRegion | None] = self._attach(all_gather)
         self._write_peers()
-        self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
+        self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # members, the last call's number
         self._is_open = True  # whether calls reach the others in that view
 
     def tags(self) -> int:
@@ -69,15 +70,14 @@ class LatencyMemory:
         return max(int(self._words(name).max()) for name in ("dispatch_tags", "combine_tags"))
 
     def set_view(self, active: Sequence[bool], tag: int) -> None:
-        """Get ready for an agreed view: every member calls this with equal arguments, and `open_view` before its calls.
+        """Prepare for an agreed view: every member calls this with equal arguments, and `open_view` before its calls.
 
-        Until then a call, which only a graph can make, reaches no other rank: it ends at once, without them. Nobody
-        makes a call of the view before all members are ready; who stores something of earlier calls meanwhile harms
-        nobody.
+        Until then a call, which only a graph can make, reaches no other rank: it ends at once, without them. No rank
+        makes a call of the view before all members are ready; stores of earlier calls meanwhile have no effect.
 
         Args:
-            active: who is in.
-            tag: above everybody's `tags()`, so that nothing of earlier calls passes for new.
+            active: the members.
+            tag: above all ranks' `tags()`, so that nothing of earlier calls passes for new.
         """
         self.platform.synchronize()
         self._agreed, self._is_open = ([bool(one) for one in active], tag), False
@@ -104,18 +104,18 @@ class LatencyMemory:
         self._is_open = True
 
     def _count_from(self, tag: int) -> None:
-        """Let call `tag` have been the last one of this rank, and all others have been in it."""
+        """Set call `tag` as the last one of this rank, in which all others have taken part."""
         for op in OPS.values():
             self._write_words(f"{op}_tags", [tag, tag])
             self._write_words(f"{op}_heard", [tag] * self.config.num_ranks)
-        self._write_words("news", [0, 0, 0])  # who was dead may have a successor
+        self._write_words("news", [0, 0, 0])  # a dead rank may have a successor
         self._write_words("reported", [0, 0])
 
     def _note_calls(self, rank: int, tag: int) -> None:
-        """Let all words that a process of `rank` has stored here be those of call `tag`, which none was.
+        """Set all words that a process of `rank` has stored here to those of call `tag`, which no call uses.
 
-        So none passes for one of a later call, neither what its process before has stored nor what is so old that its
-        32 bits of a number come round. Rows stay: nobody looks at them without their flag.
+        So none passes for one of a later call, neither the words of its previous process nor words so old that the 32
+        bits of their number wrap around. Rows stay: they are not read without their flag.
         """
         low = _signed(tag & 0xFFFFFFFF, 32)
         layout = self.config.region_layout
@@ -131,7 +131,7 @@ class LatencyMemory:
         return self._own.blob
 
     def attach_peer(self, blob: bytes) -> LentRegion:
-        """Map the region of a process that takes a rank's place; no call uses it before `replace_peer`.
+        """Map the region of a process that replaces a rank; no call uses it before `replace_peer`.
 
         Raises:
             InvalidArgument: it has another size; and as `CudaRegion.attach`.
@@ -144,7 +144,7 @@ class LatencyMemory:
         return region
 
     def replace_peer(self, rank: int, region: LentRegion) -> None:
-        """Let kernels use another region for a rank, and unmap the one before; no call may be in flight."""
+        """Make kernels use another region for a rank, and unmap the one before; no call may be in flight."""
         old = self._peers[rank]
         if old is region:
             return
@@ -157,7 +157,7 @@ class LatencyMemory:
             old.close()
 
     def close(self) -> None:
-        """Give up all of it. No kernel may be in flight."""
+        """Free all memory. No kernel may be in flight."""
         for region in self._peers:
             if region is not None:
                 region.close()
@@ -176,7 +176,7 @@ class LatencyMemory:
                     f"rank {peer} lends {region.nbytes} bytes, this rank {self.nbytes}; "
                     "all ranks must make the buffer with the same sizes"
                 )
-        all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
+        all_gather(b"attached")  # no rank may leave before all have copied its descriptors
         return regions
 
     def _words(self, name: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""What a call of the latency kernels has in common with others of its kind and size, worked out once.
+"""The common part of calls of the latency kernels of one kind and size, computed once.
 
-Data path: none. A plan has launchers of its own (`Launcher.bind`), one for each choice of halves, whose arguments hold
-everything that stays: sizes, offsets, options. A call allocates what the plan says, writes the words that vary
-(`params.CALL_WORDS` and the pointers behind them) with one `struct.pack_into`, and launches. A launch, or a graph that
+Data path: none. A plan has launchers of its own (`Launcher.bind`), one for each choice of phases, whose arguments hold
+everything that stays: sizes, offsets, options. A call allocates the plan's tensors, writes the words that vary
+(`params.CALL_WORDS` and the pointers after them) with one `struct.pack_into`, and launches. A launch, or a graph that
 records it, takes a copy of the arguments, so the next call may write others.
 
-Who calls: the thread of a call, with the buffer's lock. A plan depends on no view and no stream, and holds no memory of
-a call; it serves as long as its core.
+Called on the thread of a call, with the buffer's lock. A plan depends on no view and no stream, and holds no memory of
+a call; it is valid as long as its core.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from .shapes import LatencyConfig, LatencyHandleSpace, Launch, combine_launch, d
 from .types import CoreOptions
 
 FP8 = torch.float8_e4m3fn
-LaunchOf = Callable[[int, int], Launch]  # (halves, multiprocessors it may take at most) -> sizes
+LaunchOf = Callable[[int, int], Launch]  # (phases, multiprocessors it may take at most) -> sizes
 _POINTERS = {LatencyDispatchParams: DISPATCH_POINTERS, LatencyCombineParams: COMBINE_POINTERS}
 
 
 class ReadyKernel:
-    """A kernel with the halves that it does; all is set but the words of a call.
+    """A kernel with the phases that it runs; all is set but the words of a call.
 
     Args:
         kernel: launched with a copy of its arguments.
-        halves: that it does.
+        halves: the phases that it runs.
         constants: further arguments that stay, by name.
-        is_strict: a source that does not come is an error.
-        launch_of: gives the sizes of the launch.
+        is_strict: a missing source is an error.
+        launch_of: returns the sizes of the launch.
         num_sms: of the GPU.
 
     Attributes:
-        fitted: what `fit` was given last.
+        fitted: the last arguments of `fit`.
         width: how many multiprocessors a launch takes at once.
     """
 
@@ -88,12 +88,12 @@ class ReadyKernel:
             As `launch_of`.
         """
         if (max_sms, is_alone) != self.fitted:
-            self.fitted = 0, False  # who is interrupted in here begins again
+            self.fitted = 0, False  # an interrupt in here makes the next call fit again
             self._shape = self._launch_of(self._halves, max_sms)
             grid = self._shape.grid
             self._mode, self.width = "plain", grid
             if is_alone or 2 * grid <= self._num_sms:
-                self._mode, self.width = "early", 2 * grid  # the next kernel's blocks take their places beside these
+                self._mode, self.width = "early", 2 * grid  # the next kernel's blocks start beside these
             self.fitted = max_sms, is_alone
         return self.width
 
@@ -107,7 +107,7 @@ class ReadyKernel:
             pointers: the mask, the waiting times, then those of the call, in the order of the arguments.
         """
         words: tuple[Any, ...] = (self._args, self._at, timeout_ns)
-        words = words + turn + pointers  # half the price of unpacking them into the call
+        words = words + turn + pointers  # half the cost of unpacking them into the call
         self._pack(*words)
         grid, block, shared_bytes = self._shape
         self._kernel(grid, block, shared_bytes, stream, self._mode)
@@ -118,12 +118,12 @@ class CallPlan:
 
     Args:
         op: of the calls.
-        is_split: their halves are launched apart.
+        is_split: their phases are launched separately.
         timeout_s: bound of the waits of calls that name none.
-        ready_for: makes the launch of some halves.
+        ready_for: makes the launch of some phases.
 
     Attributes:
-        both: the launch of both halves, once there was one.
+        both: the launch of both phases, once there was one.
     """
 
     def __init__(self, op: int, is_split: bool, timeout_s: float, ready_for: Callable[[int], ReadyKernel]) -> None:
@@ -133,7 +133,7 @@ class CallPlan:
         self.both: ReadyKernel | None = None
 
     def ready(self, halves: int) -> ReadyKernel:
-        """Return the launch of `halves`, made when it is first needed."""
+        """Return the launch of the phases `halves`, made when it is first needed."""
         ready = self._ready[halves]
         if ready is None:
             ready = self._ready[halves] = self._ready_for(halves)
@@ -207,7 +207,7 @@ class Planner:
             InvalidArgument: the kernel cannot do it.
         """
         config, limits = self._config, self._limits
-        dispatch_launch(config, num_tokens, SEND_HALF, 1, limits)  # refused now, before anybody has heard of a call
+        dispatch_launch(config, num_tokens, SEND_HALF, 1, limits)  # refused now, before the call is visible to any peer
         shape, space = (config.num_local_experts, config.capacity, config.hidden), handle_space(config, num_tokens)
         dtype, scales, num_scales = torch.bfloat16, None, 0
         if options.use_fp8:
@@ -244,7 +244,7 @@ class Planner:
 
         Args:
             num_tokens: of the dispatches.
-            options: how; those of quantisation are not looked at.
+            options: how; those of quantisation are not read.
             is_wide: partials cross as float32 (on all ranks or none).
             has_weights: they bring weights (on all or none).
         """
@@ -272,7 +272,7 @@ class Planner:
         kernel, limits = self._kernels[name], self._limits
 
         def ready_for(halves: int) -> ReadyKernel:
-            """Make the launch of some halves."""
+            """Make the launch of some phases."""
             return ReadyKernel(
                 kernel,
                 halves,
@@ -297,5 +297,5 @@ class Planner:
 
 
 def _offsets(space: LatencyHandleSpace, parts: str) -> tuple[int, ...]:
-    """Return where parts of the small results lie, in bytes."""
+    """Return the offsets of parts of the small results, in bytes."""
     return tuple(4 * int(getattr(space, part)) for part in parts.split())

@@ -1,18 +1,19 @@
 """Dispatch and combine of a `LatencyBuffer` on CPUs, the ranks sharing memory; the calls are those of `../cpu.py`.
 
-Dispatch, send half: a row goes once to each rank that has one of its experts, quantised once if FP8 is wanted, with its
-expert ids and weights, into this rank's section there (`wire.py` has the memory and its order). Receive half:
-the rank waits for the sections of all ranks it counts on.
+Dispatch, send phase: a row goes once to each rank that has one of its experts, quantised once if FP8 is wanted, with
+its expert ids and weights, into this rank's section there (`wire.py` has the memory and its order). Receive phase: the
+rank waits for the sections of all ranks it counts on.
 
-Combine, send half: a rank pushes one row per token, the weighted sum of its experts' rows, to the token's rank; weights
-given to combine are pushed to the expert ranks before, which wait for them. Receive half: the rows of all ranks are
-summed, ranks ascending.
+Combine, send phase: a rank pushes one row per token, the weighted sum of its experts' rows, to the token's rank;
+weights given to combine are pushed to the expert ranks before, which wait for them. Receive phase: the rows of all
+ranks are summed, ranks ascending.
 
-Whatever can fail or wait in a send half is done before its first section is posted: so where it fails, every rank is
-refused, and a call without a mask fails on all. Between posting to one rank and to the next only an interrupt can come.
+Every step of a send phase that can fail or wait is done before its first section is posted: so if it fails, every rank
+is refused, and a call without a mask fails on all. Between posting to one rank and to the next only an interrupt can
+come.
 
-Who takes part changes in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a
-group has no peers, no epochs and no lane, and moves its rows through memory of its own.
+The members change in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a group
+has no peers, no epochs and no group membership, and moves its rows through memory of its own.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ class LatencyCpuPath(LatencyCalls, Memory):
     """Moves the rows of one `LatencyBuffer` through the regions of its epoch.
 
     Args:
-        making: what it is made of.
+        making: the parts that it is made of.
         poison: fill memory with 0xFF before each use.
-        deadline: `time.monotonic()` value by which a replacement must have been taken in.
+        deadline: `time.monotonic()` value by which a replacement must have been admitted.
 
     Raises:
         ResourceError: no memory or descriptors.
-        CommTimeoutError: a replacement was not taken in.
+        CommTimeoutError: a replacement was not admitted.
     """
 
-    nbytes = 0  # the memory of an epoch is the lane's, and counted there
+    nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
         config, rank, control, _, watch, closing = making
@@ -91,18 +92,18 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether `sync` takes in processes that took the places of lost ranks."""
+        """Whether `sync` admits processes that replace lost ranks."""
         return self._lane.takes_replacements
 
     def take_sizes(self, config: BufferConfig) -> SectionCut:
-        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
         return checked_cut(config, self._layout["payload"].shape[-1], self._layout.nbytes)
 
     def close(self) -> None:
         """Drop all views of memory; results of the user are their own. Idempotent."""
         self.wire.close()
         self._blank.close()
-        self._lane.memory = Memory()  # no circle keeps a closed path
+        self._lane.memory = Memory()  # no reference cycle keeps a closed path
 
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
         rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
@@ -177,11 +178,11 @@ class LatencyCpuPath(LatencyCalls, Memory):
         result.got[counted] = True
 
     def _require_place(self, options: LatencyOptions) -> None:
-        """Raise `EvictedError` when the job, or without a mask the buffer, has gone on without this process."""
+        """Raise `EvictedError` if the job, or without a mask the buffer, has gone on without this process."""
         self._lane.require_place(options.active_ranks is not None)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
+        """Agree on the members and begin an epoch with them; raises as `Buffer.sync`."""
         self._flights.reclaim(is_thorough=True)
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")

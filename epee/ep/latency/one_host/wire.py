@@ -1,4 +1,4 @@
-"""The shared memory of `LatencyBuffer` on one host: who writes what where. What orders it: `../wire.py`.
+"""The shared memory of `LatencyBuffer` on one host: its words and their writers. For their order see `../wire.py`.
 
 Each rank lends one region. In a slot every source has a **section** of its own that no other rank writes:
 
@@ -9,15 +9,15 @@ Each rank lends one region. In a slot every source has a **section** of its own 
                                                     it ended (`control/withdrawal.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
-                       payload [num_slots][source]  what the call's sizes make of it (`region.SectionCut`): token,
+                       payload [num_slots][source]  cut by the call's sizes (`region.SectionCut`): token,
                                                     expert ids and weights of each row; weights of a combine; rows,
                                                     then scales
 
-A source that was given up may still be writing when its slot is freed: into its own section, which the owner reads
+A source whose call was aborted may still be writing when its slot is freed: into its own section, which the owner reads
 again only under a later tag, and the source stores that one after it has finished with the earlier call.
 
-A `sync` begins an epoch (`membership/synced.py`) in which all regions are new. So nothing can be seen of what somebody
-stores who is in an older one. Who is not in it has a region of this rank's own.
+A `sync` begins an epoch (`membership/synced.py`) in which all regions are new. So stores of a rank in an older epoch
+are never visible. A rank that is not in the epoch is represented by a region of this rank's own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ..wire import SectionHeader, Wire, checked_tokens, pack_head
 
 
 class PushWire(Wire):
-    """Writes halves into the memory of those who read them.
+    """Writes messages into the memory of their readers.
 
     Args:
-        blank: stands for the ranks that are not there; memory that nobody else has.
+        blank: stands for the ranks that are not in the epoch; memory that no other rank has.
         poison: fill slots with 0xFF when they are freed.
         Others as `Wire`.
     """
@@ -59,7 +59,7 @@ class PushWire(Wire):
         self._regions = [blank] * config.num_ranks
         self._blank = blank
         self._poison = poison
-        self._cut: set[int] = set()  # peers that were told that they are counted out
+        self._cut: set[int] = set()  # peers that were notified of their exclusion
 
     @property
     def regions(self) -> Sequence[RegionFields]:
@@ -67,7 +67,7 @@ class PushWire(Wire):
         return self._regions
 
     def begin_epoch(self, regions: Mapping[int, RegionFields]) -> None:
-        """Go on in other memory, from call 1; who is not in `regions` is not there. No call is under way."""
+        """Continue in other memory, from call 1; ranks without an entry in `regions` are lost. No call is under way."""
         old = self._regions
         self._regions = [regions.get(rank, self._blank) for rank in range(self.config.num_ranks)]
         self.restart()
@@ -82,7 +82,7 @@ class PushWire(Wire):
             self._regions[self.rank].poison(self.slot(seq))
         super().free(seq)
 
-    # -- whom this rank talks to
+    # -- exclusion of ranks
 
     def set_cut(self, active: Sequence[bool], seq: int) -> None:
         """As `Wire.set_cut`."""
@@ -92,7 +92,7 @@ class PushWire(Wire):
             region = self._regions[peer]
             region.words[region.at("cut", self.rank)] = 0 if is_active else seq
             (self._cut.discard if is_active else self._cut.add)(peer)
-            for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
+            for slot in range(self.config.num_slots):  # the peer sleeps on the word it waits for
                 futex_wake(region.address + 8 * region.at("head", slot, self.rank))
                 futex_wake(region.address + 8 * region.at("early", slot, self.rank))
 
@@ -108,7 +108,7 @@ class PushWire(Wire):
     # -- what is written and read
 
     def post(self, dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
-        """Store a header and, last, the tag: everything else of the section has been written."""
+        """Store a header and, last, the tag: the rest of the section has been written."""
         region = self._regions[dst]
         index = region.at("head", self.slot(seq), self.rank)
         region.words[index + 1 : index + HEAD_WORDS] = pack_head(head, reason)
@@ -117,14 +117,14 @@ class PushWire(Wire):
         futex_wake(region.address + 8 * region.at("early", self.slot(seq), self.rank))
 
     def post_early(self, dst: int, seq: int) -> None:
-        """Say that the weights of a combine have been written."""
+        """Publish that the weights of a combine have been written."""
         region = self._regions[dst]
         index = region.at("early", self.slot(seq), self.rank)
         region.words[index] = tag(self._epoch(), seq)
         futex_wake(region.address + 8 * index)
 
     def is_posted(self, dst: int, seq: int) -> bool:
-        """Whether this rank's half of call `seq` has been posted at `dst`."""
+        """Whether this rank's message of call `seq` has been posted at `dst`."""
         region = self._regions[dst]
         return region.words[region.at("head", self.slot(seq), self.rank)] == tag(self._epoch(), seq)
 

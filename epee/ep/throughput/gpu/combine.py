@@ -1,7 +1,7 @@
-"""The launch of a combine: where this rank's rows lie, and what the kernel has to know.
+"""The launch of a combine: the memory of this rank's rows, and the arguments of the kernel.
 
-Combines of a shape that are alike (`CombineFacts`) share a `CombinePlan`: what is to be launched, with all arguments
-but addresses and the numbers of the call, which `start` writes.
+Combines of a shape with equal `CombineFacts` share a `CombinePlan`: the kernels to be launched, with all arguments
+except addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ MAX_COPY_WARPS = 8  # they share the 16 barriers of a combining block
 
 
 class CombineSource(NamedTuple):
-    """The rows that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the
-    rows there while the peers are pulling, and the number of the `ExpertPlace`, if it is one."""
+    """The rows that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the rows
+    there while the peers are pulling, and the number of the `ExpertPlace`, if it is one.
+    """
 
     regions: list[LentRegion]
     slot: int
@@ -53,10 +54,10 @@ def place_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -
     """Find `y`, rows of the rank layout, in the lent memory, or decide that the kernel copies it there.
 
     Args:
-        machine: whose memory.
+        machine: the owner of the memory.
         y: the rows.
         writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
-            where something of a result that lives may lie in their place.
+            where they could overwrite parts of a live result.
     """
     slot, is_copied = find_rows(machine, y.data_ptr(), writer)
     return CombineSource(machine.slots, slot, machine.config.slot_bytes, is_copied)
@@ -67,7 +68,7 @@ def find_rows(machine: Machine, address: int, writer: Shape | None = None) -> tu
 
     Args:
         machine, writer: as of `place_rows`.
-        address: of the rows; 0 where there are none.
+        address: of the rows; 0 if there are none.
     """
     if address:
         slot = machine.slot_at(address)
@@ -77,10 +78,10 @@ def find_rows(machine: Machine, address: int, writer: Shape | None = None) -> tu
 
 
 class CombineFacts(NamedTuple):
-    """What decides how a combine is launched, but for addresses.
+    """The properties that decide how a combine is launched, except addresses.
 
     Attributes:
-        layout, expert_alignment, num_tokens, capacity: of the handle; no tokens where the ranks only meet.
+        layout, expert_alignment, num_tokens, capacity: of the handle; no tokens if the ranks only meet.
         dtype: of the rows.
         has_weights: weights go back.
         is_bias_f32: there is a bias, and it is float32.
@@ -108,7 +109,7 @@ class CombineFacts(NamedTuple):
 
 
 class CombinePlan:
-    """How combines with equal facts are launched.
+    """The launches of combines with equal facts.
 
     Args:
         shape: of the calls.
@@ -117,7 +118,7 @@ class CombinePlan:
 
     Attributes:
         max_sms: multiprocessors that the calls may take.
-        new_out: makes what the sums go into, uninitialised.
+        new_out: allocates the sums, uninitialised.
     """
 
     def __init__(self, shape: Shape, facts: CombineFacts, place: CombineSource) -> None:
@@ -248,9 +249,10 @@ def _plan_of(
     options: CombineOptions,
     place: CombineSource,
 ) -> AnyCombinePlan:
-    """Return how such combines are launched on as many multiprocessors as the call in progress may take."""
+    """Return the plan of such combines on as many multiprocessors as the call in progress may take."""
     order = options.order
-    # in another order without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
+    # in another order without tokens, unless weights are to come back: the ranks meet and exchange the addresses of all
+    # rows
     num_tokens = handle.num_tokens if order is None or has_weights else 0
     facts = CombineFacts(
         handle.layout,
@@ -276,13 +278,13 @@ def _plan_of(
 
 
 def refuse(shape: Shape, code: int, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
-    """Take part in the peers' next call, whatever it is, only to tell them that this rank has none.
+    """Take part in the peers' next call, whatever it is, only to report to them that this rank has none.
 
     Args:
         shape: any of the machine.
-        code: why, as `gpu/report.py` has it.
-        timeout_s: of the refusal's kernels, which wait for nobody.
-        tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
+        code: why, as `gpu/report.py` encodes it.
+        timeout_s: of the refusal's kernels, which wait for no rank.
+        tell: gets the call's number before the peers can see that it is refused; the CPU waits for the GPU then.
     """
     machine, config = shape.machine, shape.config
     stream = machine.begin(do_check=False)
@@ -294,7 +296,7 @@ def refuse(shape: Shape, code: int, timeout_s: float, tell: Callable[[int], None
 
 
 def _launch_refusal(shape: Shape, timeout_s: float, stream: int) -> None:
-    """Launch a combine that only tells the peers that this rank's call, which it has announced, was refused."""
+    """Launch a combine that only reports to the peers that this rank's call, which it has announced, was refused."""
     machine = shape.machine
     launch = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, machine.platform.limits, False)
     stage = shape.stage("combine_throughput_rank_bf16", launch, "early", grid=1)
@@ -338,7 +340,7 @@ def _expert_input(shape: Shape, handle: ThroughputHandle, dtype: torch.dtype) ->
 def _send_weights(
     shape: Shape, place: CombineSource, handle: ThroughputHandle, topk_weights: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Put the weights beside the rows; return where those of this rank's tokens will go."""
+    """Put the weights beside the rows; return the memory for those of this rank's tokens."""
     if topk_weights is None:
         return None
     config = shape.config

@@ -1,11 +1,11 @@
-"""The launches of a dispatch, and the tensors over what it brings.
+"""The launches of a dispatch, and the tensors over its results.
 
-The first kernel counts, exchanges counts and grants, and finds all places; the second moves the rows into the
+The first kernel counts, exchanges counts and grants, and computes all offsets; the second moves the rows into the
 receivers' slots (rank layout), or into their landing slots and from there to the experts' blocks in ordinary memory
 (expert layout). Few tokens in the rank layout need one kernel that does both.
 
-Dispatches of a shape that are alike (`DispatchFacts`) share a `DispatchPlan`: what is to be launched, with all
-arguments but addresses and the numbers of the call, which `start` writes.
+Dispatches of a shape with equal `DispatchFacts` share a `DispatchPlan`: the kernels to be launched, with all arguments
+except addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ FOUR_STAGES_BELOW_BYTES = 8 << 10
 _ONE_WARP = 32
 
 
-# What a dispatch sends: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`. A plain tuple, as
-# is the next one: to make one of a class of its own takes ten times as long.
+# The payload of a dispatch: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`. A plain
+# tuple, as is the next one: to make one of a class of its own takes ten times as long.
 Payload: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
-# A rank's part of the exchange: the slot that it grants; the address where the kernel answers, 0 for nowhere; why it
-# has no rows, as `gpu/report.py` has it: then only what the peers wait for is launched, else 0.
+# A rank's part of the exchange: the slot that it grants; the address where the kernel answers, 0 for none; why it has
+# no rows, as `gpu/report.py` encodes it: then only the kernels that the peers wait for are launched, else 0.
 Part: TypeAlias = "tuple[int, int, int]"
 
 
 class Fields(NamedTuple):
-    """Where a rank-layout result lies in its slot; None for what there is not. `kept`: as the places of `KeptRows`."""
+    """The fields of a rank-layout result in its slot; None for fields that do not exist. `kept`: as the places of
+    `KeptRows`.
+    """
 
     x: FieldAt
     scales: FieldAt | None
@@ -59,7 +61,7 @@ class Fields(NamedTuple):
 
 
 class DispatchPlan:
-    """How dispatches with equal facts are launched.
+    """The launches of dispatches with equal facts.
 
     Args:
         shape: of the calls.
@@ -68,12 +70,13 @@ class DispatchPlan:
     Attributes:
         facts: of the calls.
         max_sms: multiprocessors that the calls may take.
-        most_rows: of a result: as many as may come.
+        most_rows: of a result: the maximum.
         num_topk: of the shape.
         is_expert: whether the layout is "expert".
-        has_mailbox: whether the host waits for the counts.
+        has_mailbox: whether the CPU waits for the counts.
         new_handle: makes a handle of the number of the call.
-        handle_facts: what handles have in common, for who makes them of what `new_handle` returns; at first empty.
+        handle_facts: the common fields of handles, for the code that makes them of the result of `new_handle`; at first
+            empty.
     """
 
     def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
@@ -130,21 +133,21 @@ class DispatchPlan:
         """Send rows, in a call that has begun on the raw `stream`.
 
         Args:
-            payload: what is sent. The caller has checked it; rows are 16-byte aligned, of unit stride.
+            payload: the tensors to send. The caller has checked it; rows are 16-byte aligned, of unit stride.
             route: `[num_tokens, num_topk]` int64, or `[num_tokens, num_ranks]` bool, contiguous; None with a handle.
-            handle: of an earlier dispatch, to go the same way again.
+            handle: of an earlier dispatch, whose routing is used again.
             timeout_s: how long the GPU waits for a peer.
-            stream: see above.
-            is_late: what few programs read of the result is made when it is read.
+            stream: raw, of the call.
+            is_late: parts of the result that few programs read are made when they are read.
         Raises:
-            what this call has met, where the host waits for the counts.
+            errors of this call, if the CPU waits for the counts.
         """
         machine = self._shape.machine
         if handle is None:
             handle = self.new_handle(machine.num_calls + 1)
         elif payload[2] is not None and (self.is_expert or handle.capacity is not None):  # for `lost_weight`
             handle = handle.with_weights(payload[2])
-        # all memory before the first kernel: behind it there is no way back without the peers
+        # all memory before the first kernel: after it there is no way back without the peers
         expanded = self._allocate_expanded(payload, handle, stream) if self.is_expert else None
         taken = None if self.is_expert else machine.take(stream, is_granted=True)
         try:
@@ -165,7 +168,7 @@ class DispatchPlan:
         return self._view(handle, taken, stream, is_late)
 
     def refuse(self, payload: Payload, code: int, timeout_s: float, stream: int) -> None:
-        """Take the place of a dispatch only to tell the peers why there is none; nobody stores into its slot."""
+        """Take part as a dispatch only to report to the peers why there is none; no rank stores into its slot."""
         handle = self.new_handle(self._shape.machine.num_calls + 1)
         self._launch(payload, handle, None, (0, 0, code), None, timeout_s, stream)
 
@@ -197,7 +200,7 @@ class DispatchPlan:
         self._write_layout(number, timeout_ns, topk_idx, mask, given, addresses, mailbox, slot, refused)
         self._write_payload(number, timeout_ns, x.data_ptr(), from_scales, addresses)
         if weights is not None:
-            # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
+            # An empty tensor's address is 0, which would mean "no weights" to the expanders of a rank without tokens.
             sends.weights_of = sent or handle.words.data_ptr()
         if weights is None or not self._is_fresh:
             layout.weights_of = 0
@@ -250,7 +253,7 @@ class DispatchPlan:
         views, at = machine.views(taken), self._fields
         readers = [stream] if taken is None else taken.streams
         kept = None
-        if self._is_fresh:  # what the handle may be asked for later
+        if self._is_fresh:  # data that the handle may be asked for later
             is_graphs = taken is not None and taken.is_graphs
             current = None if is_graphs else machine.platform.stream
             kept = KeptRows(views.words, at.kept, (rows, self.num_topk), readers, current)
@@ -343,7 +346,7 @@ def _fields(shape: Shape, facts: DispatchFacts) -> Fields:
 
 
 def short_key(machine: Machine, is_exact: bool, num_sms: int | None) -> tuple[object, ...]:
-    """Return what decides on a plan beside what calls with one memo have in common."""
+    """Return the part of a plan's key beside what calls with one memo have in common."""
     return is_exact, num_sms, machine.max_sms, FEW_TOKENS
 
 
@@ -355,13 +358,13 @@ def plan_of(
     options: DispatchOptions,
     memo: dict[Any, DispatchPlan] | None,
 ) -> DispatchPlan:
-    """Return how such dispatches are launched on as many multiprocessors as the call in progress may take.
+    """Return the plan of such dispatches on as many multiprocessors as the call in progress may take.
 
     Args:
         shape: of the call.
         handle: of an earlier dispatch, or None.
         payload, route, options: of the call.
-        memo: of calls that are alike but for `options`, or None: where their plans are found sooner.
+        memo: of calls that differ only in `options`, or None: where their plans are found sooner.
     """
     machine = shape.machine
     short = short_key(machine, options.sync, options.num_sms)

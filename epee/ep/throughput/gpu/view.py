@@ -1,10 +1,10 @@
-"""The words of the control block that say who takes part, and from which call on; how those of peers are forgotten.
+"""The words of the control block that hold the members, and the first call number; and the clearing of peers' words.
 
-The host writes them while no call of any member is in flight; the kernels of this rank read them in every call, so that
-a graph replays into the view of its day (`csrc/common/call.cuh`). Peers neither read nor write them, so a member that
-is quicker than this one finds nothing half done: its words lie elsewhere.
+The CPU writes them while no call of any member is in flight; the kernels of this rank read them in every call, so that
+a graph replays into the view that is current then (`csrc/common/call.cuh`). Peers neither read nor write them, so a
+member that is faster than this one finds nothing half done: its words are in its own control block.
 
-A crash in the midst of a change leaves words that only the process that has crashed would have read.
+A crash during a change leaves words that only the crashed process would have read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ....gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
 from ....gpu.platform import LentRegion
 
-_FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis the rank stands
+_FIELDS_BY_RANK = {  # of the control block, which peers write: the axis of the rank
     "counts": 1,
     "dispatch_done": 0,
     "combine_ready": 1,
@@ -30,7 +30,7 @@ _COMPARED = ("counts", "combine_ready")  # whose high halves are compared with a
 
 
 class ViewWords:
-    """What a rank's kernels know of the view.
+    """The words of the view that a rank's kernels read.
 
     Args:
         control: this rank's control block.
@@ -39,7 +39,7 @@ class ViewWords:
     def __init__(self, control: LentRegion) -> None:
         self._control = control
         self._mask = self._number = 0
-        self.haunted: frozenset[int] = frozenset()  # as the kernels know them
+        self.haunted: frozenset[int] = frozenset()  # as last written for the kernels
 
     @property
     def seq(self) -> int:
@@ -47,7 +47,7 @@ class ViewWords:
         return int(self._words("seq"))
 
     def write(self, active: Sequence[bool], tag: int, haunted: Collection[int] = ()) -> None:
-        """Say who takes part, that call `tag` was the last one, and which slots no call may grant; no kernel may be in
+        """Write the members, that call `tag` was the last one, and which slots no call may grant; no kernel may be in
         flight.
 
         The number of the view is the low half of `tag`. All members have left all earlier calls, so none has failed
@@ -58,21 +58,22 @@ class ViewWords:
         self.tell_haunted(haunted)
         self._words("seq").fill_(tag)
         self._words("exchanged").fill_(tag)
-        # a call that failed may have left the last two, a replay before the view was entered the two before them
+        # a failed call may have left the last two, a replay before the view was entered the two before them
         for name in ("failed", "news", "reported", "gate", "grid", "next_token"):
             self._words(name).zero_()
 
     def shut(self, tag: int) -> None:
         """Let no kernel reach a peer before the next `write`; graphs may be replayed. No kernel may be in flight.
 
-        This rank is alone then, in a view of which no handle is, and may grant no slot.
+        This rank is alone then, in a view that no handle belongs to, and may grant no slot.
         """
         self.write([], tag, range(64 * HAUNTED_WORDS))
-        self.haunted = frozenset()  # no call of the host's is to tell them otherwise
+        self.haunted = frozenset()  # no call from the CPU may change that
 
     def tell_haunted(self, slots: Collection[int]) -> None:
-        """Say which slots no call may grant, because ranks outside the view may still write them: graphs own slots, and
-        name them in every replay. On the current stream."""
+        """Write which slots no call may grant, because ranks outside the view may still write them: graphs own slots,
+        and name them in every replay. On the current stream.
+        """
         self.haunted = frozenset(slots)
         bits = sum(1 << slot for slot in slots)
         for index in range(HAUNTED_WORDS):
@@ -83,14 +84,14 @@ class ViewWords:
     # -- what peers store
 
     def clear_source(self, rank: int) -> None:
-        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor."""
+        """Clear the words that a process of `rank` has stored here, so that none passes for one of its successor."""
         for name in _FIELDS_BY_RANK:
             self._words_of(rank, name).zero_()
 
     def note_calls(self, rank: int, tag: int) -> None:
-        """Let a rank have been in call `tag`, as far as words tell whose halves are compared with a call's number.
+        """Set the words of a rank whose halves are compared with a call's number as if it had been in call `tag`.
 
-        A word that is much older, or 0 on a newcomer, would pass for a later call as soon as the two are 2^31 apart.
+        A word that is much older, or 0 for a joiner, would pass for a later call as soon as the two are 2^31 apart.
         """
         half = (tag & 0xFFFFFFFF) << 32
         for name in _COMPARED:

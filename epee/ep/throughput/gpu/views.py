@@ -1,19 +1,19 @@
-"""What results that live on have of their slot: tensors over it, and what their handles are asked for later.
+"""The tensors over the slots of results, and the data that their handles may be asked for later.
 
-To make tensors over raw memory costs more than all else on the host's side of a call. So it is done once for each slot
-and kind of tensor, over one storage, and what users get of a result are aliases of those. They share the storage, and
-with it the count of its users: when nobody but these originals is left, the result has died. Nothing is called then;
-`Machine.take` looks when it needs a slot.
+Making tensors over raw memory is the most expensive part of a call on the CPU. So it is done once for each slot and
+kind of tensor, over one storage, and the tensors of a result are aliases of those. They share the storage, and with it
+the count of its users: when only these originals are left, the result has died. Nothing is called then; `Machine.take`
+checks when it needs a slot.
 
 Views that users make of a result, and what autograd saves of it, count as well, in whichever thread they are made.
 
-A handle keeps of a rank-layout dispatch where its rows came from, and their experts. Both lie in the result's slot,
-written by the senders. A handle may outlive the slot, but most handles are never asked, so nothing is copied until
-somebody asks or the slot is about to be used again: `Machine.take` calls `keep` then. A graph owns its slot, and each
-replay writes it anew, so there the view is handed out itself.
+A handle of a rank-layout dispatch refers to the sources of its rows, and their experts. Both lie in the result's slot,
+written by the senders. A handle may outlive the slot, but most handles are never asked for them, so nothing is copied
+until they are read or the slot is about to be used again: `Machine.take` calls `keep` then. A graph owns its slot, and
+each replay writes it anew, so there the view is returned itself.
 
-A slot serves calls of several shapes in turn. All that is here was told once where its fields lie, and asks nobody
-later which shape is in use.
+A slot serves calls of several shapes in alternation. The offsets of a slot's fields are passed in once, and no object
+here depends on the shape in use later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from ....memory.fresh import first_rows
 
 _MOST_ORIGINALS = 256  # of a slot: callers may bring new shapes all the time
-# Where a matrix lies in a slot: its dtype, bytes from the slot's beginning, rows and columns.
+# The location of a matrix in a slot: its dtype, bytes from the slot's beginning, rows and columns.
 FieldAt: TypeAlias = "tuple[torch.dtype, int, tuple[int, int]]"
 _count_users: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -38,11 +38,11 @@ class SlotViews:
 
     Args:
         base: its bytes, as a tensor from which no other is made.
-        words: the same as int64, over another storage: who uses them does not count.
+        words: the same as int64, over another storage: its users do not count.
 
     Attributes:
-        words: see above.
-        kept: what the handle of the slot's last result may be asked for; None where nothing is to be saved.
+        words: as the argument.
+        kept: what the handle of the slot's last result may be asked for; None if nothing is to be saved.
     """
 
     def __init__(self, base: torch.Tensor, words: torch.Tensor) -> None:
@@ -53,13 +53,13 @@ class SlotViews:
         self._address: int = self._storage._cdata
         self._originals: dict[FieldAt, torch.Tensor] = {}
         self._num_others = _count_users(self._address)
-        # All of Python has one object for a storage. It is one user, however many names users give it.
+        # All of Python has one object for a storage. It is one user, however many names refer to it.
         self._num_names = sys.getrefcount(self._storage)
 
     def alias(self, at: FieldAt, num_rows: int) -> torch.Tensor:
         """Return the first `num_rows` rows of a matrix in the slot.
 
-        It is a tensor of its own over the memory: no gradient finds its way into the original.
+        It is a tensor of its own over the memory: no gradient reaches the original.
         """
         original = self._originals.get(at)
         if original is None:
@@ -67,7 +67,7 @@ class SlotViews:
         return first_rows(original, at[2], num_rows)
 
     def is_idle(self) -> bool:
-        """Tell whether all aliases have died."""
+        """Return whether all aliases have died."""
         num_own = self._num_others + len(self._originals)
         return _count_users(self._address) == num_own and sys.getrefcount(self._storage) == self._num_names
 
@@ -88,9 +88,9 @@ class KeptRows:
 
     Args:
         words: the slot as int64.
-        places: where in it `topk_idx` (None without top-k routing) and `src_token` begin.
+        places: the offsets in it of `topk_idx` (None without top-k routing) and `src_token`.
         shape: rows of the result, top-k.
-        readers: raw streams that the slot's next user waits for; who copies on another one is added.
+        readers: raw streams that the slot's next user waits for; a stream that copies is added.
         current_stream: returns the current raw stream; None in a graph.
     """
 

@@ -1,9 +1,9 @@
 """Expert parallelism: dispatch and combine.
 
 Users find `Buffer`, `LatencyBuffer`, handles and results at `epee`. The other names are for the drop-in layers in
-`epee.compat`, which import nothing behind this module: they have other libraries' names and shapes, and no protocol of
-their own. `BufferPool` makes the buffers that their calls need, and asks the other ranks; `Need`, `LatencyNeed` and
-`Wish` say what a call needs. Code outside of epee should not rely on these names.
+`epee.compat`, which import nothing below this module: they have other libraries' names and shapes, and no protocol of
+their own. `BufferPool` makes the buffers that their calls need, and exchanges their sizes with the other ranks; `Need`,
+`LatencyNeed` and `Wish` describe the needs of a call. Code outside of epee should not rely on these names.
 """
 
 from __future__ import annotations

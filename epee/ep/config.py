@@ -1,4 +1,4 @@
-"""What a buffer is made for: the numbers that all ranks must agree on, and what follows from them."""
+"""The configuration of a buffer: the numbers that all ranks must agree on, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the prot
 SHARES = ("", "descriptors", "cudaIpc")  # how GPUs lend memory, "" where it is no matter; likewise
 CPU = torch.device("cpu")
 FP8_MULTIPLE = 16  # of an FP8 row: GPUs copy it in pieces of 16 bytes
-MAX_SCALE_WORDS = 1023  # of a row: what the kernels' signatures can tell apart
+MAX_SCALE_WORDS = 1023  # of a row: the maximum that the kernels' signatures can tell apart
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
 MAX_SMS = 1 << 16  # more than a GPU has: kernels take the GPU's own number then
@@ -130,7 +130,7 @@ class BufferConfig:
 
     @cached_property
     def is_lane(self) -> bool:
-        """Whether a view says who takes part: not where a rank is alone, nor over several hosts."""
+        """Whether the members come from a view: not for a single rank, nor over several hosts."""
         return self.num_ranks > 1 and self.num_hosts == 1
 
     @cached_property
@@ -140,7 +140,7 @@ class BufferConfig:
 
     @cached_property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place can come in: its memory can be mapped where it has to be."""
+        """Whether a process can replace a lost rank: its memory can be mapped at the required addresses."""
         return self.share != "cudaIpc"
 
     @cached_property

@@ -1,8 +1,8 @@
-"""On which stream a call runs, what it waits for first, and what must live until it is done.
+"""The stream on which a call runs, the event that it waits for first, and the tensors that must live until it is done.
 
-A call runs on the current stream, or with `async_op` on the buffer's own stream behind the current one (or, when it is
-given, behind `previous_event` only). In both cases its event is behind its work. On the CPU there are no streams: a
-call runs at once, after the host has waited for `previous_event`.
+A call runs on the current stream, or with `async_op` on the buffer's own stream after the current one (or, when it is
+given, after `previous_event` only). In both cases its event comes after its work. On the CPU there are no streams: a
+call runs at once, after the CPU has waited for `previous_event`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..gpu.event import DONE, Event, check_event
 
 
 class RunOptions(NamedTuple):
-    """How a call runs; these need not be equal on all ranks.
+    """The run options of a call; these need not be equal on all ranks.
 
     Attributes:
-        num_sms: multiprocessors of the GPU that the call uses, None for the default; nothing on the CPU.
+        num_sms: multiprocessors of the GPU that the call uses, None for the default; no effect on the CPU.
         async_op: run on the buffer's own stream.
-        previous_event: an `Event`, a `torch.cuda.Event` or None: what the call waits for.
-        sync: dispatch only: the host waits for the counts, so that results have their exact size. On the CPU always.
+        previous_event: an `Event`, a `torch.cuda.Event` or None: the call waits for it.
+        sync: dispatch only: the CPU waits for the counts, so that results have their exact size. On the CPU always.
     """
 
     num_sms: int | None = None
@@ -117,7 +117,7 @@ class Lanes:
         return self._own
 
     def lane(self, run: RunOptions) -> Lane:
-        """Return where a call runs, behind what it has to wait for.
+        """Return the stream of a call, after the event that it has to wait for.
 
         Raises:
             InvalidArgument: `previous_event` is no event.
@@ -146,5 +146,5 @@ def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> 
 
 
 def is_capturing() -> bool:
-    """Tell whether a CUDA graph is being recorded on the current stream."""
+    """Return whether a CUDA graph is being recorded on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,1 +1,1 @@
-"""What the ranks of a buffer tell each other as hosts."""
+"""The messages between the CPU sides of a buffer's ranks."""

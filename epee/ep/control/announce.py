@@ -1,4 +1,4 @@
-"""What a rank announces of a CPU call: the header of its row, out of a checked call. Pure."""
+"""The announcement of a CPU call: the header of its row, made from a checked call. Pure functions."""
 
 from __future__ import annotations
 

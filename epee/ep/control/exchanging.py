@@ -1,4 +1,4 @@
-"""What a buffer asks of its exchange of rows, on one host (`inbox.py`) and over several (`hosts/exchange.py`)."""
+"""The interface of the exchange of rows, on one host (`inbox.py`) and over several (`hosts/exchange.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .membership import Membership
 
 
 class LastCall(Protocol):
-    """How the last call ends."""
+    """The end of the last call."""
 
     def close(self) -> None:
         """Note that it has ended on all ranks alike, as this one finds."""
@@ -22,7 +22,7 @@ class RowExchange(Protocol):
     """The exchange of rows.
 
     Attributes:
-        membership: says what a new view does to a call.
+        membership: defines what a new view does to a call.
         is_dropped: the buffer ends without having been closed.
     """
 
@@ -43,13 +43,13 @@ class RowExchange(Protocol):
 
     @property
     def end(self) -> LastCall:
-        """How the last call ends."""
+        """The end of the last call."""
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
-        """Tell this rank's row and return everybody's."""
+        """Send this rank's row and return the rows of all ranks."""
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
-        """Tell this rank's row."""
+        """Send this rank's row."""
 
     def release(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""

@@ -1,6 +1,6 @@
-"""The fixed words of a row: what a rank is about to do, how it is checked, how it is named in messages.
+"""The fixed words of a row: what a rank is about to do, their checks, and their names in messages.
 
-Who writes, who reads: see `inbox.py`. Everything in it is a peer's word, so each field has its bounds here. Plain
+For writers and readers see `inbox.py`. Everything in it comes from a peer, so each field has its bounds here. Plain
 values: a crash leaves nothing.
 """
 
@@ -133,7 +133,7 @@ def check_agreed(
 
     Raises:
         MismatchError: they make different ones, or a rank refuses its own.
-        CommTimeoutError: a rank has given it up, and told its caller to make the step again.
+        CommTimeoutError: a rank has aborted it, and raised in its caller that the step is to be made again.
     """
     lead = parties[0]
     first = headers[lead]

@@ -1,7 +1,7 @@
-"""What the ranks of a buffer tell each other as hosts, through the inboxes, beside the movement of rows.
+"""The messages between the CPU sides of a buffer's ranks, through the inboxes, beside the movement of rows.
 
-Bytes for everybody (`all_gather_bytes`), that a call was refused (`refuse`), and why a GPU call was refused: the
-kernels carry only the fact, the reason lies in shared memory, written before the kernel that refuses is launched.
+Bytes for all ranks (`all_gather_bytes`), that a call was refused (`refuse`), and why a GPU call was refused: the
+kernels carry only the refusal, the reason is in shared memory, written before the kernel that refuses is launched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SomeExchange = TypeVar("SomeExchange", bound=RowExchange)
 
 
 class ControlPlaneOver(Generic[SomeExchange]):
-    """The host side of a buffer.
+    """The CPU side of a buffer.
 
     Args:
         config: of the buffer.
@@ -41,10 +41,10 @@ class ControlPlaneOver(Generic[SomeExchange]):
         self.exchange = exchange
 
     def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
-        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes.
+        """Return the `data` of all ranks, in rank order; one exchange for each `REASON_BYTES` bytes.
 
-        Who is not in the view has none. Pieces carry their number, so that none is taken for another when the view
-        changes between two of them.
+        A rank that is not in the view has none. Pieces carry their number, so that none is taken for another when the
+        view changes between two of them.
         """
         parts: list[bytes] = [b""] * self.config.num_ranks
         for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
@@ -73,7 +73,7 @@ ControlPlane = ControlPlaneOver[Exchange]  # of a buffer on one host
 
 @contextlib.contextmanager
 def refused_alike(control: ControlPlane, deadline: float) -> Iterator[None]:
-    """Tell the peers of a `MismatchError` in the body: they stand in another call, and get it there."""
+    """Notify the peers of a `MismatchError` in the body: they are in another call, and get it there."""
     try:
         yield
     except MismatchError as error:

@@ -51,7 +51,7 @@ def inbox_layout(config: BufferConfig) -> Layout:
 
 
 class RowFormat:
-    """How a row is written and read.
+    """The format of a row.
 
     Args:
         config: of the buffer.

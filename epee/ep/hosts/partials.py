@@ -1,24 +1,24 @@
 """The data call of a combine: ranks lend their rows to their host, each host sums them, the sources add up the hosts.
 
-Data path, for each round of tokens: the gateway of a source on a host (the source itself on its own) sums what the
-ranks of its host have for the source's tokens, one row per record, and lays the sums into its outbox; the engine
-carries them to the source's host alone. The source adds the hosts' sums, then its biases. What a rank has for a source
-that another rank serves it copies into its own outbox before, where only its host reads it; what it serves itself it
-reads where it lies. One row per token: in the rank layout the caller's, in the expert layout the sum of the rank's
-weighted rows.
+Data path, for each round of tokens: the gateway of a source on a host (the source itself on its own) sums the rows of
+its host's ranks for the source's tokens, one row per record, and lays the sums into its outbox; the engine carries them
+to the source's host alone. The source adds the hosts' sums, then its biases. Rows for a source that another rank serves
+are first copied into the rank's own outbox, where only its host reads them; rows for a source that it serves itself are
+read in place. One row per token: in the rank layout the caller's, in the expert layout the sum of the rank's weighted
+rows.
 
 Order of additions, the same whatever the placement of other ranks (`reference/two_level.py`): expert layout: products
 `weight * row` of a rank by k ascending, each rounded first; then the ranks of a host ascending; the sum is rounded to
 the dtype of `y` unless `wide_partials`; then hosts ascending, biases, one rounding. All in float32 (float64 for
 float64), from -0.0. A token without rows gets +0.0.
 
-Who writes, who reads, what orders them: as in every two-phase call of the engine: FILLED behind the rows, MERGED behind
-the sums, DRAINED before either is written again. A crash leaves a round that nobody counts; the call ends alike on all,
-and the caller's `out` is written at the very end.
+Writers, readers and order as in every two-phase call of the engine: FILLED after the rows, MERGED after the sums,
+DRAINED before either is written again. A crash leaves a round that no rank counts; the call ends in the same way on
+all, and the caller's `out` is written at the very end.
 
-What comes are values, no sizes and no places: all of these follow from the handle, and from who takes part. Ranks that
-were lost behind the dispatch have no part: what they had is in no sum, for no token, and their own tokens are summed
-by nobody; the gateways are those of the ranks that are left (`link/roles.py`).
+Only values are received, no sizes and no offsets: all of these follow from the handle, and from the members. Ranks that
+were lost after the dispatch have no part: their rows are in no sum, for no token, and their own tokens are not summed;
+the gateways are those of the remaining ranks (`link/roles.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class RowBlock:
-    """How the rows of a token lie in a section, and their weights behind all rows.
+    """The layout of a token's rows in a section, and of their weights after all rows.
 
     Args:
         length: tokens of a section.

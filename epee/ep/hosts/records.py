@@ -57,7 +57,7 @@ class LocalTokens:
         self.meta = meta
 
     def layout(self) -> SectionLayout:
-        """Return how its records lie in a section; all ranks have agreed on what it follows from."""
+        """Return the layout of its records in a section; all ranks have agreed on what it follows from."""
         meta_words = 0 if self.meta is None else 1 + self.meta.shape[1]
         return SectionLayout(meta_words, self.rows.shape[1], 0 if self.scales is None else self.scales.shape[1])
 

@@ -41,7 +41,7 @@ _ROWS = "rows of a buffer's call"
 
 
 class CallPatience(NamedTuple):
-    """What the engine reads of torch's options of a call."""
+    """The options of a call that the engine reads from torch."""
 
     timeout: timedelta
 

@@ -1,7 +1,7 @@
-"""`LatencyBuffer`: dispatch and combine of small batches, padded results, halves, masks of lost ranks.
+"""`LatencyBuffer`: dispatch and combine of small batches, padded results, send and receive phases, masks of lost ranks.
 
-This file is the public face: it has arguments checked (`plans.py`, `checks.py`) and hands the call to the path of the
-buffer's device (`cpu.py`, `gpu_path.py`); `../base.py` has what it shares with `Buffer`.
+This file is the public interface: it has arguments checked (`plans.py`, `checks.py`) and hands the call to the path of
+the buffer's device (`cpu.py`, `gpu_path.py`); `../base.py` has the part shared with `Buffer`.
 """
 
 from __future__ import annotations
@@ -141,11 +141,11 @@ class LatencyBuffer(SharedBuffer):
     ) -> LatencyBuffer:
         """Return a buffer whose memory, so many bytes, serves calls of all sizes that fit (`of_sizes`). Collective.
 
-        It makes no calls itself. For programs that know what their calls will be like when they make them.
+        It makes no calls itself. For programs that know the sizes of their calls only when they make them.
 
         Args:
             group, device, num_slots, timeout: as of a buffer.
-            nbytes: of memory that each rank lends; `bytes_for` says what sizes need.
+            nbytes: of memory that each rank lends; `bytes_for` returns the bytes for given sizes.
 
         Raises:
             As a buffer.
@@ -157,7 +157,7 @@ class LatencyBuffer(SharedBuffer):
 
     @classmethod
     def awaited_bytes(cls, group: dist.ProcessGroup, device: torch.device | None, nbytes: int) -> int:
-        """Return the bytes of the others' running buffer into which a process that has a lost rank's place would come.
+        """Return the bytes of the others' running buffer that a process which replaces a lost rank would join.
 
         Making one of so many (`of_bytes`) then waits until they `sync`. Local.
 
@@ -166,7 +166,7 @@ class LatencyBuffer(SharedBuffer):
             nbytes: that are looked for first.
 
         Returns:
-            0 where there is none, or this process has nobody's place.
+            0 if there is none, or this process replaces no rank.
         """
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
@@ -282,7 +282,7 @@ class LatencyBuffer(SharedBuffer):
         timeouts: tuple[float | None, int | None],
         run: tuple[Any, Any, Any],
     ) -> LatencyDispatched:
-        """Run a dispatch the ordinary way: check it, enter its epoch, tell the peers where it is refused."""
+        """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeouts[0])
             while True:
@@ -354,7 +354,7 @@ class LatencyBuffer(SharedBuffer):
         timeouts: tuple[float | None, int | None],
         run: tuple[Any, Any, Any],
     ) -> LatencyCombined:
-        """Run a combine the ordinary way, as `_dispatch`."""
+        """Run a combine by the ordinary path, as `_dispatch`."""
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeouts[0])
             while True:
@@ -387,7 +387,7 @@ class LatencyBuffer(SharedBuffer):
         assert receive is not None
 
         def hook() -> None:
-            """Run the receive half as a call of this buffer: behind the others, one at a time."""
+            """Run the receive phase as a call of this buffer: after the others, one at a time."""
             with self._turns.queue(), self._turns:
                 receive()
 
@@ -396,6 +396,6 @@ class LatencyBuffer(SharedBuffer):
 
 
 def _whole_config(num_ranks: int, nbytes: int, num_slots: int) -> BufferConfig:
-    """Return the config of memory for calls of all sizes: the smallest ones that there are, no call has them."""
+    """Return the config of memory for calls of all sizes: the smallest possible ones, which no call has."""
     smallest = num_ranks, 8, 1, 1
     return BufferConfig(num_ranks, *smallest, torch.bfloat16, num_slots, is_latency=True, room_bytes=nbytes)

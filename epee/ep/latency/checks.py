@@ -1,8 +1,9 @@
-"""Arguments of a `LatencyBuffer` in, checked calls out; nothing has been sent yet when a rule here is broken.
+"""The checks of a `LatencyBuffer`'s arguments, which return checked calls. Nothing has been sent yet when a rule here
+is broken.
 
-Shapes, dtypes and devices cost no pass over the data; expert ids are looked at once on the CPU (GPU kernels look
-themselves). What is found out without data and addresses is a call's facts, which `plans.py` remembers for calls on
-GPUs.
+Shapes, dtypes and devices cost no pass over the data; expert ids are read once on the CPU (GPU kernels check them
+themselves). The properties of a call without data and addresses are its cache entry, which `plans.py` stores for calls
+on GPUs.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: objec
 def check_latency_dispatch(
     sizes: CallSizes, given: GivenToDispatch, flags: DispatchFlags, async_op: bool, timeout_s: float
 ) -> LatencyDispatchCall:
-    """Check the arguments of a dispatch; flags and time-out may still be of any type, but `async_op` is a bool."""
+    """Check the arguments of a dispatch; flags and timeout may still be of any type, but `async_op` is a bool."""
     config = sizes.config
     return_hook = _check_hook_wish(flags.return_hook, async_op)
     mask = check_mask(config, given.active_ranks)

@@ -1,8 +1,8 @@
 """The memory that a rank lends to a `LatencyBuffer` on CPUs: its fields, and how a call of some sizes cuts a section.
 
-`one_host/wire.py` says who writes what and what orders it. The words have fixed places. The payload of (slot, source),
-a section, is as long in each call of the buffer's life and holds no words that anybody waits for, so calls of different
-sizes share it: each cuts it its own way (`SectionCut`), and only its source writes it, whatever the sizes.
+`one_host/wire.py` documents the writers and the order. The words have fixed offsets. The payload of (slot, source), a
+section, has the same length in each call of the buffer's life and holds no words that any rank waits for, so calls of
+different sizes share it: each cuts it its own way (`SectionCut`), and only its source writes it, whatever the sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGN = 64
 
 
 class SectionCut:
-    """How a section is cut for calls of some sizes.
+    """The division of a section for calls of some sizes.
 
     Args:
         config: the sizes.
@@ -47,7 +47,7 @@ class SectionCut:
 
     @cached_property
     def code(self) -> int:
-        """What ranks compare of the sizes."""
+        """The code of the sizes that ranks compare."""
         config = self.config
         return sizes_code(config.num_experts, config.hidden, config.num_topk, config.max_tokens_per_rank)
 
@@ -118,7 +118,7 @@ class RegionWords:
     """The words of one rank's region.
 
     Args:
-        region: what a rank lends; it is whoever maps it that closes it.
+        region: the memory that a rank lends; the code that maps it closes it.
         layout: of all regions.
         base: byte at which the fields begin.
     """
@@ -169,7 +169,7 @@ class RegionFields(RegionWords):
         return raw[first : first + num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
 
     def poison(self, slot: int) -> None:
-        """Fill a slot's payloads with 0xFF, so that rows nobody wrote read as NaN."""
+        """Fill a slot's payloads with 0xFF, so that rows never written read as NaN."""
         self._payload[slot].fill_(0xFF)
 
     def close(self) -> None:

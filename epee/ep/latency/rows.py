@@ -1,6 +1,6 @@
 """The arithmetic of `LatencyBuffer` on the CPU: quantise rows, place received rows with their experts, sum them back.
 
-Pure functions of tensors; `epee/reference/latency.py` says in words what each of them must give, bit for bit.
+Pure functions of tensors; `epee/reference/latency.py` defines the result of each of them, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WireRows(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What one rank sent: a row for each of its tokens that has an expert here.
+    """The rows sent by one rank: a row for each of its tokens that has an expert here.
 
     Attributes:
         tokens: `[num_rows]` int64, ascending.
@@ -50,13 +50,13 @@ class Source(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where everything lies.
+    """The placement of all received rows.
 
     Attributes:
-        sources: for each rank what it sent, None where nothing came.
+        sources: for each rank the rows that it sent, None if nothing arrived.
         num_tokens_per_expert: `[num_local]` int32.
         layout_range: `[num_local, num_ranks]` int64.
-        src_token: `[num_local, capacity]` int32, -1 behind the rows.
+        src_token: `[num_local, capacity]` int32, -1 after the rows.
     """
 
     sources: list[Source | None]
@@ -133,10 +133,10 @@ def place_rows(sources: list[tuple[Ints, Ints, Floats] | None], num_local: int, 
 
 
 def expand(source: Source, rows: WireRows, x: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Copy a source's rows to their places.
+    """Copy a source's rows to their offsets.
 
     Args:
-        source: what it sent.
+        source: the source.
         rows: of it, in shared memory.
         x: `[num_local * capacity, hidden]`, written.
         scales: `[num_local, num_scales, capacity]`, written; None without.

@@ -83,7 +83,7 @@ _LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1 << 32), (0, 1))
 
 
 class Patience(NamedTuple):
-    """How long a phase waits.
+    """The wait limits of a phase.
 
     Attributes:
         deadline: `time.monotonic()` value.

@@ -1,1 +1,1 @@
-"""Who takes part in a buffer: the view of its ranks, losses, returns."""
+"""The membership of a buffer: the view of its ranks, losses, rejoins."""

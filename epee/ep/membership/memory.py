@@ -1,4 +1,4 @@
-"""What a path does with its memory when its buffer enters an epoch (`synced.py` says when, and what orders it)."""
+"""The interface by which a path prepares its memory for an epoch (`synced.py` documents when, and what orders it)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ...errors import InvalidState
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
 
-MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; the length stands behind it
-TAG_JUMP = 1 << 20  # between the calls of two epochs on GPUs: a process that was left out may go on for so many
+MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; followed by its length
+TAG_JUMP = 1 << 20  # between the calls of two epochs on GPUs: an excluded process may continue for so many
 
 
 class Memory:
-    """Does nothing, where a path has no memory to do it with."""
+    """The interface; does nothing, for a path without such memory."""
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
         """Watch another process (number, start time) for the death of `rank`."""
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Make ready what the others reach as soon as this rank lends it.
+        """Prepare the memory that the others access as soon as this rank lends it.
 
         Args:
             agreed: the epoch.
-            fresh: ranks with another process than in the epoch before.
+            fresh: ranks with another process than in the previous epoch.
 
         Raises:
             Outrun: this rank cannot enter.
@@ -33,7 +33,7 @@ class Memory:
         """
 
     def fill(self, region: HostRegion) -> None:
-        """Write into this rank's new region what the others are to find there."""
+        """Write into this rank's new region the data that the others read there."""
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated.
@@ -44,20 +44,20 @@ class Memory:
 
 
 def lend_blob(region: HostRegion, at: int, blob: bytes) -> None:
-    """Write at byte `at` of this rank's region by what its memory on the GPU is mapped."""
+    """Write at byte `at` of this rank's region the blob by which its memory on the GPU is mapped."""
     mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
     region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
     region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
 
 
 def lent_blob(region: HostRegion, at: int) -> bytes:
-    """Return what a peer has written there."""
+    """Return the blob that a peer has written there."""
     size = region.words(at + MAX_BLOB_BYTES, 1)[0]
     return bytes(region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
 
 
 class CallNumbers:
-    """What a GPU path looks at before it makes its memory ready for an epoch: whether its calls can go on there.
+    """The check of a GPU path before it prepares its memory for an epoch: whether its calls can continue there.
 
     Args:
         used: returns the highest call number that this rank has used; waits for the GPU.
@@ -69,7 +69,7 @@ class CallNumbers:
         self._judged = 0  # the last epoch
 
     def judge(self, agreed: Agreed) -> None:
-        """Look, once per epoch: numbers that an attempt to enter has stored are no calls.
+        """Check, once per epoch: numbers that an attempt to enter has stored are no calls.
 
         Raises:
             As `Memory.prepare`.
@@ -86,9 +86,9 @@ class Outrun(InvalidState):
 
 
 def _require_below(used: int, agreed: Agreed) -> None:
-    """Raise `Outrun` where calls of this rank have used numbers that the others do not know of.
+    """Raise `Outrun` if calls of this rank have used numbers that the others do not know of.
 
-    It had left its `sync` by an error, and made calls, before the decision came that has it in.
+    An error had ended its `sync`, and it had made calls, before the decision that includes it.
     """
     if used > agreed.used:
         raise Outrun(

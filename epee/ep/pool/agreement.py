@@ -1,7 +1,7 @@
-"""What ranks tell each other before a dispatch for which nobody has said a bound, in one exchange.
+"""The messages between ranks before a dispatch without a known bound, in one exchange.
 
-Each rank says what it is about to do, or that its call is refused; from equal answers all ranks conclude alike: go on,
-make more room, or raise. `BufferPool.agree` and `BufferPool.refuse_wish` send these records.
+Each rank sends what it is about to do, or that its call is refused; from equal answers all ranks conclude alike:
+continue, make more room, or raise. `BufferPool.agree` and `BufferPool.refuse_wish` send these records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Routing that is given as a map of tokens and experts: turned into top-k ids and weights, and weights back into a map.
 
-A map has True where a token goes to an expert. All ranks need the same top-k: the most experts that any token of any
-rank has, which they tell each other (`BufferPool.most`), or a number that they have agreed on before, where nobody may
-wait. Plain tensors; nothing here makes the host wait for a GPU but `most_experts`.
+A map has True if a token goes to an expert. All ranks need the same top-k: the most experts that any token of any rank
+has, which they exchange (`BufferPool.most`), or a number that they have agreed on before, if no rank may wait. Plain
+tensors; only `most_experts` makes the CPU wait for a GPU.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def check_map(routing_map: object, num_tokens: int, num_experts: int, device: to
 
 
 def most_experts(routing_map: torch.Tensor) -> int:
-    """Return the most experts of a token, at least 1. The host waits for the map."""
+    """Return the most experts of a token, at least 1. The CPU waits for the map."""
     return max(1, int(routing_map.sum(1).max())) if len(routing_map) else 1
 
 
 def topk_of_map(
     routing_map: torch.Tensor, probs: torch.Tensor | None, num_topk: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return `[num_tokens, num_topk]` int64 ids, ascending, -1 behind them; their weights; how many ids have no place.
+    """Return `[num_tokens, num_topk]` int64 ids, ascending, -1 after them; their weights; how many ids do not fit.
 
     Args:
         routing_map: `[num_tokens, num_experts]` bool.

@@ -4,13 +4,13 @@ Under Mooncake's names a rank may make a second buffer while its peers call `upd
 are one step of the group. A rank that makes rooms cannot know which of the two its peers do, so each rank writes the
 kind of its step into the group's store, and a rank that makes further rooms waits until it has read those of others.
 
-    step/N/R     what rank R does in step N: "make" or "again"
+    step/N/R     the kind of rank R's step N: "make" or "again"
     step/next    the number of the next step, written by each rank before it meets the others in their memory (`sync`)
 
-Who writes: each rank its own steps, once; all ranks the same next number. Who reads: ranks that make rooms on a group
-where they have some; a process that takes a lost rank's place, when it has met the others, who make no step before its
+Each rank writes its own steps, once; all ranks write the same next number. Readers are ranks that make rooms on a group
+where they have some, and a process that replaces a lost rank, when it has met the others, which make no step before its
 first call. The numbers are the same on all ranks, as all take the steps in the same order. A crash leaves steps without
-a key: who waits for one passes over ranks that the group's mask counts out, and ends by its time-out. Without a store
+a key: a rank that waits for one skips ranks that the group's mask excludes, and ends by its timeout. Without a store
 (its owner has died) rooms are made as if no rank met again.
 """
 
@@ -55,7 +55,7 @@ class Steps:
         self._write("next", str(self._number))
 
     def join(self) -> None:
-        """Take over the next step's number from those whom this process has met in their memory. Local."""
+        """Read the next step's number from the ranks that this process has met in their memory. Local."""
         group = self._group()
         try:
             store = None if group is None else group.get_group_store()
@@ -65,7 +65,7 @@ class Steps:
             _log.warning("the number of the next step is not known, the group's store is out of reach: %s", error)
 
     def meet_again(self) -> None:
-        """Tell ranks that make rooms in this step that this one meets them in those that it has. Local."""
+        """Notify ranks that make rooms in this step that this one meets them in those that it has. Local."""
         self._write(self._key(self._number), _AGAIN)
         self._number += 1
 

@@ -1,4 +1,4 @@
-"""What calls need of a pool, in numbers that are equal on all ranks; and how many bytes that makes a rank lend."""
+"""The needs of a pool's calls, in numbers that are equal on all ranks; and the bytes that a rank lends for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
 
 @dataclass  # not frozen, as `Need`: these are made in each call, and to set the fields of frozen ones takes long
 class Wish:
-    """What one rank is about to dispatch, where nobody has said a bound for it.
+    """The dispatch that one rank is about to make, without a known bound.
 
     Attributes:
         hidden, num_experts, num_tokens: sizes.
         num_topk: columns of `topk_idx`, 0 without top-k routing.
         dtype: of the payload's values.
         num_worst_tokens: rows of the result, 0 for as many as there are.
-        num_sent: rows for each rank; zeros on GPUs, where the host does not know.
+        num_sent: rows for each rank; zeros on GPUs, where the CPU does not know them.
     """
 
     hidden: int
@@ -38,7 +38,7 @@ class Wish:
 
 @dataclass
 class Need:
-    """What a call of a `Buffer` needs; equal on all ranks.
+    """The needs of a `Buffer` call; equal on all ranks.
 
     Attributes:
         layout: "rank", "expert", or "both".
@@ -67,13 +67,13 @@ class Need:
 
     @classmethod
     def of(cls, wishes: list[Wish], device: torch.device) -> Need:
-        """Return what a call needs for which all ranks' wishes are known (`BufferPool.agree`)."""
+        """Return the needs of a call for which the requests of all ranks are known (`BufferPool.agree`)."""
         num_tokens = max(wish.num_tokens for wish in wishes)
         return cls._for(wishes[0], device, num_tokens, 0)
 
     @classmethod
     def unasked(cls, wish: Wish, device: torch.device) -> Need:
-        """Return what a call needs whose peers are not asked: no rank has more tokens than anybody receives."""
+        """Return the needs of a call whose peers are not asked: no rank has more tokens than any rank receives."""
         num_rows = wish.num_worst_tokens
         return cls._for(wish, device, min(num_rows, MOST_BLIND_TOKENS), num_rows)
 
@@ -85,8 +85,8 @@ class Need:
     def num_rows_of(self, num_ranks: int, num_tokens: int) -> int:
         """Return the rows that a room for `num_tokens` of each rank holds.
 
-        The worst case, but on GPUs not more than twice a balanced share: on the CPU rows that nobody sends cost
-        nothing; on a GPU they are memory, and an expanded worst case would be many times what a call brings. A routing
+        The worst case, but on GPUs not more than twice a balanced share: on the CPU rows that are never sent cost
+        nothing; on a GPU they are memory, and an expanded worst case would be many times the rows of a call. A routing
         that needs more is an error on all ranks.
         """
         if self.layout == "rank":
@@ -98,7 +98,7 @@ class Need:
 
 
 class LatencyNeed(NamedTuple):
-    """What a call of a `LatencyBuffer` needs; equal on all ranks.
+    """The needs of a `LatencyBuffer` call; equal on all ranks.
 
     Attributes:
         max_tokens: most tokens of a rank.

@@ -109,17 +109,17 @@ class Room:
 
 
 class Like:
-    """How calls are made that look like one that has been made without asking the ranks; see `BufferPool.recall`.
+    """The cached way to make calls without asking the ranks, from an earlier equal call; see `BufferPool.recall`.
 
     Args:
         room: of the call.
         dispatch: makes such a dispatch (`Buffer.dispatches_like`).
-        extra: what the caller needs to know of such calls.
+        extra: the data that the caller needs for such calls.
         options: of the calls.
-        looks: tells whether tensors look like theirs; None where nothing can.
+        looks: compares tensors with theirs; None if nothing can.
 
     Attributes:
-        As above.
+        As the arguments.
     """
 
     __slots__ = ("dispatch", "extra", "looks", "options", "room")

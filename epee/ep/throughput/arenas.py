@@ -1,10 +1,10 @@
-"""The memory of a `Buffer` on CPUs: this rank's arenas, one for each layout, and what it has mapped of the peers'.
+"""The memory of a `Buffer` on CPUs: this rank's arenas, one for each layout, and the mapped arenas of the peers.
 
-A rank makes an arena at the first call of its layout, and again, larger, where a call's alignment needs more room. Its
-blob travels with each call's row (`control/inbox.py`), so peers map it when they first see it. Who writes: the owner
-takes slots and lets them go; peers write rows into a slot that the owner has granted in the row of the call. What
-orders it: a slot that was announced is used again only when all peers have passed that call (`settle`). A crash leaves
-a slot that nobody hears of any more; the memory goes with the last process that has it mapped.
+A rank makes an arena at the first call of its layout, and again, larger, if a call's alignment needs more room. Its
+blob travels with each call's row (`control/inbox.py`), so peers map it when they first see it. The owner takes and
+frees slots; peers write rows into a slot that the owner has granted in the row of the call. Order: a slot that was
+announced is used again only when all peers have passed that call (`settle`). A crash leaves a slot that is no longer
+announced; the memory is freed with the last process that has it mapped.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Arenas(OwnArenas):
             self.reclaim(arena)
 
     def reclaim(self, arena: Arena) -> None:
-        """Free what nobody holds any more and no peer may touch."""
+        """Free the slots that are no longer held and that no peer may touch."""
         arena.pool.reclaim(self._exchange.seq)
         arena.pool.passed(self._exchange.settled)
 

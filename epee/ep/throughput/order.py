@@ -25,10 +25,10 @@ ORDERS = ("rank", "last_k", "k")
 
 @dataclass(frozen=True, eq=False)
 class CombineOrder:
-    """How a combine adds up one token.
+    """The order in which a combine adds up one token.
 
     Attributes:
-        by: see above.
+        by: one of the orders in the module's docstring.
         bias_first: start from the sum of the biases instead of nothing, and add none at the end.
         round_partials: expert layout: round each rank's sum to the payload's dtype before it is added.
         topk_idx: `[num_tokens, num_topk]` int64, the routing of the dispatch; the rank layout needs it for "last_k",
@@ -62,7 +62,7 @@ def check_order(order: object, layout: str) -> CombineOrder:
 
 
 def is_own_order(order: CombineOrder, num_ranks: int, num_bias: int) -> bool:
-    """Tell whether `order` gives the bits of epee's own, which is faster: then there is nothing to put in order."""
+    """Return whether `order` gives the bits of epee's own, which is faster: then nothing has to be reordered."""
     if order.round_partials or order.by == "k" or (num_bias and order.bias_first):
         return False
     return order.by == "rank" or num_ranks <= 2  # a + b is b + a

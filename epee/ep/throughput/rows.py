@@ -1,4 +1,4 @@
-"""What is written into a slot and read from it: rows, and what travels beside them; and the handle made of that."""
+"""The contents of a slot: writing and reading rows and their metadata, and the handle made from them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] 
 
 
 class CallPlace(NamedTuple):
-    """Which call makes a handle, on which rank.
+    """The call that makes a handle, on one rank.
 
     Attributes:
         buffer_id: of the buffer.
@@ -164,11 +164,11 @@ def new_handle(
     config: BufferConfig,
     may_lose: bool,
 ) -> SomeHandle:
-    """Return the handle of a dispatch whose counts have been exchanged, without what travels beside the rows.
+    """Return the handle of a dispatch whose counts have been exchanged, without the metadata beside the rows.
 
     Args:
         kind: of handle.
-        may_lose: ranks are lost, or may be in later calls: a copy of the routing says what went with them.
+        may_lose: ranks are lost, or may be in later calls: a copy of the routing records what went with them.
 
     Raises:
         ProtocolError, InvalidArgument: as `checked_counts`.

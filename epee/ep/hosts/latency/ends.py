@@ -1,16 +1,16 @@
-"""How a call without a mask ends alike on all ranks of several hosts: the words of `control/withdrawal.py`, asked for.
+"""The common end of a call without a mask on all ranks of several hosts, by the words of `control/withdrawal.py`.
 
-Each rank writes its own words only. That it gives a call up goes to all hosts, the word that it had gathered an earlier
-one ahead of it. Who gives up then looks at the others: on its own host at their words, on another one by a question on
-the same stream (`engine/replication/looks.py`), which is answered behind what was told before: the word is in the
-mirror there, and a fence behind it. Who goes on looks into mirrors first. So of two ranks one of which gives up and the
-other goes on, at least one sees the other, as on one host.
+Each rank writes its own words only. A rank that aborts a call sends that to all hosts, after the word that it had
+gathered an earlier one. Then it reads the words of the others: on its own host directly, on another one by a query on
+the same stream (`engine/replication/looks.py`), which is answered after the words sent before it: the word is in the
+mirror there, followed by a fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts
+and the other continues, at least one sees the other, as on one host.
 
-Of a rank that has not answered nothing is known: the call stays open. Where the way to it is lost no answer comes. The
-caller gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing more,
-for it never comes back into this buffer. Should it have completed the call over there, it is alone with that.
+The state of a rank that has not answered is unknown: the call stays open. If the link to it is lost no answer arrives.
+The caller gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing
+more, because it never rejoins this buffer. Should it have completed the call there, it is the only one.
 
-What a crash leaves: words as they were, which the gateway goes on answering for as long as it lives.
+A crash leaves words as they were, for which the gateway continues to answer queries as long as it lives.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class HostsEndWords(EndWords):
 
     Args:
         rank: this rank.
-        words: of each rank, as they are seen here.
+        words: of each rank, as they are read here.
         line: index of a rank's line for this call, in all of them.
-        topology: who is where.
+        topology: the placement of the ranks.
         first: index of word 0 of `words` among those of an outbox.
-        looks: the questions.
-        tell: tells all hosts the own line.
+        looks: the queries.
+        tell: sends the own line to all hosts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HostsEndWords(EndWords):
         self._topology = topology
         self._looks, self._tell = looks, tell
         self._unheard: set[int] = set()
-        self._since = 0.0  # when this rank has first looked
+        self._since = 0.0  # when this rank has first checked
 
     def give_up(self, mark: int) -> None:
         """As `EndWords.give_up`."""
@@ -60,7 +60,7 @@ class HostsEndWords(EndWords):
         self._tell()
 
     def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
-        """As `EndWords.look`; who has not answered, though it may be lost, may have completed the call."""
+        """As `EndWords.look`; a rank that has not answered, though it may be lost, may have completed the call."""
         self._unheard.clear()
         self._since = self._since or time.monotonic()
         for peer in self._topology.elsewhere:
@@ -84,7 +84,7 @@ class HostsEndWords(EndWords):
         return Stance.GAVE_UP if told[at + GAVE_UP] == mark else Stance.OPEN
 
     def _answer_of(self, peer: int, mark: int) -> dict[int, int] | None:
-        """Return the line of a rank of another host as it was behind this rank's word; None: not yet."""
+        """Return the line of a rank of another host as of a time after this rank's word; None if it is not here yet."""
         # each is loaded before those that were stored before it
         indices = [self._first + self._line + word for word in (FAILED, GAVE_UP, GATHERED, 0)]
         told = self._looks.at(peer, indices, ("latency", mark))

@@ -24,7 +24,7 @@ class ArrivedIds(NamedTuple):
 
     @property
     def num_records(self) -> int:
-        """How many they are."""
+        """Number of the records."""
         return len(self.owners)
 
     def of(self, rank: int) -> Ints:

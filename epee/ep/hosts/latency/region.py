@@ -1,21 +1,21 @@
-"""What a rank of a `LatencyBuffer` over several hosts lays into its outbox, and how a call cuts it.
+"""The memory that a rank of a `LatencyBuffer` over several hosts lays into its outbox, and how a call cuts it.
 
-The fields stand in the outbox of the buffer's engine (`Outboxes.extra`), so each rank writes its own only, its host
-maps it for reading, and gateways on other hosts keep mirrors. `wire.py` says what is written when, and what orders it.
+The fields are in the outbox of the buffer's engine (`Outboxes.extra`), so each rank writes its own only, its host maps
+it for reading, and gateways on other hosts keep mirrors. `wire.py` documents what is written when, and what orders it.
 
-    freed    [num_slots]            the last call whose halves this rank has read, or given up
-    cut      [num_ranks]            up to which call this rank counts a peer out
-    waiting  [1]                    its last wait: call, until when, for how long, how manieth
+    freed    [num_slots]            the last call whose messages this rank has read, or aborted
+    cut      [num_ranks]            up to which call this rank excludes a peer
+    waiting  [1]                    its last wait: call, until when, for how long, its ordinal number
     ends     [num_slots]            call that it has begun, how it ended (`control/withdrawal.py`)
     early    [num_slots]            tag of a combine whose weights have been written
     laid     [num_slots]            tag of a combine whose header and `parts` can be read by the own host
     counts   [num_slots][source]    rows in `parts`
-    half     [num_slots]            tag, header, reason of a refusal; then, in a dispatch, the records, in a combine the
-                                    sums: an entry for each position of the reading host, then rows
+    half     [num_slots]            the message: tag, header, reason of a refusal; then, in a dispatch, the records, in
+             a combine the sums: an entry for each position of the reading host, then rows
     weights  [num_slots]            of the records, sent ahead of a combine
     parts    [num_slots][source]    sums of this rank's rows, for its own host alone
 
-`half` and `weights` are different for each host: the outbox holds what is for the own one, a mirror what is for the
+`half` and `weights` are different for each host: the outbox holds those for the own host, a mirror those for the
 mirror's. Pages that are never touched cost nothing.
 
 A section has as many bytes as on one host (`latency/region.py`), so calls of the same sizes fit as there, in memory for
@@ -82,7 +82,7 @@ class HostsFields(RegionWords):
         return super().at("half" if name == "head" else name, *index)
 
     def half(self, slot: int, nbytes: int) -> Bytes:
-        """Return what stands behind the tag of a half: header, and `nbytes` of rows."""
+        """Return the part of a message after its tag: header, and `nbytes` of rows."""
         first = 8 * self.at("half", slot)
         return self.part(first + 8, HEAD_BYTES - 8 + nbytes)
 
@@ -97,7 +97,7 @@ class HostsFields(RegionWords):
     def part(self, first: int, nbytes: int) -> Bytes:
         """Return bytes of the fields; writes into those of another rank fault."""
         found = self._bytes[first : first + nbytes]
-        found.flags.writeable = True  # torch warns of memory that it must not write; nobody writes a peer's
+        found.flags.writeable = True  # torch warns of read-only memory; a peer's memory is never written
         return found
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ def blank_half(nbytes: int) -> Bytes:
 
 
 class RecordFields(NamedTuple):
-    """How the records of a dispatch lie behind a header: meta (token, ids, weights), rows, scales.
+    """The layout of a dispatch's records after a header: meta (token, ids, weights), rows, scales.
 
     Attributes:
         num_records: how many.
@@ -142,7 +142,7 @@ class RecordFields(NamedTuple):
         return align_up(self.scales_at + 4 * self.num_records * self.num_scales, 8)
 
     def meta(self, half: Bytes) -> npt.NDArray[np.int32]:
-        """Return `[num_records, 1 + 2 num_topk]` of what stands behind a tag."""
+        """Return `[num_records, 1 + 2 num_topk]` of the part after a tag."""
         width = 1 + 2 * self.num_topk
         return _behind(half, 0, 4 * self.num_records * width).view(np.int32).reshape(self.num_records, width)
 
@@ -157,7 +157,7 @@ class RecordFields(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How the sums of a combine lie behind a header: an entry for each position of the reading host, then all rows.
+    """The layout of a combine's sums after a header: an entry for each position of the reading host, then all rows.
 
     Attributes:
         positions: of the reading host.
@@ -176,7 +176,7 @@ class Sums(NamedTuple):
         return align_up(8 * ENTRY_WORDS * self.positions, 64)
 
     def entries(self, half: Bytes) -> npt.NDArray[np.uint64]:
-        """Return `[positions, ENTRY_WORDS]` of what stands behind a tag."""
+        """Return `[positions, ENTRY_WORDS]` of the part after a tag."""
         return _behind(half, 0, 8 * ENTRY_WORDS * self.positions).view(np.uint64).reshape(self.positions, ENTRY_WORDS)
 
     def rows(self, half: Bytes, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:

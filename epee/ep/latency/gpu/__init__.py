@@ -1,1 +1,1 @@
-"""The host side of `LatencyBuffer` on GPUs."""
+"""The CPU side of `LatencyBuffer` on GPUs."""

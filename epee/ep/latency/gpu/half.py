@@ -1,8 +1,8 @@
-"""The receive half of a `LatencyBuffer` call on GPUs: its hook, and its place among the calls that are open.
+"""The receive phase of a `LatencyBuffer` call on GPUs: its hook, and its position among the open calls.
 
-Protocol: a call's send half takes the next tag; its receive half may be launched later, in any order with those of
-other calls of its kind. Each launch tells the kernel how many calls sent before are still open, and by how many the
-count of received calls goes on. A crash leaves open calls to their time-outs; `close` and a new view forget them.
+Protocol: a call's send phase takes the next tag; its receive phase may be launched later, in any order with those of
+other calls of its kind. Each launch passes to the kernel how many calls sent before are still open, and by how many the
+count of received calls advances. A crash leaves open calls to their timeouts; `close` and a new view drop them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
 
 
 class Half:
-    """The receive half of a call, to be run once.
+    """The receive phase of a call, to be run once.
 
     Args:
         op: of the call.
         calls: of this kind that are open, in the order in which they were sent.
-        launch: starts the kernel on the current stream, given the call's place: calls sent before it and not received,
-            calls received with it. None where it has run already, with the send half.
+        launch: starts the kernel on the current stream, given the call's position: calls sent before it and not
+            received, calls received with it. None if it has run already, with the send phase.
 
     Attributes:
         is_done: whether it has run.

@@ -127,7 +127,7 @@ class LatencyMemory:
 
     @property
     def blob(self) -> bytes:
-        """What a replaced peer needs to attach this rank's region."""
+        """The blob with which a replaced peer attaches this rank's region."""
         return self._own.blob
 
     def attach_peer(self, blob: bytes) -> LentRegion:

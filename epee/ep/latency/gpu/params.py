@@ -1,7 +1,7 @@
-"""The numbers and structs that the latency kernels share with the host: arguments and constants.
+"""The numbers and structs that the latency kernels share with the CPU side: arguments and constants.
 
-Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/latency/*.cuh`. What sizes lead to is in
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. The fields
+are documented here, their use by the kernels in `csrc/kernels/latency/*.cuh`. The values that follow from sizes are in
 `shapes.py`.
 """
 
@@ -52,12 +52,12 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class LatencyCall(ctypes.Structure):
-    """What every kernel gets; its last words (`CALL_WORDS`) stand in front of the pointers of the call.
+    """The arguments of every kernel; its last words (`CALL_WORDS`) are followed by the pointers of the call.
 
-    `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
-    (`abort` as in `common/wait.cuh`); `waits`: int64 [num_ranks], microseconds until the receive half has heard each
-    rank, or 0; offsets into the region; `timeout_ns`: of the call's waits; `halves`: which of them this launch does;
-    `is_strict`: a source that does not come is an error and stays in the mask; `ahead`: calls sent before the one to
+    `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned memory
+    (`abort` as in `common/wait.cuh`); `waits`: int64 [num_ranks], microseconds until the receive phase had the message
+    of each rank, or 0; offsets into the region; `timeout_ns`: of the call's waits; `halves`: the phases that this
+    launch runs; `is_strict`: a missing source is an error and stays in the mask; `ahead`: calls sent before the one to
     receive and not received yet; `advance`: how many calls in a row are received with this one.
     """
 
@@ -70,7 +70,7 @@ class LatencyCall(ctypes.Structure):
 
 
 class LatencyPlaces(ctypes.Structure):
-    """Where an operation's words and records lie in every rank's region; strides in bytes.
+    """The offsets of an operation's words and records in every rank's region; strides in bytes.
 
     `*_section`: from a source's part of an area to the next one's, in words (`head_section`, `flag_section`) or bytes.
     """

@@ -152,7 +152,7 @@ class LatencyDispatchPlan:
         new_x, new_scales, new_words: allocate the results; no scales without FP8.
         new_counts: allocates the counts, for callers that read them at once: it takes half the time of a view.
         space: of the small results.
-        offsets: in bytes, of what the kernel writes into `words` (`params.DISPATCH_PARTS`).
+        offsets: in bytes, of the values that the kernel writes into `words` (`params.DISPATCH_PARTS`).
         waits: the offset of the waiting times.
     """
 
@@ -176,8 +176,8 @@ class LatencyCombinePlan:
         calls: its launches.
         num_tokens: of this rank.
         new_out, new_words: allocate the results.
-        offsets: in bytes, of what the kernel reads in the words of the dispatch (`params.HANDLE_PARTS`).
-        got: the offset, in bytes, of `got` in `words`, behind the waiting times.
+        offsets: in bytes, of the values that the kernel reads in the words of the dispatch (`params.HANDLE_PARTS`).
+        got: the offset, in bytes, of `got` in `words`, after the waiting times.
     """
 
     calls: CallPlan

@@ -68,7 +68,7 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
 
 
 def _kinds(op: str, *words: int) -> list[str]:
-    """Return what two ranks have said of a call, in words, their sizes (a number made of them) where those differ."""
+    """Return the descriptions of a call by two ranks, with their sizes (as a number) if those differ."""
     names, codes = _KINDS.get(op, ()), [word >> KIND_BITS for word in words]
     kinds = [word & (1 << KIND_BITS) - 1 for word in words]
     told = [names[kind] if kind < len(names) else f"kind {kind}" for kind in kinds]

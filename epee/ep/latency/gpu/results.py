@@ -1,10 +1,10 @@
-"""Results of `LatencyBuffer` on GPUs: what a call rarely asks for is made when it is first read.
+"""Results of `LatencyBuffer` on GPUs: parts that are rarely used are made when they are first read.
 
-Everything small that a call brings lies in one tensor on the device; counts, ranges, `got` are views of it. To make one
-costs the host about as much as a third of a launch, so a call makes none. A view that is made later is the same as one
-that would have been made at once: it names memory, and nothing is launched for it.
+All small results of a call are in one tensor on the device; counts, ranges, `got` are views of it. Making one costs the
+CPU about as much as a third of a launch, so a call makes none. A view made later equals one made at once: it names
+memory, and nothing is launched for it.
 
-Who calls: the user's thread, at any time.
+Called on the user's thread, at any time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CudaLatencyHandle(LatencyHandle):
 
 
 class _Ends:
-    """What results of both kinds have of the end of their call."""
+    """The common part of both kinds of results: the end of their call."""
 
     _core: CoreHandle | CoreCombined  # where the kernel writes
     _where: tuple[Lane, torch.device, int]  # that the call's work is on; a raw stream
@@ -65,12 +65,12 @@ class _Ends:
 
 
 class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # made late, and never None
-    """What a dispatch of CUDA tensors brings.
+    """The result of a dispatch of CUDA tensors.
 
     Args:
         x: as the attribute.
         handle: as the attribute.
-        lane: of the call.
+        lane: the stream of the call.
         device, stream: that the call's work is on; a raw stream.
         hook: as the attribute.
     """
@@ -96,10 +96,10 @@ class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # 
 
 
 class CudaLatencyCombined(_Ends, LatencyCombined):  # type: ignore[misc]  # likewise
-    """What a combine of CUDA tensors brings.
+    """The result of a combine of CUDA tensors.
 
     Args:
-        core: what the kernel writes.
+        core: the tensors that the kernel writes.
         weights: `[num_tokens, num_topk]` float32 that it multiplied by, None for those of the dispatch.
         handle: of the dispatch.
         num_local_experts: of a rank.

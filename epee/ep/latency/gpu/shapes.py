@@ -1,6 +1,6 @@
-"""What the sizes of latency calls lead to: the lent region, the small results of a dispatch, launches.
+"""The values that follow from the sizes of latency calls: the lent region, the small results of a dispatch, launches.
 
-Everything here is arithmetic; no memory is touched. The structs in which kernels are told of it are in `params.py`.
+Everything here is arithmetic; no memory is touched. The structs by which they are passed to kernels are in `params.py`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class LatencyConfig:
 
     Attributes:
         max_tokens: that a rank dispatches in a call (T).
-        max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
+        max_in_flight: calls of a kind whose receive phase may be outstanding: 1, 2 or 4.
         packet_tokens: up to so many tokens a rank's rows cross in packets, if that many fit.
-        room: how long sections are in memory that serves calls of several sizes; None: what these sizes need.
+        room: lengths of sections in memory that serves calls of several sizes; None: the lengths that these sizes need.
     """
 
     rank: int
@@ -114,7 +114,7 @@ class LatencyConfig:
 
     @property
     def num_slots(self) -> int:
-        """Calls of a kind whose data may lie in the region at once; why twice, says `latency/call.cuh`."""
+        """Calls of a kind whose data may be in the region at once; `latency/call.cuh` explains the factor two."""
         return 2 * self.max_in_flight
 
     @property
@@ -139,7 +139,7 @@ class LatencyConfig:
 
     @cached_property
     def needs(self) -> Sections:
-        """How long sections must be for calls of these sizes."""
+        """The lengths of sections that calls of these sizes need."""
         tokens, packets = self.max_tokens, min(self.max_tokens, self.packet_tokens)
         return Sections(
             head_words=1 + self.token_words + self.num_local_experts,
@@ -153,7 +153,7 @@ class LatencyConfig:
 
     @property
     def sections(self) -> Sections:
-        """How long sections are."""
+        """The lengths of sections."""
         return self.needs if self.room is None else self.room
 
     def row_stride(self, op: str) -> int:
@@ -196,7 +196,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class Sections:
-    """How long a section is, the part of an area that one source writes in one call; equal on all ranks.
+    """The lengths of a section, the part of an area that one source writes in one call; equal on all ranks.
 
     Attributes:
         head_words: 64-bit words in front of a dispatch.

@@ -14,13 +14,13 @@ from .shapes import LatencyConfig, LatencyHandleSpace
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """How calls run that share a plan.
+    """The options of calls that share a plan.
 
     Attributes:
         timeout_s: bound of the kernel's waits, for calls that name none.
-        is_strict: a source that does not come is an error (`check`), and is awaited again by the next call.
+        is_strict: a missing source is an error (`check`), and is awaited again by the next call.
         return_hook: send only; the result's `hook` receives.
-        use_fp8, round_scale, use_ue8m0: of a dispatch, as `reference.latency` says.
+        use_fp8, round_scale, use_ue8m0: of a dispatch, as in `reference.latency`.
     """
 
     timeout_s: float = 10.0
@@ -32,12 +32,12 @@ class CoreOptions:
 
     @property
     def scale_kind(self) -> int:
-        """How scales are rounded and stored."""
+        """The rounding and storage of scales."""
         return SCALES_UE8M0 if self.use_ue8m0 else SCALES_POWER if self.round_scale else SCALES_FLOAT
 
     @property
     def kind(self) -> int:
-        """What all ranks must agree about in a dispatch."""
+        """The properties of a dispatch on which all ranks must agree."""
         return 1 + self.scale_kind if self.use_fp8 else 0
 
 
@@ -46,11 +46,11 @@ class CoreHandle:
 
     Attributes:
         num_tokens: that this rank sent.
-        words: the tensor; valid behind the receive half.
+        words: the tensor; valid after the receive phase.
         address: of the tensor.
 
     Args:
-        counts: `num_tokens_per_expert`, where that has memory of its own.
+        counts: `num_tokens_per_expert`, if that has memory of its own.
     """
 
     __slots__ = ("_config", "_counts", "_space", "address", "num_tokens", "words")
@@ -117,8 +117,9 @@ class CoreHandle:
 
 @dataclass(eq=False, slots=True)
 class CoreReceived:
-    """What a dispatch brings: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, the hook that receives
-    when only the send half has been launched, and the raw stream of the launch."""
+    """The result of a dispatch: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, the hook that
+    receives when only the send phase has been launched, and the raw stream of the launch.
+    """
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -129,8 +130,9 @@ class CoreReceived:
 
 @dataclass(eq=False, slots=True)
 class CoreCombined:
-    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `words` with the small results; hook and stream as of
-    a dispatch."""
+    """The result of a combine: `x` `[num_tokens, hidden]` bfloat16, `words` with the small results; hook and stream as
+    of a dispatch.
+    """
 
     x: torch.Tensor
     words: torch.Tensor

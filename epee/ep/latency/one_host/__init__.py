@@ -1,1 +1,1 @@
-"""How the rows of a `LatencyBuffer` on CPUs move between ranks that share memory: each pushes."""
+"""The transport of a `LatencyBuffer`'s rows on CPUs between ranks that share memory: each rank pushes."""

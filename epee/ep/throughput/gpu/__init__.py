@@ -1,1 +1,1 @@
-"""The host side of `Buffer` on GPUs: lent memory, launches, what they bring."""
+"""The CPU side of `Buffer` on GPUs: lent memory, launches, results."""

@@ -1,7 +1,7 @@
-"""Combines that add up in an order that the caller asks for (`csrc/kernels/throughput/order.cuh`).
+"""Combines that add up in an order given by the caller (`csrc/kernels/throughput/order.cuh`).
 
-Three kernels: a combine without tokens, in which the ranks meet and learn where all rows lie; the sum; the end of the
-call. An `OrderPlan` is to such combines what a `CombinePlan` is to others.
+Three kernels: a combine without tokens, in which the ranks meet and exchange the addresses of all rows; the sum; the
+end of the call. An `OrderPlan` is to such combines what a `CombinePlan` is to others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _THREADS = 256
 
 
 class OrderFacts(NamedTuple):
-    """What decides how the sum is launched, but for addresses.
+    """The properties that decide how the sum is launched, except addresses.
 
     Attributes:
         is_expert, expert_alignment, num_tokens, capacity: of the handle.
         dtype: of the rows.
         is_bias_f32: there is a bias, and it is float32.
         by, bias_first, round_partials: of the order.
-        place: number of the `ExpertPlace`, if the rows lie in one.
+        place: number of the `ExpertPlace`, if the rows are in one.
     """
 
     is_expert: bool
@@ -46,7 +46,7 @@ class OrderFacts(NamedTuple):
 
 
 class OrderPlan:
-    """How sums with equal facts are launched, behind the combine in which the ranks meet.
+    """The launches of sums with equal facts, after the combine in which the ranks meet.
 
     Args:
         shape: of the calls.

@@ -1,16 +1,16 @@
 """A shape: how calls of certain sizes cut slots into fields, and the kernels with these sizes as constants.
 
 Data path. A slot is `slot_bytes` of lent memory for the life of the buffer, and holds payload only: rows, ids, weights
-and scales, which the senders of a call write, and which the receiver and, in a combine, the peers read. Where fields
-lie in it follows from the shape. What peers wait for and compare lies in the control block, whose layout no shape
-changes; slots, grants, call numbers and reports know of no shape. So calls of several shapes share one memory, in any
-order, without a word to the peers. A result keeps its slot until it dies, whatever shapes the calls behind it have:
-its tensors lie at places that it was given, and nobody cuts the slot anew before it is taken anew.
+and scales, which the senders of a call write, and which the receiver and, in a combine, the peers read. The offsets of
+its fields follow from the shape. The words that peers wait for and compare are in the control block, whose layout no
+shape changes; slots, grants, call numbers and reports do not depend on a shape. So calls of several shapes share one
+memory, in any order, without a message to the peers. A result keeps its slot until it dies, whatever shapes later calls
+have: the offsets of its tensors are fixed, and the slot is not cut anew before it is taken anew.
 
-Protocol. A dispatch is of one shape on all ranks. Each sends its shape along, a hash of all sizes that decide where
-fields lie and how many counts travel (`signature.shape_signature`), and a difference fails the call on all of them
-before a row moves. Cached dispatches and combines go by a handle, whose dispatch was compared. Bounds are those of the
-shape, which fits into the slot: no peer's word makes a kernel write behind one.
+Protocol. A dispatch is of one shape on all ranks. Each sends its shape along, a hash of all sizes that decide the
+offsets of fields and how many counts travel (`signature.shape_signature`), and a difference fails the call on all of
+them before a row moves. Cached dispatches and combines go by a handle, whose dispatch was compared. Bounds are those of
+the shape, which fits into the slot: no value from a peer makes a kernel write beyond one.
 
 A crash leaves nothing here: a shape is arithmetic and arguments, none of it is shared.
 """

@@ -41,7 +41,7 @@ def without_weights(addresses: bytes) -> bytes:
 
 @dataclass(eq=False)
 class ThroughputHandle:
-    """Where the rows of one dispatch went: metadata in one int32 device tensor, parts at `space`.
+    """The destinations of the rows of one dispatch: metadata in one int32 device tensor, parts at `space`.
 
     Attributes:
         call_idx: number of the dispatch, equal on all ranks.
@@ -99,15 +99,15 @@ class DispatchResult:
     Args:
         x, scales, topk_idx, topk_weights, handle, readers, kept: see below.
         sources: `src_rank`, `row_src_token`, `src_k` in the expert layout, else None.
-        late: how `topk_idx` and `topk_weights` are made when they are first read: the slot's views, where they lie in
-            it, rows. `x` is kept until then, so that nobody gets the slot.
+        late: how `topk_idx` and `topk_weights` are made when they are first read: the slot's views, their offsets in
+            it, rows. `x` is referenced until then, so that the slot is not reused.
 
     Attributes:
         x: `[num_recv, hidden]`.
         scales: `[num_recv, num_scales]` 4-byte elements, or None.
         handle: of the dispatch.
-        readers: raw handles of the streams that may read the slot behind the result: the call's own. More may be added.
-        kept: what the handle may be asked for later; None from a cached dispatch and in the expert layout.
+        readers: raw handles of the streams that may read the slot of the result: the call's own. More may be added.
+        kept: data that the handle may be asked for later; None from a cached dispatch and in the expert layout.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class DispatchResult:
 
 
 class DispatchFacts(NamedTuple):
-    """What decides how a dispatch is launched, but for addresses.
+    """The properties that decide how a dispatch is launched, except addresses.
 
     Attributes:
         num_tokens, dtype: of the payload.
@@ -205,7 +205,7 @@ class DispatchFacts(NamedTuple):
 
 
 class HandleForm:
-    """What the handles of dispatches that are alike have in common.
+    """The common fields of the handles of equal dispatches.
 
     Args:
         facts: of the dispatches.
@@ -243,13 +243,13 @@ class HandleForm:
 
 
 class DispatchOptions(NamedTuple):
-    """How a dispatch runs.
+    """The options of a dispatch.
 
     Attributes:
         sync: the CPU waits for the counts, so that results have their exact size; else they have full capacity.
         num_sms: multiprocessors that send rows, None for the default.
         timeout_s: how long the GPU waits for a peer.
-        capacity: rows that a rank keeps, None for all; of a handle's dispatch where there is a handle.
+        capacity: rows that a rank keeps, None for all; with a handle, that of its dispatch.
     """
 
     layout: str = "rank"
@@ -261,7 +261,7 @@ class DispatchOptions(NamedTuple):
 
 
 class CombineOptions(NamedTuple):
-    """How a combine runs.
+    """The options of a combine.
 
     Attributes:
         num_sms: multiprocessors that pull rows, None for the default.

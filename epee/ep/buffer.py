@@ -67,9 +67,9 @@ class Buffer(SharedBuffer):
             layout, `num_local_experts * (expert_alignment - 1)` rows, is always added.
         timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
             EPEE_TIMEOUT_S, else torch's `timeout` of the group.
-        fault_mode, on_stall: on CPUs: what a lost rank is ("raise" an error, or "mask": calls go on
-            without it), and what becomes of one that is silent until the time-out ("error", "evict", "wait"). None: the
-            group's, on the backend "epee"; else "raise", and "error" ("evict" in mode "mask").
+        fault_mode, on_stall: on CPUs: the effect of a lost rank ("raise" an error, or "mask": calls continue without
+            it), and the handling of one that is silent until the timeout ("error", "evict", "wait"). None: the group's,
+            on the backend "epee"; else "raise", and "error" ("evict" in mode "mask").
         wide_partials: over several hosts: what one host has summed for a token travels in float32, twice the bytes of
             bfloat16, and a combine rounds once in all. Changes nothing on one host.
 
@@ -78,13 +78,14 @@ class Buffer(SharedBuffer):
     first. On GPUs `num_slots + 1` slots of the rank layout are taken at construction, and two of the expert layout at
     its first combine; `of_sizes` serves calls of other sizes out of the same memory.
 
-    After an error the buffer works. When ranks die, are voted out or leave, CPU tensors go on without them, on groups
-    of the backend "epee" also with those that come in their place; GPUs do so after `sync` (docs/buffer.md).
+    After an error the buffer stays usable. When ranks die, are voted out or leave, calls on CPU tensors continue
+    without them, on groups of the backend "epee" also with their replacements; calls on GPUs do so after `sync`
+    (docs/buffer.md).
 
     `LatencyBuffer` is for small batches.
 
     Over several hosts, CPU tensors only (docs/hosts.md): a token crosses the network once for each host that it goes
-    to, and comes back as one sum per host; what a lost rank leaves is an error on all.
+    to, and comes back as one sum per host; after the loss of a rank all ranks raise.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -328,7 +329,7 @@ class Buffer(SharedBuffer):
             x: `[num_tokens, hidden]` bfloat16, float16, float32 or float64, no wider than the buffer's dtype; or a
                 pair (float8_e4m3fn `[num_tokens, hidden]`, scales `[num_tokens, 1 ... hidden / 16]` float32 or int32,
                 1023 at most, with any strides): scales of any block size travel as bytes. Not modified; may be reused
-                on return (GPU: by work behind the call). On GPUs rows lie in one piece and begin at multiples of 16
+                on return (GPU: by work after the call). On GPUs rows are contiguous and begin at multiples of 16
                 bytes.
             topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
                 counts twice.
@@ -340,17 +341,17 @@ class Buffer(SharedBuffer):
                 source rank, token, k), each expert's block padded with zero rows to `expert_alignment`.
             expert_alignment: 1 ... 4096 rows.
             capacity: the most rows that a rank receives, equal on all ranks; rank layout only, not with a handle. Rows
-                beyond it, in (source rank, token) order, are dropped: nobody sends them, and in combines, and cached
+                beyond it, in (source rank, token) order, are dropped: they are not sent, and in combines, and cached
                 dispatches by the handle, it is as if their tokens had not gone to that rank. `num_dropped` of the
-                result and `lost_weight` of a combine tell how many, and what they weigh.
+                result and `lost_weight` of a combine give their number and weight.
             timeout: seconds to wait for a silent peer.
             num_sms: multiprocessors of the GPU to use; None for the default.
-            async_op: run on the buffer's own stream, behind the current one, or behind `previous_event`; wait for
+            async_op: run on the buffer's own stream, after the current one, or after `previous_event`; wait for
                 `.event` before the results are used.
             previous_event: an `.event`, or a `torch.cuda.Event`, for which the call waits first.
-            sync: False: the host does not wait for the counts, so results have as many rows as may come (`capacity` at
-                most; ids of the others are -1, their values undefined) and `handle.recv_counts` tells how many there
-                are. Needed while a CUDA graph is recorded. On the CPU results have their exact size all the same.
+            sync: False: the CPU does not wait for the counts, so results have the maximum number of rows (`capacity` at
+                most; ids of the others are -1, their values undefined) and `handle.recv_counts` gives the number of
+                rows. Needed while a CUDA graph is recorded. On the CPU results have their exact size all the same.
 
         Returns:
             `Dispatched`. Its `x` lives as long as the tensor does; with `num_slots` of them alive, further results
@@ -362,10 +363,10 @@ class Buffer(SharedBuffer):
             UnsupportedError: `capacity` in the expert layout.
             MismatchError: the ranks made different calls, or a peer's call was refused. Same text on all ranks.
             StaleHandleError: the handle is of another buffer or epoch.
-            CommTimeoutError: a peer did not come in time.
+            CommTimeoutError: a peer was silent until the timeout.
             RankFailedError: a peer has died. The next call runs without it; on GPUs once all survivors have called
                 `sync`.
-            EvictedError: the others have gone on without this rank.
+            EvictedError: the others have continued without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
         again = self.again
@@ -424,7 +425,7 @@ class Buffer(SharedBuffer):
 
         Args:
             y: `[num_recv, hidden]`, a row for each row of the dispatch; of one with `sync=False` on GPUs it may be cut
-                to the rows that came, which the host then waits for (not in a graph). Rank layout: the caller has
+                to the rows that came, for which the CPU then waits (not in a graph). Rank layout: the caller has
                 weighted and summed its local experts. Expert layout: plain expert outputs; epee multiplies by the
                 weights of the dispatch (one if it had none). Memory from `combine_input` is not copied; on GPUs nor is
                 the `x` of a dispatch.
@@ -441,8 +442,8 @@ class Buffer(SharedBuffer):
             once; exact zeros for tokens without expert.
 
         Raises:
-            As `dispatch`; `out` is not written when an error is raised. On GPUs nobody waits for a combine: what goes
-            wrong on the way is raised by the next call, or by `check`, and `out` is then undefined.
+            As `dispatch`; `out` is not written when an error is raised. On GPUs the CPU does not wait for a combine: an
+            error during it is raised by the next call, or by `check`, and `out` is then undefined.
         """
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:

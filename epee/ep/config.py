@@ -60,8 +60,8 @@ class BufferConfig:
         num_slots: results (and combine inputs) of a layout that may live in the arena at once.
         max_recv_rows: capacity of a layout in rows, 0 for the default.
         path: "cpu" or "cuda".
-        is_latency: results are padded per expert, with halves, hooks and masks (`LatencyBuffer`).
-        fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
+        is_latency: results are padded per expert, with send and receive phases, hooks and masks (`LatencyBuffer`).
+        fault_mode, on_stall: the policies for losses and silent ranks, if the members come from a view.
         share: of a `Buffer` on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
         device: of this rank's tensors; the only attribute that ranks do not share.
         room_bytes: of memory that serves calls of all sizes that fit (of a `Buffer` on GPUs all slots); 0 where it is
@@ -135,7 +135,7 @@ class BufferConfig:
 
     @cached_property
     def is_synced(self) -> bool:
-        """Whether epochs begin with `sync` alone; a lost rank is a finding, or an error, of the calls that meet it."""
+        """Whether epochs begin with `sync` alone; a lost rank is recorded in, or raised by, the calls that meet it."""
         return self.is_latency or self.is_cuda
 
     @cached_property

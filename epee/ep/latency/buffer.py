@@ -48,7 +48,7 @@ class LatencyBuffer(SharedBuffer):
     """Shared memory of the ranks of a group for small batches (docs/low-latency.md).
 
     Results are padded, `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]`; a call can be split into a send
-    and a receive half; masks of lost ranks let calls go on without them. Rows are bfloat16, or FP8 made of them.
+    and a receive phase; masks of lost ranks let calls continue without them. Rows are bfloat16, or FP8 made of them.
 
     Construction is collective: all ranks of `group` make their buffer together, with equal arguments.
 
@@ -65,10 +65,10 @@ class LatencyBuffer(SharedBuffer):
         timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
             EPEE_TIMEOUT_S, else torch's `timeout` of the group.
 
-    After an error the buffer works. `sync` brings the ranks together again.
+    After an error the buffer stays usable. `sync` brings the ranks together again.
 
     Attributes:
-        again: makes calls that are like earlier ones (`attempt.py`); None on CPUs.
+        again: makes cached calls (`attempt.py`); None on CPUs.
 
     Raises:
         As `Buffer`.
@@ -236,19 +236,19 @@ class LatencyBuffer(SharedBuffer):
         """Send each token to the ranks that own its experts. Collective.
 
         Args:
-            x: `[num_tokens, hidden]` bfloat16. Not modified; may be reused on return (GPU: by work behind the call). On
-                GPUs rows lie in one piece and begin at multiples of 16 bytes.
+            x: `[num_tokens, hidden]` bfloat16. Not modified; may be reused on return (GPU: by work after the call). On
+                GPUs rows are contiguous and begin at multiples of 16 bytes.
             topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32, None for ones.
             use_fp8, round_scale, use_ue8m0: quantise x on the way, with float32 scales per 128 channels, powers of
                 two, packed four to an int32.
-            active_ranks: `[num_ranks or more]` int32, 1 = active, read and written: a rank that is 0, or does not come
-                in time, is left out as a whole. Without it a rank that does not come is an error.
+            active_ranks: `[num_ranks or more]` int32, 1 = active, read and written: a rank that is 0, or is silent
+                until the timeout, is excluded as a whole. Without it a silent rank is an error.
             timeout: seconds to wait for a silent peer; `timeout_us` the same in microseconds.
             return_hook: only send; `.hook()` receives.
             num_sms: multiprocessors of the GPU to use; None for the default.
-            async_op: run on the buffer's own stream, behind the current one, or behind `previous_event`; wait for
+            async_op: run on the buffer's own stream, after the current one, or after `previous_event`; wait for
                 `.event` before the results are used.
             previous_event: an `.event`, or a `torch.cuda.Event`, for which the call waits first.
 
@@ -318,7 +318,7 @@ class LatencyBuffer(SharedBuffer):
             handle: of the dispatch.
             topk_weights: `[num_tokens, num_topk]` of this rank's tokens, replaces those of the dispatch.
             out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
-            partial_dtype: what each rank's sum is rounded to before it crosses, bfloat16 (None) or float32.
+            partial_dtype: the dtype of each rank's sum before it is sent, bfloat16 (None) or float32.
             active_ranks, timeout, timeout_us, return_hook, num_sms, async_op, previous_event: as in `dispatch`.
 
         Returns:

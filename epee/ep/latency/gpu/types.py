@@ -84,7 +84,7 @@ class CoreHandle:
 
     @property
     def wait_us(self) -> torch.Tensor:
-        """`[num_ranks]` int64: microseconds until the receive half had heard each rank."""
+        """`[num_ranks]` int64: microseconds until the receive phase had heard each rank."""
         return self._part("waits", (self._config.num_ranks,), torch.int64)
 
     @property

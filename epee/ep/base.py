@@ -188,8 +188,8 @@ class SharedBuffer:
         raise NotImplementedError
 
     def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
-        """Return the config of a buffer over several hosts; raises `UnsupportedError` if the buffer is limited to
-        one.
+        """Return the config of a buffer over several hosts; raises `UnsupportedError` if the buffer needs a single
+        host.
         """
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
@@ -298,7 +298,7 @@ class SharedBuffer:
         members of the current epoch, and silent ranks are handled by `on_stall`.
 
         Over several hosts (CPUs): no living rank is excluded, whatever the masks say, and processes that have replaced
-        lost ranks are admitted, from whatever host. One that is in the group and not in the buffer is awaited until the
+        lost ranks are admitted, from any host. One that is in the group and not in the buffer is awaited until the
         timeout; then the others continue without it. Losses are raised if there is no mask (`Buffer`).
 
         Args:

@@ -331,7 +331,7 @@ class Buffer(SharedBuffer):
                 1023 at most, with any strides): scales of any block size travel as bytes. Not modified; may be reused
                 on return (GPU: by work after the call). On GPUs rows are contiguous and begin at multiples of 16
                 bytes.
-            topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
+            topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that occurs twice in a row
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32 (or float64 beside a float64 x).
             is_token_in_rank: `[num_tokens, num_ranks]` bool, routing without experts (rank layout only).

@@ -35,7 +35,7 @@ _BOUNDS = {
     "num_topk": (1, MAX_TOPK),
     "max_tokens_per_rank": (1, 1 << 24),
     "num_slots": (1, 64),
-    "max_recv_rows": (0, 1 << 32),  # 0 stands for None
+    "max_recv_rows": (0, 1 << 32),  # 0 means None
     "room_bytes": (0, 1 << 48),
     "room_expert_bytes": (0, 1 << 48),
 }

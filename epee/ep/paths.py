@@ -71,9 +71,7 @@ class Path(Protocol):
         """Let the ranks meet."""
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Let the ranks meet if that needs no checks (fast path allowed); otherwise return False without side
-        effects.
-        """
+        """Let the ranks meet if the fast path is allowed; otherwise return False without side effects."""
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""

@@ -209,9 +209,7 @@ class KnownPlans:
             self._lately = [_Like(plan, options, looks), *others][:MOST_LOOKS]
 
     def combine(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
-        """Return the plan of combines whose arguments have the properties of these, if there is one, and the slot of
-        `y`.
-        """
+        """Return the plan of combines with the properties of these arguments, if there is one, and the slot of `y`."""
         if handle.layout != "rank" or not (num_sms is None or type(num_sms) is int):
             return None
         try:

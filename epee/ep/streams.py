@@ -33,7 +33,7 @@ class RunOptions(NamedTuple):
 
 
 class Lane:
-    """The stream of one call that runs on the host, or on a GPU's current stream.
+    """The stream of one call that runs on the CPU, or on a GPU's current stream.
 
     What is put on the current stream inside of it (`with`) is the call's work.
 
@@ -52,7 +52,8 @@ class Lane:
         pass
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
-        """Note what the call reads and what it returns; returns raw streams that will read the results beside its own.
+        """Record what the call reads and what it returns; returns raw streams that will read the results beside its
+        own.
 
         To be called when everything is on the stream.
         """
@@ -60,7 +61,7 @@ class Lane:
         return []
 
     def event(self, device: torch.device, stream: int) -> Event:
-        """Return the event of what is on the raw `stream`."""
+        """Return the event of the work on the raw `stream`."""
         return Event(device, stream) if device.index is not None else DONE  # of CPUs there is one
 
 
@@ -85,7 +86,7 @@ class _OwnLane(Lane):
         self._inside.__exit__(kind, error, traceback)
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
-        """Note inputs for the buffer's stream and results for the caller's; returns the caller's raw stream."""
+        """Record inputs for the buffer's stream and results for the caller's; returns the caller's raw stream."""
         for tensors, stream in ((inputs, self._own), (results, self._caller)):
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:
@@ -93,7 +94,7 @@ class _OwnLane(Lane):
         return [self._caller.cuda_stream]
 
     def event(self, device: torch.device, stream: int) -> Event:
-        """Return the event of what is on the buffer's stream; recorded now, as the caller will wait on another."""
+        """Return the event of the work on the buffer's stream; recorded now, as the caller will wait on another."""
         recorded = torch.cuda.Event()
         recorded.record(self._own)
         return Event(device, stream, recorded)

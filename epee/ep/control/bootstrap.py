@@ -107,7 +107,7 @@ def _torch_timeout_s(group: dist.ProcessGroup) -> float:
     if seconds is None:
         kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
         backend: Any = group._get_backend(torch.device("cpu" if not kinds or "cpu" in kinds else "cuda"))
-        seconds = backend.options._timeout.total_seconds()  # torch has no public way to ask for it
+        seconds = backend.options._timeout.total_seconds()  # torch has no public API for it
     return float(seconds)
 
 
@@ -136,9 +136,7 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class Born:
-    """The initial state of a buffer: inboxes, if its membership does not provide them, and the watch on all
-    processes.
-    """
+    """The initial state of a buffer: inboxes, if its membership provides none, and the watch on all processes."""
 
     def __init__(self, inboxes: list[HostRegion], watch: DeathWatch) -> None:
         self.inboxes = inboxes

@@ -123,9 +123,7 @@ class CallEnd:
         self.close()
 
     def fail(self) -> None:
-        """End a call that is impossible because the ranks make different ones: ranks that wait for this one need
-        not.
-        """
+        """End a call that is impossible because the ranks make different ones, so that no rank waits for this one."""
         self.refuse()
         self._words.give_up(self._mark)
 

@@ -15,7 +15,7 @@ class LastCall(Protocol):
     """The end of the last call."""
 
     def close(self) -> None:
-        """Note that it has ended on all ranks alike, as this one finds."""
+        """Record that it has ended on all ranks alike, as this one finds."""
 
 
 class RowExchange(Protocol):

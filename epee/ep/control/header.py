@@ -24,7 +24,7 @@ REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
 
 
 class Header(NamedTuple):
-    """The fixed words of a row, in order, behind the tag. The first `NUM_AGREED` must be equal on all ranks.
+    """The fixed words of a row, in order, after the tag. The first `NUM_AGREED` must be equal on all ranks.
 
     Attributes:
         op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
@@ -62,7 +62,7 @@ class Header(NamedTuple):
     rank: int
 
     def of_absent(self, rank: int) -> Header:
-        """Return the header of a row in this call's place whose rank has no part in it."""
+        """Return the header that replaces the row of a rank without a part in this call."""
         return self._replace(num_tokens=0, slot=0, refused=0, rank=rank)
 
 

@@ -17,7 +17,7 @@ again after it has seen a call aborted: the data of that or of an earlier call w
 
 A crash leaves a row without its tag, which no rank reads; or a row with its tag and no payload, which ends in
 `RankFailedError` for a rank that waits for the payload. No state needs repair: each epoch has inboxes of its own, of
-its members only; a wait ends when the view changes, and `membership` decides how the call goes on. A rank stores its
+its members only; a wait ends when the view changes, and `membership` decides how the call continues. A rank stores its
 row into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its
 row is read there if it has not arrived here. Calls are numbered through all epochs, so the first call of an epoch can
 have any number.
@@ -344,7 +344,7 @@ class Exchange:
         return any(self.words.tag_of(parity, src) >= tag(self.epoch, seq) for parity in (0, 1))
 
     def waits_in_next(self, src: int) -> bool:
-        """Return whether a rank has announced the call after this rank's last one, and neither refused nor aborted
+        """Return whether a rank has announced the call after this rank's last one, and has not refused or aborted
         it.
         """
         mark = tag(self.epoch, self.seq + 1)
@@ -409,9 +409,7 @@ class Exchange:
             self.gathered = self.seq
 
     def _wait_rows(self, deadline: float, is_current: bool = False) -> None:
-        """Wait for all rows of the last call; `is_current`: its caller waits, so a peer that aborts it ends the
-        wait.
-        """
+        """Wait for all rows of the last call; `is_current`: its caller waits, and a peer's abort ends the wait."""
         want = tag(self.epoch, self.seq)
         for src in self._peers:
             if src in self.parties and src not in self.gone:

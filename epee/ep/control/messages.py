@@ -58,7 +58,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
         return parts
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:
-        """Take part in an exchange as the rank whose arguments were refused, so that the peers learn it at once."""
+        """Take part in an exchange as the rank whose arguments were refused, so that the peers are notified at once."""
         header = self._bare_header(op)._replace(refused=REFUSED)
         self.exchange.publish(header, None, reason_bytes(error), deadline)
 

@@ -1,5 +1,4 @@
-"""The common end of a call that a rank aborts before it has seen all rows, by the words of
-`view/protocol/withdrawal.py`.
+"""The common end of a call that a rank aborts before it has seen all rows; words as in `view/protocol/withdrawal.py`.
 
 The causes are a timeout and every other error that makes a caller leave the wait for the rows; after a call with two
 different ends each of its calls would meet the next one of the others.
@@ -66,8 +65,8 @@ class EndWords:
         return bool(self._peers)
 
     def withdrawn(self, mark: int) -> list[int]:
-        """Return the peers that have aborted the call with tag `mark`; a later one counts, too: they have finished this
-        one.
+        """Return the peers that have aborted the call with tag `mark`; a later one counts, too: this one is over for
+        them.
         """
         return [
             peer

@@ -71,9 +71,7 @@ class RowFormat:
         return row.ljust(8 * (self.num_words - 1), b"\0")
 
     def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
-        """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, `[num_ranks, ...]`
-        counts.
-        """
+        """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, counts by rank."""
         width, ranks = 8 * self.num_words, range(self._num_ranks)
         headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
         texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
@@ -188,9 +186,7 @@ class InboxWords(RowFormat):
         words[at] = call
 
     def reason_of(self, src: int, call: int) -> str:
-        """Return why a rank refused GPU call number `call`; "" if it has not published a reason, or has overwritten it
-        since.
-        """
+        """Return why a rank refused GPU call number `call`; "" if it has published no reason, or has overwritten it."""
         words = self._words[src]
         at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
         if words[at] != call:

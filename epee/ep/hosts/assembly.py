@@ -129,8 +129,8 @@ class Assembly:
         return {rank for rank in ranks if any(word >> rank & 1 for word in bits)}.difference(self._exchange.members)
 
     def _expected(self) -> tuple[int, int]:
-        """Return the ranks in the engine's group or requesting admission, and those present in the process group, as
-        bit masks.
+        """Return the ranks in the engine's group or requesting admission, and those in the process group, as bit
+        masks.
         """
         survival, seat = self._engine.survival, self._seat
         if seat is None or survival is None:

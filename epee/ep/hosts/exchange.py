@@ -121,7 +121,7 @@ class HostsExchange:
         row, patience = self._row(header, counts, text), CallPatience.until(deadline)
         met = self._read(row, self.run(row.plan, patience))
         if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
-            raise Moved  # this call has other members than the calls before it
+            raise Moved  # a later piece of a gather has other members than the piece before
         return met.rows
 
     def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:

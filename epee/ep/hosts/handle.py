@@ -21,7 +21,7 @@ class TakenRows(NamedTuple):
 
     Attributes:
         records: `[n]` int64, the record that each row came in.
-        rows: `[n]` int64, where it lies in the result.
+        rows: `[n]` int64, its offset in the result.
     """
 
     records: Ints
@@ -40,8 +40,8 @@ class TwoLevelHandle(HostHandle):
         sent: per host, the records of this rank's tokens.
         received: per source, the records that it sent to this host.
         num_source_tokens: of each rank, in the dispatch.
-        topology: who is where.
-        members: who had a part in the dispatch, ascending.
+        topology: the placement of the ranks.
+        members: ranks with a part in the dispatch, ascending.
         topk_ids: expert layout: per source `[records, num_topk]` int64, the ids that came with them.
     """
 

@@ -195,8 +195,7 @@ class OnOneHost(NamedTuple):
 def find_on_one_host(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
-    """Return the running buffer of one host that this process, a joiner, would take part in; None if there is none.
-    Local.
+    """Return the running buffer of one host that this process, a joiner, would take part in, or None. Local.
 
     Args:
         is_cuda: the buffer is to be one of GPUs, whatever `config` says so far.
@@ -222,8 +221,7 @@ def find_on_one_host(
 def find_running(
     group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the running buffer over hosts that this process, a joiner, has to take part in; None if there is none.
-    Local.
+    """Return the running buffer over hosts that this process, a joiner, has to take part in, or None. Local.
 
     Args:
         group: of the buffer.

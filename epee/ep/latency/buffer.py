@@ -238,7 +238,7 @@ class LatencyBuffer(SharedBuffer):
         Args:
             x: `[num_tokens, hidden]` bfloat16. Not modified; may be reused on return (GPU: by work after the call). On
                 GPUs rows are contiguous and begin at multiples of 16 bytes.
-            topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
+            topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that occurs twice in a row
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32, None for ones.
             use_fp8, round_scale, use_ue8m0: quantise x on the way, with float32 scales per 128 channels, powers of

@@ -1,5 +1,4 @@
-"""The checks of a `LatencyBuffer`'s arguments, which return checked calls. Nothing has been sent yet when a rule here
-is broken.
+"""The checks of a `LatencyBuffer`'s arguments, which return checked calls; nothing has been sent yet at a refusal.
 
 Shapes, dtypes and devices cost no pass over the data; expert ids are read once on the CPU (GPU kernels check them
 themselves). The properties of a call without data and addresses are its cache entry, which `plans.py` stores for calls
@@ -63,7 +62,7 @@ class GivenToCombine(NamedTuple):
 
 
 def check_wait(timeout_us: object, timeout: float | None, default_s: float) -> float:
-    """Return for how many seconds a half waits for a silent peer."""
+    """Return for how many seconds a phase waits for a silent peer."""
     if timeout_us is None:
         return check_timeout(timeout, default_s)
     if timeout is not None:
@@ -80,7 +79,7 @@ def check_run_options(num_sms: object, async_op: object, previous_event: object)
     """Check how a call runs; `previous_event` is checked where it is waited for."""
     if num_sms is None and async_op is False and previous_event is None:
         return _AT_ONCE
-    return check_run(RunOptions(num_sms, async_op, previous_event))  # type: ignore[arg-type]  # looked at there
+    return check_run(RunOptions(num_sms, async_op, previous_event))  # type: ignore[arg-type]  # checked there
 
 
 def _check_hook_wish(return_hook: object, async_op: bool) -> bool:
@@ -93,7 +92,7 @@ def _check_hook_wish(return_hook: object, async_op: bool) -> bool:
 
 def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: object, use_ue8m0: object) -> Quantisation:
     """Check how rows are sent."""
-    how = Quantisation(use_fp8, round_scale, use_ue8m0)  # type: ignore[arg-type]  # looked at next
+    how = Quantisation(use_fp8, round_scale, use_ue8m0)  # type: ignore[arg-type]  # checked next
     for name, value in zip(QUANTISATION_NAMES, how, strict=True):
         if not isinstance(value, bool):
             raise InvalidArgument(f"{name} must be True or False, got {shown(value)}")

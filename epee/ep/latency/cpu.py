@@ -309,7 +309,7 @@ class LatencyCalls(ABC):
         """Add up the received sums."""
 
     def _require_place(self, options: LatencyOptions) -> None:  # noqa: B027 - most have nothing to check
-        """Raise if the job, or without a mask the buffer, has gone on without this process."""
+        """Raise if the job, or without a mask the buffer, has continued without this process."""
 
     # -- agreement
 

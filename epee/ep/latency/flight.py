@@ -71,9 +71,7 @@ def _shown(name: str, value: int) -> str:
 
 
 class NoFreeSlot(InvalidState):
-    """The call cannot even be refused: there is no slot by which to notify the peers. The caller sees an
-    `InvalidState`.
-    """
+    """The call cannot even be refused: no slot is free by which to notify the peers. An `InvalidState` for callers."""
 
 
 class Flight:

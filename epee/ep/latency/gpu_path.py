@@ -84,8 +84,7 @@ _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
 class LatencyCudaPath(Memory):
-    """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement that joins a running
-    buffer.
+    """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement.
 
     The arguments are those of `CudaPath`.
 

@@ -96,10 +96,10 @@ def num_scales(hidden: int, how: Quantisation) -> int:
 
 
 def place_rows(sources: list[tuple[Ints, Ints, Floats] | None], num_local: int, capacity: int) -> Placed:
-    """Give every received row its place with each of its experts.
+    """Compute the offset of every received row with each of its experts.
 
     Args:
-        sources: for each rank its tokens, local ids and weights (see `Source`), None where nothing came.
+        sources: for each rank its tokens, local ids and weights (see `Source`), None if nothing arrived.
         num_local: experts of this rank.
         capacity: rows of an expert's block.
     """
@@ -166,7 +166,7 @@ def partial_sums(source: Source, weights: Floats, y: torch.Tensor) -> torch.Tens
         rows = torch.from_numpy(index)
         products = y.index_select(0, torch.from_numpy(source.place[index, k])).to(torch.float32)
         products.mul_(torch.from_numpy(weights[index, k])[:, None])
-        total.index_add_(0, rows, products)  # a row stands once in `rows`: one addition each
+        total.index_add_(0, rows, products)  # a row occurs once in `rows`: one addition each
     return total
 
 

@@ -10,7 +10,7 @@ reader. Ranks of several hosts pull (`../hosts/latency/wire.py`): a message lies
 mirrors of it on other hosts.
 
 A rank that waits in an earlier call for another one is not silent: the timeout for it starts when its own wait ends;
-otherwise one missing rank would make the ranks that waited for it in vain look late to the others.
+otherwise one missing rank would make the ranks that waited for it in vain seem late to the others.
 
 A call without a mask ends in the same way on all ranks: a rank that has all messages checks whether a peer has aborted
 the call before it continues, and a rank that aborts completes the call after all if a peer has all of its messages

@@ -290,9 +290,7 @@ def _naming_deaths(begun: Begun | None) -> Iterator[None]:
 
 
 def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None) -> None:
-    """Report to all ranks why this one cannot make its part, if so; raise if any cannot: a cause instead of a
-    timeout.
-    """
+    """Report to all ranks why this one cannot make its part, if so; raise that cause on all ranks."""
     mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
     lost = 0
     if isinstance(problem, RankFailedError) and problem.cause == _ENDED:
@@ -386,9 +384,7 @@ def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig
 
 
 def _open_lines(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> Iterator[tuple[int, int, Line]]:
-    """Return number, a holder and its line of each running buffer of a kind that this process has not had, oldest
-    first.
-    """
+    """Return number, a holder and its line of each running buffer of a kind new to this process, oldest first."""
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)

@@ -163,9 +163,7 @@ class CallCourse:
             return max(self._course.starts(epoch), default=0) <= seq
 
     def withdraw(self, version: int) -> bool:
-        """Record that the last call has failed; return False if the stream is frozen, or has changed since
-        `version`.
-        """
+        """Record that the last call has failed; return False as `issue` does."""
         with self._lock:
             if self.frozen or self.version != version:
                 return False

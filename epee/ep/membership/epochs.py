@@ -180,8 +180,8 @@ class EpochLane(BufferLane):
         return self._calls.issue(seq, is_pull, self._seen, publish)
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Record that all rows of call `seq` have been seen; return False if the view is changing: `decide` says what
-        it means.
+        """Record that all rows of call `seq` have been seen; return False if the view is changing (then see
+        `decide`).
         """
         return self._calls.complete(seq, self._seen, note)
 
@@ -286,7 +286,7 @@ class EpochLane(BufferLane):
     # ---- between two calls
 
     def offer(self) -> None:
-        """Lend this rank's inbox for the first epoch, while the buffer is made: all ranks do before one enters.
+        """Lend this rank's inbox for the first epoch, while the buffer is made; all ranks lend before one enters.
         Local.
         """
         self._inboxes.offer(self._begun.first)
@@ -360,7 +360,7 @@ class EpochLane(BufferLane):
                     return error
 
     def _come_to_next(self, op: str, deadline: float) -> bool:
-        """Enter the epoch of the next call, with all ranks that have a part in it; return False if the view has changed
+        """Enter the epoch of the next call, with all its participants; return False if the view has changed
         meanwhile.
         """
         exchange = self._exchange

@@ -47,8 +47,11 @@ def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
 
 
 def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:
-    """Return the job handle of a buffer on a group of another backend, whose ranks have found `place`; no rank can join
-    it.
+    """Return the job handle of a buffer on a group of another backend, which no process can join.
+
+    Args:
+        place: found by the group's ranks.
+        fault_mode, on_stall: policies of the buffer.
     """
     seat = place.seat
     return GroupInView(
@@ -281,9 +284,7 @@ class Roster:
         return self.state[1]
 
     def check(self) -> None:
-        """Raise the reason why a call cannot succeed: `EvictedError` permanently, `NoQuorumError` for the time
-        being.
-        """
+        """Raise the reason why a call cannot succeed: `EvictedError` is permanent, `NoQuorumError` temporary."""
         error = self.seat.runtime.error
         until = time.monotonic() + NO_QUORUM_PAUSE_S  # so that calls repeated without a quorum do not spin
         while isinstance(error, NoQuorumError) and time.monotonic() < until:

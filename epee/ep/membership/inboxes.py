@@ -129,8 +129,7 @@ class Inboxes:
                 self.give_back(met)
 
     def meet_those(self, members: Mapping[int, Member], wait: Wait) -> Met:
-        """Map what members lend for an epoch, as far as they do; the result lacks members that are `Absent`, or
-        damaged.
+        """Map what members lend for an epoch, as far as they do; the result lacks `Absent` and damaged members.
 
         Raises:
             ResourceError: no memory or descriptor is left here. Otherwise as `look`.

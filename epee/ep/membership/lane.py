@@ -91,9 +91,7 @@ class BufferLane:
         return self._begun.first
 
     def is_told(self, take_back: Callable[[], None]) -> None:
-        """Record that a notice of the buffer is published to the group, until it is closed: then `take_back` is
-        called.
-        """
+        """Record that a notice of the buffer is published to the group; `close` calls `take_back`."""
         self._begun.take_back = take_back
 
     @property
@@ -131,7 +129,7 @@ class BufferLane:
         self.roster.require_part(self._rank)
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Publish to the peers, and hang reports, for which ranks a call waits; called repeatedly, because old entries
+        """Publish to the peers, and hang reports, for which ranks a call waits; repeated, because old entries
         expire.
         """
         self.roster.show(op, seq, ranks)
@@ -152,9 +150,7 @@ class BufferLane:
     # ---- sync
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree with the others on the members (`sync.py`) and return the agreement; call `note_agreed` once the caller
-        has it.
-        """
+        """Agree with the others on the members (`sync.py`); call `note_agreed` once the caller has the result."""
 
         def look(silent: list[int]) -> None:
             """Check for changes while `silent` are awaited: raises what ends the wait, publishes the awaited ranks."""

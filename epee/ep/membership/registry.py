@@ -91,9 +91,7 @@ class Line:
             )  # last: a reader that finds the line closed finds the reason
 
     def show_ready(self, mark: int) -> None:
-        """Publish that this rank has mapped all ranks that take part in the call of an epoch with this tag. Only the
-        owner.
-        """
+        """Publish that this rank has mapped all participants of the call of an epoch with this tag. Only the owner."""
         self.words[READY] = mark
         futex_wake(self.address + 8 * READY)
 
@@ -216,7 +214,7 @@ def name_of(lane: int) -> str:
 
 
 def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[int]:
-    """Return the ranks at the end of the chain of waits that starts at rank `me`; none if all wait for each other."""
+    """Return the ranks at the end of the chains of waits that begin with `ranks`; none if all wait for each other."""
     found, seen, todo = set(), {me}, list(ranks)
     while todo:
         rank = todo.pop()

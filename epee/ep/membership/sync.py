@@ -162,15 +162,11 @@ class Sync:
         return Came(ranks, used, awaited, others, closed, is_late)
 
     def _closed(self, members: Mapping[int, Member]) -> frozenset[int]:
-        """Return the ranks without a line that have closed the buffer, as opposed to those that have not made it
-        yet.
-        """
+        """Return the ranks without a line that have closed the buffer; the others have not made it yet."""
         return frozenset(rank for rank, member in members.items() if self._inboxes.has_closed(member))
 
     def _check_calls(self, view: View, came: Came) -> None:
-        """Raise if an awaited rank itself waits in another call; a rank publishes its arrival before it makes a
-        call.
-        """
+        """Raise if an awaited rank waits in another call; a rank publishes its arrival before it makes a call."""
         elsewhere = frozenset(rank for rank in came.awaited if self._is_elsewhere(rank))
         if not elsewhere:
             return

@@ -183,8 +183,8 @@ class SyncedLane(BufferLane):
         return is_same and self._is_whole()
 
     def state(self) -> object:
-        """Return an object that is replaced when the view changes; read it before the checks that `note_calm`
-        records.
+        """Return an object that is replaced when the view changes; read it before the checks that `note_calm` is
+        for.
         """
         return self.roster.state
 
@@ -194,9 +194,7 @@ class SyncedLane(BufferLane):
 
     @property
     def has_turned(self) -> bool:
-        """Whether a `sync` has begun an epoch with this rank that it has not entered, because an error ended its
-        `sync`.
-        """
+        """Whether a `sync` has begun an epoch with this rank that it has not entered, because of an error."""
         agreed = self.roster.view.agreed
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
@@ -217,7 +215,7 @@ class SyncedLane(BufferLane):
         self.note_agreed(agreed)
 
     def require_place(self, is_masked: bool) -> None:
-        """Raise `EvictedError` if the job has gone on without this process, or, without a mask, the buffer has."""
+        """Raise `EvictedError` if the job has continued without this process, or, without a mask, the buffer has."""
         error = self.roster.seat.runtime.error
         if isinstance(error, EvictedError):
             raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
@@ -265,8 +263,8 @@ class SyncedLane(BufferLane):
             self._require(range(self._config.num_ranks), op, seq)
 
     def _is_whole(self) -> bool:
-        """Return whether all ranks of the buffer are in the epoch. Every call checks this; it reads two words a rank
-        while true.
+        """Return whether all ranks of the buffer are in the epoch. Called in every call; reads two words a rank while
+        true.
         """
         view = self.roster.state[1]
         if view is not self._whole:
@@ -327,9 +325,7 @@ class SyncedLane(BufferLane):
         return kind(told, [rank], op, seq, epoch, why)
 
     def patience(self, deadline: float) -> float:
-        """Return until when to wait for ranks that have just agreed: the timeout may have been used up by ranks that
-        did not arrive.
-        """
+        """Return until when to wait for ranks that have just agreed: missing ranks may have used up the timeout."""
         return max(deadline, time.monotonic() + self._timeout_s)
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:

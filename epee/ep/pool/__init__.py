@@ -1,1 +1,1 @@
-"""Buffers for callers that say no sizes beforehand, as drop-in layers must: made, and made larger, as calls need."""
+"""Buffers for callers that give no sizes beforehand, as drop-in layers must: made, and made larger, as calls need."""

@@ -20,7 +20,7 @@ _NUM_WORDS = 7  # before the rows for each rank: refused, then the wish
 
 
 def pack_wish(wish: Wish) -> bytes:
-    """Return the record of a rank that goes on; its length depends on the number of ranks only."""
+    """Return the record of a rank that continues; its length depends on the number of ranks only."""
     words = (
         wish.hidden,
         DTYPE_CODES.index(wish.dtype),

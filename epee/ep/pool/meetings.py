@@ -102,7 +102,7 @@ class Steps:
             time.sleep(_POLL_S)
 
     def _key(self, number: int, rank: int | None = None) -> str:
-        """Return the key of a rank's step, of this rank's by default, behind the prefix."""
+        """Return the key of a rank's step, of this rank's by default, after the prefix."""
         group = self._group()
         return f"{number}/{rank if rank is not None or group is None else group.rank()}"
 

@@ -151,8 +151,7 @@ class BufferPool:
         return self._latency.lately
 
     def meet_again(self) -> None:
-        """Make the next call of each latency buffer begin with the current members of the group. Collective; handles
-        end.
+        """Make the next call of each latency buffer begin with the group's current members. Collective; handles end.
 
         On a group of the backend "epee" it begins with `sync`, which admits processes that replace lost ranks; on
         others with a new buffer. Ranks that are not agreed on there are cleared in that call's mask.
@@ -172,7 +171,7 @@ class BufferPool:
         """Take part in the peers' `agree` as the rank whose arguments are wrong; `error` is what the caller raises.
 
         With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, as far
-        as a rank can tell that does not know its own call's shape.
+            as a rank knows that cannot compute its own call's shape.
         """
         if is_gpu and self._rooms.lane is not None:
             self.refuse(error)
@@ -200,8 +199,7 @@ class BufferPool:
         return [max(each) for each in zip(*map(layout.unpack, self._share(layout.pack(*numbers))), strict=True)]
 
     def barrier(self) -> bool:
-        """Let the ranks meet on the current stream by one kernel; return False if there is no room on a GPU.
-        Collective.
+        """Let the ranks meet on the current stream by one kernel; False if there is no room on a GPU. Collective.
 
         Memory is made by all ranks, so all find the same.
         """

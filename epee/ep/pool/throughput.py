@@ -205,8 +205,7 @@ class ThroughputRooms:
         return like
 
     def latest(self, options: object, *tensors: Any) -> Like | None:
-        """Return a recent result of `recall` if options are equal and tensors have equal properties; quicker than a
-        key.
+        """Return a recent result of `recall` for equal options and tensors of equal properties; quicker than a key.
 
         Args:
             options, tensors: as they were stored.

@@ -1,1 +1,1 @@
-"""The two paths of `Buffer`: rows in their final place on CPUs, slots that peers fill on GPUs."""
+"""The two paths of `Buffer`: rows at their final offset on CPUs, slots that peers fill on GPUs."""

@@ -73,7 +73,7 @@ class OwnArenas:
         return slot
 
     def result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
-        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+        """Return the received rows: a lease on the slot, or a copy when the maximum is leased."""
         fields = self.fields(payload, num_recv)
         if num_recv == 0:
             arena.pool.give_back(slot)
@@ -87,7 +87,7 @@ class OwnArenas:
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 
     def fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
-        """Return how the received rows lie in a slot, and their scales."""
+        """Return the fields of the received rows in a slot, and of their scales."""
         fields = [Field("payload", payload.dtype, (num_recv, self._config.hidden))]
         if payload.scales is not None:
             assert payload.scale_dtype is not None
@@ -110,11 +110,11 @@ def clear_padding(payload: PayloadRows, padding: Sequence[tuple[int, int]], aren
 
 
 class Arenas(OwnArenas):
-    """Those of all ranks of a host; see above.
+    """The arenas of all ranks of a host.
 
     Args:
         config, rank, poison: as of `OwnArenas`.
-        exchange: of the buffer's rows; it says which calls the peers have passed.
+        exchange: of the buffer's rows; knows which calls the peers have passed.
     """
 
     def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, poison: bool) -> None:
@@ -135,7 +135,7 @@ class Arenas(OwnArenas):
         arena.pool.passed(self._exchange.settled)
 
     def let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
-        """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
+        """Free a slot. Once the call was announced, peers may touch it until they have passed the call."""
         if self._exchange.seq > last_seq:
             arena.pool.cool(slot, self._exchange.seq)
         else:

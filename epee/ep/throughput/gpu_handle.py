@@ -229,7 +229,7 @@ class CudaHandle(Handle):
 
     @property
     def _tokens(self) -> torch.Tensor:
-        """`[num_ranks, num_ranks]`: tokens that each rank (row) has for each one, those that are dropped left out."""
+        """`[num_ranks, num_ranks]`: tokens that each rank (row) has for each one, without those that are dropped."""
         tokens = self._count_matrix[:, self._num_experts :]
         if self.capacity is None:
             return tokens

@@ -140,8 +140,7 @@ class CudaPath:
             )
 
     def of_sizes(self, config: BufferConfig, buffer_id: int) -> CudaPath:
-        """Return a path for calls of other sizes over the same memory, which shares all that does not depend on sizes.
-        Local.
+        """Return a path for calls of other sizes over the same memory, with everything shared but the sizes. Local.
 
         Args:
             config: the sizes.

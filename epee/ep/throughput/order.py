@@ -1,13 +1,13 @@
-"""In which order a combine adds up: epee's own, and those of the libraries whose bits the drop-in layers must match.
+"""The orders in which a combine adds up: epee's own, and those of other libraries whose bits must be matched.
 
 Sums of floating-point numbers depend on their order, so every order is spelled out here and has its oracle
 (`reference/`). All orders add in float32 (float64 for float64 rows) and round to the payload's dtype at the end. An
 order is a local matter: each rank sums the rows of its own tokens, and the peers need not know how.
 
-    by        what is added to the accumulator, one after another
+    by        the values added to the accumulator, one after another
     "rank"    one value per destination rank, ranks ascending
-    "last_k"  one value per destination rank, by the last k of the token whose expert lives there
-    "k"       expert layout: one row per k, ascending, from whatever rank
+    "last_k"  one value per destination rank, by the last k of the token whose expert is there
+    "k"       expert layout: one row per k, ascending, from any rank
 
 A rank's value is its row (rank layout), or the sum, from -0.0 and by k ascending, of its weighted rows (expert layout).
 """

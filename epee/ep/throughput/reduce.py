@@ -37,7 +37,7 @@ def combine_rank_rows(
     """Sum the rank layout into `out`.
 
     Args:
-        handle: says which token each row belongs to.
+        handle: contains the token of each row.
         rows: per segment of the handle's placement, `[num_rows, hidden]`.
         bias: up to two `[num_tokens, hidden]`.
         out: `[num_tokens, hidden]`, same dtype as the rows.

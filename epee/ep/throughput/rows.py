@@ -37,7 +37,7 @@ def typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
 
 
 def write_rows(payload: PayloadRows, handle: HostHandle, segment: Segment, target: Slots, slot: int) -> None:
-    """Copy the rows (and scales) of one segment to their final place, each of them once."""
+    """Copy the rows (and scales) of one segment to their final offset, each of them once."""
     tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
     for name, source in (("payload", payload.rows), ("scales", payload.scales)):
         if source is not None:

@@ -1,1 +1,1 @@
-"""`LatencyBuffer` over several hosts: one record per token and host, read where it lies by every rank of the host."""
+"""`LatencyBuffer` over several hosts: one record per token and host, read in place by every rank of the host."""

@@ -38,7 +38,7 @@ class HostsLatencyHandle(HostLatencyHandle):
 
     Attributes:
         records: for each host the tokens that went there, ascending.
-        came: what came from each rank; None where nothing did.
+        came: the records received from each rank; None if there are none.
     """
 
     records: list[Ints] = field(default_factory=list)

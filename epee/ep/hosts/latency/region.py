@@ -78,7 +78,7 @@ class HostsFields(RegionWords):
         self._bytes: Bytes = region.array(np.dtype(np.uint8), base + layout.nbytes)[base:]
 
     def at(self, name: str, *index: int) -> int:
-        """As `RegionWords.at`; the tag of a half is its first word."""
+        """As `RegionWords.at`; the tag of a message is its first word."""
         return super().at("half" if name == "head" else name, *index)
 
     def half(self, slot: int, nbytes: int) -> Bytes:

@@ -270,9 +270,7 @@ class HostsWire(Wire):
         return until if 0 < call <= seq else -math.inf
 
     def note_waits(self) -> None:
-        """Read how long ranks of other hosts wait, if they have reported since the last check; their time counts from
-        now.
-        """
+        """Read how long ranks of other hosts wait, if they have reported since the last check; times count from now."""
         for peer in self.topology.elsewhere:
             fields = self._fields[peer]
             index = fields.at("waiting")

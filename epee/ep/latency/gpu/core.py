@@ -276,7 +276,7 @@ class LatencyCore:
 
     def _run_again(self, plan: CallPlan, what: Words, stream: int) -> bool:
         """Launch both phases of a cached call if the sizes of the last such launch still fit; return whether they
-        do.
+        did.
         """
         ready = plan.both
         if ready is None or plan.is_split or self._share.still(stream) != ready.fitted:

@@ -35,7 +35,7 @@ class Half:
         self.is_done = launch is None
 
     def __call__(self) -> None:
-        """Receive, on the current stream; the kernels' count of received calls goes on when all calls before this one
+        """Receive, on the current stream; the kernels' count of received calls advances when all calls before this one
         are received.
 
         Raises:

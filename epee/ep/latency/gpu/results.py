@@ -131,7 +131,7 @@ class CudaLatencyCombined(_Ends, LatencyCombined):  # type: ignore[misc]  # like
 
 
 def lost_weight(ids: torch.Tensor, weights: torch.Tensor, got: torch.Tensor, num_local_experts: int) -> torch.Tensor:
-    """Return `[num_tokens]` float32: the weights of each token whose expert lives on a rank that is not in `got`."""
+    """Return `[num_tokens]` float32: the weights of each token whose expert is on a rank that is not in `got`."""
     is_lost = (ids >= 0) & ~got[(ids.clamp(min=0) // num_local_experts).long()]
     lost = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     for k in range(ids.shape[1]):

@@ -71,7 +71,7 @@ class CoreHandle:
         self._counts = counts
 
     def clear(self) -> None:
-        """Say that nothing has come yet, until the hook has run."""
+        """Mark everything as not received, until the hook has run."""
         self.words[self._space.waits : self._space.counts].zero_()
 
     def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +84,7 @@ class CoreHandle:
 
     @property
     def wait_us(self) -> torch.Tensor:
-        """`[num_ranks]` int64: microseconds until the receive phase had heard each rank."""
+        """`[num_ranks]` int64: microseconds until the receive phase had the message of each rank."""
         return self._part("waits", (self._config.num_ranks,), torch.int64)
 
     @property
@@ -111,7 +111,7 @@ class CoreHandle:
 
     @property
     def src_token(self) -> torch.Tensor:
-        """`[num_local_experts, num_ranks * max_tokens]` int32: the token's number there; undefined behind rows."""
+        """`[num_local_experts, num_ranks * max_tokens]` int32: the token's number there; undefined after the rows."""
         return self._part("src_token", (self._config.num_local_experts, self._config.capacity), torch.int32)
 
 

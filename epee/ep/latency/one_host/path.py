@@ -178,7 +178,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         result.got[counted] = True
 
     def _require_place(self, options: LatencyOptions) -> None:
-        """Raise `EvictedError` if the job, or without a mask the buffer, has gone on without this process."""
+        """Raise `EvictedError` if the job, or without a mask the buffer, has continued without this process."""
         self._lane.require_place(options.active_ranks is not None)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:

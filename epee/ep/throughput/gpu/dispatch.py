@@ -49,9 +49,7 @@ Part: TypeAlias = "tuple[int, int, int]"
 
 
 class Fields(NamedTuple):
-    """The fields of a rank-layout result in its slot; None for fields that do not exist. `kept`: as the places of
-    `KeptRows`.
-    """
+    """The fields of a rank-layout result in its slot; None for missing ones. `kept`: as the places of `KeptRows`."""
 
     x: FieldAt
     scales: FieldAt | None
@@ -333,7 +331,7 @@ def _fields(shape: Shape, facts: DispatchFacts) -> Fields:
     most = config.max_recv_rows
 
     def field(name: str, dtype: torch.dtype, columns: int) -> FieldAt:
-        """Return where a field lies in full capacity."""
+        """Return the location of a field in full capacity."""
         return dtype, offsets[name], (most, columns)
 
     return Fields(

@@ -224,9 +224,7 @@ class Machine:
                 del error
 
     def _await_news(self) -> list[int]:
-        """Return the members that are known to be dead; a peer may have received a report a little earlier than this
-        rank.
-        """
+        """Return the members that are known to be dead; a peer may have received a report a little earlier."""
         deadline = time.monotonic() + NEWS_S
         while True:
             dead = [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
@@ -252,8 +250,7 @@ class Machine:
         ghosts: Mapping[int, Collection[int]] = MappingProxyType({}),
         is_open: bool = True,
     ) -> None:
-        """Continue in an agreed view: every member calls this with equal arguments, no call of any of them is in
-        flight.
+        """Continue in an agreed view. Every member calls this with equal arguments while no call of any is in flight.
 
         Earlier handles become invalid: kernels refuse them, also in graphs. Errors that have not been raised yet are
         dropped.
@@ -312,8 +309,7 @@ class Machine:
         return self._control[self.config.rank].blob, self.slots[self.config.rank].blob
 
     def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
-        """Map what the process that has `rank` now lends, as named by its `blobs`, unless it is mapped; no call is in
-        flight.
+        """Map what the process that has `rank` now lends, named by its `blobs`, unless mapped. No call is in flight.
 
         Raises:
             As `Lending.put`; to be repeated.
@@ -322,9 +318,7 @@ class Machine:
             self._lending.put(regions, rank, blob)
 
     def bury(self, ranks: Sequence[int]) -> None:
-        """Record that processes of ranks, or evicted ones, have ended with all work of their GPUs: they store nothing
-        more.
-        """
+        """Record that processes of ranks, or evicted ones, have ended with all work of their GPUs."""
         if not self._gone.issuperset(ranks):
             self._gone |= set(ranks)
             self.pool.release(self._gone)
@@ -373,9 +367,7 @@ class Machine:
         return Taken(self.pool, new, [stream], False)
 
     def _take_over(self, slot: int, views: SlotViews, stream: int) -> Taken:
-        """Reuse the slot of a result that has died for the next one: the same as returning and taking it, in less
-        time.
-        """
+        """Reuse the slot of a dead result for the next one: equals returning and taking it, in less time."""
         taken = self._lent[slot]
         for reader in taken.streams:
             if reader != stream:

@@ -1,5 +1,4 @@
-"""Lent memory from which peers pull expert-layout rows, lent at the first combine of that layout by the current
-members.
+"""Lent memory from which peers pull expert-layout rows, lent by the current members at the first such combine.
 
 A buffer that is made with room for such rows lends it at construction (`ThroughputConfig.room_expert_slot_bytes`). Its
 slots are containers: one serves calls of every shape and alignment whose rows fit. If the rows do not fit, all ranks
@@ -140,9 +139,7 @@ class Places:
         return ExpertPlace(regions, slot_bytes, digest, self._newest, members, digest)
 
     def _agree(self, slot_bytes: int, members: Collection[int], all_gather: AllGather) -> ExpertPlace | None:
-        """Return the memory that all have or can have; None if they need new memory. All read the same and decide
-        alike.
-        """
+        """Return the memory that all have or can have, or None if they need new memory; alike on all members."""
         heard = all_gather(Told.of(self._place, self._newest, members).pack())
         told = [Told.parse(heard[rank]) for rank in sorted(members)]
         self._newest = max(one.newest for one in told)

@@ -95,7 +95,7 @@ class Shape:
         return stage
 
     def keep_plan(self, key: tuple[object, ...], plan: Any) -> None:
-        """Keep how calls with equal facts are launched; not forever, as callers may bring new facts all the time."""
+        """Cache the plan of calls with equal facts; not forever, as callers may bring new facts all the time."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = plan

@@ -110,8 +110,8 @@ class ReceiveSlotPool:
             self.haunters = {slot: haunters for slot, haunters in self.haunters.items() if haunters}
 
     def release(self, ranks: Iterable[int]) -> None:
-        """Unblock for these ranks, which are dead or have left all earlier calls: they write only slots granted to them
-        anew.
+        """Unblock for these ranks, which are dead or have left all earlier calls: they write only newly granted
+        slots.
         """
         with self._lock:
             gone = set(ranks)

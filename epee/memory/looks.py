@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..errors import is_of_handler
+
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 Looks = Callable[..., bool]
 MOST_LOOKS = 4  # kinds of calls for which one caller keeps guards: each that does not match costs a call 0.2 us
@@ -33,7 +35,9 @@ def looks_of(*tensors: Any) -> Looks | None:
 def _check_of(*tensors: torch.Tensor) -> Looks | None:
     try:
         check: Looks = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError) as exc:
+        if is_of_handler(exc):
+            raise
         return None
     return check
 
@@ -51,5 +55,7 @@ def _is_right() -> bool:
         try:
             negated = torch._neg_view(first)
             return check(first, first.clone()) is True and not any(check(first, other) for other in (*others, negated))
-        except (AttributeError, TypeError, RuntimeError):
+        except (AttributeError, TypeError, RuntimeError) as exc:
+            if is_of_handler(exc):
+                raise
             return False

@@ -48,8 +48,8 @@ class StandInEngine:
 
         return SimpleNamespace(at=at)
 
-    def close(self) -> None:
-        self._engine.close()
+    def close(self, failed: bool = False) -> None:
+        self._engine.close(failed=failed)
 
 
 class StandInLinks:

@@ -93,13 +93,13 @@ def _end(engine: EngineFace) -> None:
 
 
 def break_down(engine: EngineFace, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
-    """End the group on all ranks, because of a call that has not the same outcome on all. May be run again.
+    """End the group on all ranks, because a call does not have the same outcome on all. May be repeated.
 
     Args:
         engine: its lock is held.
-        cause: what has happened, in words.
-        error: that came out of it.
-        ranks: those that have ended the group; none: this one does.
+        cause: the event, in words.
+        error: the error that it led to.
+        ranks: the ranks that have ended the group; none: this rank does.
     """
     box = engine.box
     told = f"{cause}{f': {error!r}' if error is not None else ''}"

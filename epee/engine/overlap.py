@@ -1,30 +1,32 @@
-"""Calls that depend on each other through memory: each behaves as if the calls before it had been made first.
+"""Calls that depend on each other through memory: each behaves as if the calls before it had run first.
 
 NCCL gives that by its stream. Here a call reads its input when it is published (a message: when it is posted), on the
 thread that issues it, and earlier calls may still have to write there. So a call notes at issue which earlier calls of
-its group are in its way (`before`), and begins when they are not any more:
+its group are
+in its way (`before`), and begins when none of them is open:
 
-    it reads what an earlier call writes         until that one has ended; if it has failed, so does this call, for
-                                                 nobody meant what it would read
+    it reads what an earlier call writes         until that one has ended; if it has failed, so does this call,
+                                                 because its input would be undefined
     it writes what an earlier call writes        until that one has ended
-    it writes what an earlier message reads      until that one is in its lane
+    it writes what an earlier message reads      until that one is in its channel
     a receive writes what a collective reads     until that one has ended: large calls read round by round, and a call
                                                  reads its input again when it is made again after a change of the view
-    a message of the same lane and tag as one that is held back    until that one is posted
+    a message of the same channel and tag as one that is held back    until that one is posted
 
 A collective that writes what an earlier collective reads need not be held back: results are written in the order of the
-queue. Only calls that are open are looked at, so a program whose calls block never compares anything. What waits is
+queue. Only open calls are compared, so a program whose calls block never compares anything. A waiting call is
 planned again when it begins, because a plan may hold copies of its input (strided tensors, coalesced calls). So is a
 call that was planned, before it had the lock, while another one ended.
 
 A collective that is held back stands in the queue without a header; those behind it follow in order, as ever. A message
-that is held back is in `Mailroom.held`, in neither end's books. Whoever drives a call drives first what is in its way
-(`foremost`), and looks there for trouble: so calls that wait for each other, across ranks, end by the time-out of the
-first of them.
+that is held back is in `Mailroom.held`, in neither end's state. A thread that drives a call first drives the calls in
+its way (`foremost`), and examines failures there: so calls that wait for each other, across ranks, end by the timeout
+of the first of them.
 
 Memory is compared by elements where views are strided (`ranges.py`). Messages of one `batch_isend_irecv` are not
 ordered against each other. Everything runs under the engine's lock. Only this process's own state is read and written
-here. The error of a call says what holds it back, or held it back, and a time-out also says which calls it holds back.
+here. The error of a call names the calls that hold it back, or held it back, and a timeout also names the calls that it
+holds back.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from .ranges import Edge, Spans, is_free, meet, names_of, spans_of
 from .tensors import carrier_of, source
 
 _TORCH = "torch.distributed.distributed_c10d"
-Touched = tuple[Spans, Spans]  # what a call writes and what it reads
+Touched = tuple[Spans, Spans]  # memory that a call writes and memory that it reads
 
 
 def _has_ended(call: Driven) -> bool:
@@ -58,7 +60,9 @@ def _is_posted(message: Message) -> bool:
 
 
 def touched(call: Driven) -> Touched:
-    """Return what a call writes and what it reads; measured once, so that a tensor may get other memory afterwards."""
+    """Return the memory that a call writes and reads; measured once, so that a tensor may get other memory
+    afterwards.
+    """
     found: Touched | None = call.touched
     if found is None:
         writes, reads = call.tensors
@@ -67,16 +71,16 @@ def touched(call: Driven) -> Touched:
     return found
 
 
-# ---- what is in the way
+# ---- calls in the way
 
 
 def glance(engine: EngineFace) -> tuple[int, list[Message]]:
-    """Note how far the calls are, before the lock is taken, for `has_moved`."""
+    """Note the progress of the calls, before the lock is taken, for `has_moved`."""
     return engine.num_retired, list(engine.messages)
 
 
 def has_moved(engine: EngineFace, seen: tuple[int, list[Message]]) -> bool:
-    """Return whether a call has ended since `seen`: what was planned in between may hold copies from before that."""
+    """Return whether a call has ended since `seen`: a plan made in between may hold copies from before that."""
     retired, messages = seen
     return engine.num_retired != retired or any(message.done for message in messages)
 
@@ -106,7 +110,7 @@ def _is_near(engine: EngineFace, writes: Spans, reads: Spans, retired: int) -> b
     """Return False when no collective of the queue writes there."""
     if not engine.queue:
         return False
-    if engine.queue[0].touched is None:  # a call of another thread that blocks: it was not worth a note
+    if engine.queue[0].touched is None:  # a call of another thread that blocks: its memory was not noted
         return True
     index = engine.written
     return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
@@ -125,7 +129,7 @@ def order_message(engine: EngineFace, message: Message) -> None:
         is_read = meet(written, reads)
         if is_read or meet(written, writes) or meet(read, writes):
             edges.append(Edge(op, _has_ended, is_read))
-    mates: Sequence[Driven] | None = None  # looked for when somebody is in the way
+    mates: Sequence[Driven] | None = None  # computed when a call is in the way
     for earlier in _open_messages(engine):
         if earlier.before and _share_turns(earlier, message):
             edges.append(Edge(earlier, _is_posted, False))
@@ -179,11 +183,11 @@ def batch_mates() -> Sequence[Driven]:
     return [op for works in lists for work in works if isinstance(work, CallsOfWork) for op in work.ops]
 
 
-# ---- going on
+# ---- continuing
 
 
 def foremost(engine: EngineFace, op: Driven) -> Driven:
-    """Return the call to step for the sake of `op`: itself, the head of its queue, or what is in the way of that."""
+    """Return the call to step so that `op` advances: itself, the head of its queue, or a call in the way of that."""
     if engine.mail.held:
         release(engine)
     while True:

@@ -1,4 +1,4 @@
-"""What a collective moves, apart from how: the parts in which a call's data is put, merged and taken.
+"""The data movement of a collective, apart from its protocol: the parts in which data is put, merged and taken.
 
 `Operation` (`operation.py`) runs a plan through its rounds; `arguments.py` makes one from the arguments of a call;
 those that move data are in `backend/cuda/`. A plan holds no state of the protocol, so a call can be planned again for
@@ -21,16 +21,16 @@ Range = tuple[int, int]  # first byte, number of bytes
 
 
 class Planned(Protocol):
-    """What a plan asks of the call that runs it."""
+    """The interface of the call that runs a plan."""
 
     cell: int
 
     def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its place for a message."""
+        """Name the call and its position for a message."""
 
 
 class Sink:
-    """Where results go: `array`, and what `finish` does once they are there. `tensors.Target` is one."""
+    """A destination of results: `array`, and the action `finish` once they are there. `tensors.Target` is one."""
 
     array: Array
 
@@ -42,7 +42,7 @@ class Sink:
 
 
 class Plan:
-    """What a collective moves; subclasses live in `backend/cuda/`.
+    """The data movement of a collective; subclasses are in `backend/cuda/`.
 
     Attributes:
         name: for messages.
@@ -92,17 +92,17 @@ class Plan:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
 
     def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
-        """Look at what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
+        """Compare what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
 
     def commit(self) -> None:
-        """Finish: write-backs to strided tensors, private copies to their places."""
+        """Finish: copy results back to strided tensors, private copies to their tensors."""
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the places of the results on this rank, the same number for every plan of the same call."""
+        """Return the destinations of the results on this rank, the same number for every plan of the same call."""
         return ()
 
     def detach(self) -> None:
-        """Part from the user's tensors: what is read and written from here on are private copies of what they hold."""
+        """Detach from the user's tensors: from here on private copies of their contents are read and written."""
 
     def is_like(self, other: Plan) -> bool:
         """Return whether `other` plans the same call: the ranks would take one for the other."""
@@ -110,19 +110,19 @@ class Plan:
         return mine == (other.signature, other.detail, other.preamble)
 
     def deliver(self, results: Sequence[Sink]) -> None:
-        """Write results that a plan of the same call has kept (`sinks`) to the places of this one."""
+        """Write results that a plan of the same call has kept (`sinks`) to the destinations of this one."""
         for sink, kept in zip(self.sinks(), results, strict=True):
             sink.array[...] = kept.array
             sink.finish()
 
 
-Tensors = tuple[Any, Any]  # what a call writes and what it reads: tensors, or lists of them of any depth
+Tensors = tuple[Any, Any]  # tensors that a call writes and reads: tensors, or lists of them of any depth
 NOTHING: Tensors = ((), ())
-Make = Callable[[Outboxes], Plan]  # plans a call over the members of these outboxes
+Make = Callable[[Outboxes], Plan]  # plans a call over the members of these peer regions
 
 
 class RefusedPlan(Plan):
-    """Stands for a call that this rank refused: tells the peers, which are in it or will be, why."""
+    """The plan of a call that this rank refused: it sends the reason to the peers in that call."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, pack(REFUSED, root=OP_CODE.get(name, 0)))
@@ -137,5 +137,5 @@ class RefusedPlan(Plan):
 
 
 def refused(name: str, exc: Exception) -> RefusedPlan:
-    """Return the plan that tells peers about a refused call."""
+    """Return the plan that reports a refused call to the peers."""
     return RefusedPlan(name, str(exc))

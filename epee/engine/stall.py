@@ -1,7 +1,8 @@
-"""Why nothing comes: what a wait looks at when it has lasted for long, and how a call ends because of it.
+"""The examination of a wait that has lasted for long: failures that explain it, and the end of the call because of
+them.
 
 Evidence, strongest first: the peer's process has ended (`view/process/detector.py`), it has left the group (its LIFE
-word), it has given the same call up (GAVE_UP), the deadline has passed. Before a call is failed for a peer's sake, the
+word), it has aborted the same call (GAVE_UP), the deadline has passed. Before a call is failed because of a peer, the
 word that it waits for is read once more: what a peer stored before it died counts. Everything runs under the engine's
 lock.
 """
@@ -36,7 +37,7 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 
 
 def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
-    """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
+    """Examine why a word has not arrived: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
     end_with_others(engine)
     if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
@@ -58,10 +59,10 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
         if undecided and now > head.deadline and engine.survival is not None:
-            engine.survival.insist(head, undecided, now)  # without its view the verdict may never come
+            engine.survival.insist(head, undecided, now)  # without its view the outcome may never be known
         if not undecided or engine.survival is not None or not set(undecided) <= set(engine.watch.dead()):
             raise_if_overdue(engine, op, until, now)
-            return  # the next step finds out what becomes of it
+            return  # the next step finds the outcome
         head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.survival is not None:
@@ -93,7 +94,9 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
 
 
 def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, now: float) -> None:
-    """Look at a call that cannot be judged: this host has not been told all that lost ranks of other hosts had said."""
+    """Examine a call that cannot be decided: this host has not received everything that lost ranks of other hosts had
+    sent.
+    """
     lost, tellers = survival.unsettled(), survival.tellers()
     found = engine.watch.look(tellers)
     if found:
@@ -104,7 +107,7 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
     if _can_withdraw(head) and head.withdrawal is None:
         head.withdraw(head.box, tellers or lost)
     if head.withdrawal is not None:
-        head.withdrawal.undecided = lost  # its end is not known before all is here: who waits gets an error meanwhile
+        head.withdrawal.undecided = lost  # its outcome is not known before all is here: waiters get an error meanwhile
     elif not head.done:
         told = f"what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here"
         head.fail(
@@ -120,7 +123,7 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
 
 
 def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) -> None:
-    """End a message whose time-out has passed, unless it turns out to be delivered."""
+    """End a message whose timeout has passed, unless it turns out to be delivered."""
     is_undecided = engine.mail.take_back(head)
     if head.done or (is_undecided and now < head.deadline + GRACE_S):
         return
@@ -141,7 +144,9 @@ def _can_withdraw(head: Operation) -> bool:
 
 
 def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
-    """Return whether the call is withdrawn, here or, as is seen now, by another rank: then here as well."""
+    """Return whether the call is aborted, here or by another rank, which is read now: then it is aborted here as
+    well.
+    """
     if not _can_withdraw(head):
         return False
     if head.withdrawal is None:
@@ -163,9 +168,9 @@ def raise_if_overdue(engine: EngineFace, op: Driven, until: float | None, now: f
 
 
 def raise_if_open(head: Driven, op: Driven) -> None:
-    """Raise `CommTimeoutError` for a waiter that a withdrawn call keeps, when others have not decided in time.
+    """Raise `CommTimeoutError` for a waiter blocked by an aborted call, when others have not decided in time.
 
-    Who claims an unclaimed call has a time-out of its own (`until`).
+    A caller that claims an unclaimed call has a timeout of its own (`until`).
     """
     if not isinstance(head, Operation) or head.withdrawal is None:
         return
@@ -181,7 +186,7 @@ def behind(engine: EngineFace, block: Block | None) -> list[int]:
 
 
 def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
-    """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
+    """Fail the head when it waits for a rank that cannot come any more. Its words are read a last time before."""
     gone = leavers(engine.box)
     dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.box.words[peer]))}
     for peer in gone:
@@ -201,10 +206,10 @@ def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float
         elif engine.box.words[block.rank][block.word] >= block.value:
             concerned = set()
     lost = sorted(concerned.intersection(dead))
-    if isinstance(head, Message):  # who left in order has left, whether or not his process has ended since
+    if isinstance(head, Message):  # a rank that left in order has left, whether or not its process has ended since
         lost = [rank for rank in lost if rank not in gone]
         if head.wanted == ANY and engine.survival is not None:
-            lost = []  # the view says so in a moment, and goes on without them
+            lost = []  # the view reports it in a moment, and continues without them
     is_judged = isinstance(head, Operation) and engine.survival is not None
     if not head.done and isinstance(head, Operation) and engine.survival is not None:
         quitters = engine.survival.ended_without(head)
@@ -212,7 +217,7 @@ def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float
             head.fail(_unmet(engine, quitters, head, now))
             return True
     if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
-        return head.done  # who is lost leaves the view as well, and the view says what becomes of the call
+        return head.done  # a lost rank leaves the view as well, and the view decides the outcome of the call
     if lost:
         if engine.survival is not None:
             engine.survival.found_dead(lost)

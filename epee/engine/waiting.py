@@ -1,12 +1,12 @@
-"""The ways to wait under a group's lock: polling, yielding, sleeping on a word.
+"""Waits under a group's lock: polling, yielding, sleeping on a word.
 
-The lock (`entry.py`) is held while a call is stepped and while a waiter polls (for about a millisecond), and given back
+The lock (`entry.py`) is held while a call is stepped and while a waiter polls (for about a millisecond), and released
 before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are served in the
 order in which they get the lock.
 
 A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. The words belong
-to peers, who store them and wake the futex when our SLEEPERS word says that somebody sleeps (`wake.py`). A peer that
-dies wakes nobody, so every sleep is timed and the caller looks for trouble after it (`engine.py`).
+to peers, which store them and wake the futex when this rank's SLEEPERS word announces a sleeper (`wake.py`). A peer
+that dies wakes no rank, so every sleep is timed and the caller checks for failures after it (`engine.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Waiting:
         self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
 
     def count_ranks(self, num_ranks: int) -> None:
-        """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
+        """Set the number of polls by the number of ranks: long polling costs much on a busy machine and gains
+        little.
+        """
         self._own_core = num_ranks <= len(usable_cores())
         self.num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
 
@@ -75,9 +77,9 @@ class Waiting:
     def yield_until(self, block: Block, now: float) -> bool:
         """Yield for up to `YIELD_S`; True when the word is there.
 
-        A yield that takes long has let somebody else run: this core is shared, maybe with the very peer, while another
-        idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a task that
-        is woken is put on an idle core and one that yields stays where it is.
+        A yield that takes long has let another task run: this core is shared, maybe with the awaited peer, while
+        another idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a
+        task that is woken is put on an idle core and one that yields stays where it is.
         """
         self._guarded.box.own[CORE] = 1 + _getcpu()
         words, index, value = self._guarded.box.words[block.rank], block.word, block.value
@@ -124,10 +126,10 @@ class Waiting:
         return True
 
     def widen(self) -> None:
-        """Give this thread back the core that `_part` takes from it for a moment. May be run at any time, and again.
+        """Restore the core that `_part` takes from this thread for a moment. May be run at any time, and repeated.
 
         An exception in the midst of `_part` passes `interrupts.broken_off`, which calls this in the same thread and
-        under the lock. What a user has set in between, in a signal handler say, stays as it is.
+        under the lock. What a user has set in between, in a signal handler for example, stays as it is.
         """
         if self._narrowed is None:
             return
@@ -140,7 +142,7 @@ class Waiting:
         self._narrowed = None
 
     def sleep_on(self, block: Block) -> None:
-        """Sleep on a word with the lock given back, for some milliseconds at most."""
+        """Sleep on a word with the lock released, for some milliseconds at most."""
         rank, index, value = block
         box = self._guarded.box
         words, address = box.words[rank], box.address[rank] + 8 * index

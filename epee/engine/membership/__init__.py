@@ -1,1 +1,1 @@
-"""How a group goes on when its view changes: losses, returns, growth."""
+"""Membership changes of a group: losses, returns, growth."""

@@ -1,11 +1,11 @@
-"""What users ask of a group that takes processes in: who waits, take them in, count them from the next call on.
+"""The membership requests of users: the ranks that wait, taking them in, counting them from the next call on.
 
-A rank that was never there is the same as a lost one: both wait for a process that asks for the slot, or for the group
-where it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it says with which
-call it begins (`intake.py`). Ranks that let the group grow at the same point of their program see it before that call
-(`show_joined`). Members can also be put out of the group, while they stay in the job (`put_out`).
+A rank that never existed is treated as a lost one: both wait for a process that asks for the slot, or for the group
+if it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it states the call with
+which it begins (`intake.py`). Ranks that let the group grow at the same point of their program see it before that call
+(`show_joined`). Members can also be excluded from the group, while they stay in the job (`put_out`).
 
-Who calls: the threads of users, without the engine's lock, except where a method says otherwise.
+The callers are threads of users, without the engine's lock, except where a method states otherwise.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy ma
 
 
 class Admission:
-    """How the users of one group let processes in.
+    """The admission of processes by the users of one group.
 
     Args:
-        look: has all news taken over, and waits while the lane is frozen.
-        told: returns what members of the lane tell, this process among them, and those who ask to come in.
+        look: applies all pending decisions, and waits while the group is frozen.
+        told: returns the offers of the members, this process among them, and of those that ask to join.
     """
 
     def __init__(
@@ -59,28 +59,28 @@ class Admission:
         self._intake = intake
         self._look = look
         self._told = told
-        self._raised: set[tuple[bytes, bytes]] = set()  # attempts of processes of other hosts that were told here
+        self._raised: set[tuple[bytes, bytes]] = set()  # attempts of processes of other hosts that were reported here
         self._later: tuple[str, dict[tuple[int, ...], int]] = ("", {})  # see `name_later`
 
     def waiting(self) -> tuple[int, ...]:
-        """Return the ranks for which a process asks to come in."""
+        """Return the ranks for which a process asks to join."""
         return tuple(sorted({*self._joiners(), *self._askers(self._runtime.view())}))
 
     def ready(self) -> set[int]:
-        """Return the ranks for which a process asks to come in, or has been taken into the newest view."""
+        """Return the ranks for which a process asks to join, or has been taken into the newest view."""
         asking = self.waiting()  # before the view, see `Loop._decide`
         return {*asking, *self._occupants.present(self._runtime.view())}
 
     def joining(self) -> set[int]:
-        """Return the ranks for which a process asks to come in, or has been taken in and takes part in a later call."""
+        """Return the ranks for which a process asks to join, or has been taken in and takes part in a later call."""
         asking, box = self.waiting(), self._engine.members  # asking before the view, see `Loop._decide`
         since = self.since()
         return {*asking, *(rank for rank, when in since.items() if rank not in box.members or when > box.epoch)}
 
     def expected(self) -> tuple[set[int], set[int]]:
-        """Return the ranks that take part in the newest view or ask to come in, and those that have left meanwhile.
+        """Return the ranks that take part in the newest view or ask to join, and those that have left meanwhile.
 
-        Who has left its outbox is still in the view while its process is in the job; it makes no calls any more.
+        A rank that has left its outbox is in the view as long as its process is in the job; it makes no calls any more.
         """
         asking = self.waiting()  # before the view, see `Loop._decide`
         view, full = self._runtime.view(), self._boxes.full
@@ -88,32 +88,34 @@ class Admission:
         there: set[int] = {*asking}
         left: set[int] = set()
         for rank, slot in self._occupants.present(view).items():
-            is_read = known.get(slot) == parts.get(slot)  # else it has come just now, and its outbox is another
+            is_read = known.get(slot) == parts.get(slot)  # else it has joined just now, and its outbox is another
             (left if is_read and rank < full.num_ranks and has_left(full.words[rank]) else there).add(rank)
         return there, left - there
 
     def present(self) -> dict[int, int]:
-        """Return who takes part in the newest view: rank -> slot."""
+        """Return the members of the newest view: rank -> slot."""
         return self._occupants.present(self._runtime.view())
 
     def since(self) -> dict[int, int]:
-        """Return since which epoch each rank takes part in the newest view; who had it in an earlier one is gone."""
+        """Return since which epoch each rank takes part in the newest view; its owner in an earlier one is no
+        member.
+        """
         return self._occupants.since_in(self._runtime.view())
 
     def is_joiner(self, rank: int) -> bool:
-        """Return whether a process asks to come into the job for this rank, and not only into the group."""
+        """Return whether a process asks to join the job for this rank, and not only the group."""
         return rank in self._joiners()
 
     def _joiners(self) -> dict[int, int]:
-        """Return who asks to come into the job, and with it into its first group: rank -> slot."""
+        """Return the processes that ask to join the job, and with it its first group: rank -> slot."""
         if not self._occupants.is_home:
             return {}
         return {self._occupants.rank_of[slot]: slot for slot in self._runtime.waiting()}
 
     def _askers(self, view: Decision) -> dict[int, int]:
-        """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest.
+        """Return the processes of the job that ask to join this group: rank -> slot; of several the lowest.
 
-        `view`: who has a part in it with what it offers asks no more; read before this.
+        `view`: a process that has a part in it with its offer asks no more; read before this.
         """
         occupants, locators = self._occupants, locators_of(view, self._occupants.lane)
         taking_part = occupants.present(view)
@@ -128,12 +130,12 @@ class Admission:
     def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Admit the processes that wait for `ranks`, all at once; returns when views have had them.
 
-        Where a process waits for the place of a member, that member may have died unseen: it is given some time to
-        prove it, else it has its place by right.
+        If a process waits for the rank of a member, that member may have died unseen: it is given some time to
+        prove it, else it keeps its rank.
 
         Raises:
             CommTimeoutError: they do not come.
-            UnsupportedError: a process of another host has tried to come into this group, which stays on one.
+            UnsupportedError: a process of another host has tried to join this group, which stays on one.
         """
         began = time.monotonic()
         deadline = began + timeout_s
@@ -141,7 +143,7 @@ class Admission:
         while True:
             missing = self._missing(ranks, deadline)
             self._require_hosts(missing)
-            again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has given up what it came in with
+            again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has dropped what it joined with
             missing = sorted(again.union(missing))
             if self._occupants.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
                 there = {member.slot: member.nonce for member in self._runtime.view().members}
@@ -177,9 +179,9 @@ class Admission:
             )
 
     def take_in(self, ranks: Collection[int], until: float) -> None:
-        """Have those of `ranks` taken in that ask, as far as this rank has heard.
+        """Have those of `ranks` taken in that ask, as far as this rank knows.
 
-        Returns when a view has one more of them, or, after a moment, where nobody of them asks; at `until`, a
+        Returns when a view has one more of them, or, after a moment, if none of them asks; at `until`, a
         `time.monotonic()` value, at the latest.
 
         Raises:
@@ -198,12 +200,14 @@ class Admission:
             self._runtime.await_decision(view.epoch, min(ADMIT_PAUSE_S, until - now))
 
     def _let_in(self, ranks: Sequence[int]) -> bool:
-        """Have those who ask for `ranks` taken in, if all are here; False: some are not.
+        """Have the processes that ask for `ranks` taken in, if all are here; False: some are not.
 
-        Who is in the job but has never been in this group has, for the agents, a part in it since it joined. So it is
-        put out first, and comes in as one that comes back.
+        A process that is in the job but has never been in this group has, for the agents, a part in it since it joined.
+        So it is removed first, and joins as a returning one.
         """
-        view = self._runtime.view()  # the one of everything here: who has come in since would be put out as a stranger
+        view = (
+            self._runtime.view()
+        )  # one view for all steps: later joiners would be removed as strangers
         askers, joiners = self._askers(view), self._joiners()
         if not all(rank in askers or rank in joiners for rank in ranks):
             return False
@@ -224,9 +228,10 @@ class Admission:
         return True
 
     def _locators(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Locator] | None:
-        """Return what a view with newcomers must tell beside what `view` does; None: not all of it has come here yet.
+        """Return the locators that a view with joiners must carry in addition to `view`; None: not all of it is here
+        yet.
 
-        Members who came with the job into its first group are told by their endpoints.
+        Members that joined the first group with the job are described by their endpoints.
         """
         told, known = self._told(), locators_of(view, self._occupants.lane)
         wanted = set(coming)
@@ -274,7 +279,7 @@ class Admission:
         self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:
-        """Take over the newest view: it is told to the lanes a moment after it is shown."""
+        """Apply the newest view: it is delivered to the groups a moment after it is shown."""
         epoch = self._runtime.view().epoch
         while True:
             self._look()
@@ -294,10 +299,11 @@ class Admission:
         ]
 
     def name_later(self, ranks: Sequence[int]) -> str:
-        """Return under which name the members among global `ranks` meet to make a group now; "" if nobody ever joined.
+        """Return the name under which the members among global `ranks` meet to make a group now; "" if none ever
+        joined.
 
         All members ask at the same point of their program, so they have made equally many calls, and know of the same
-        newcomers. The last part counts groups of the same ranks between two calls.
+        joiners. The last part counts groups of the same ranks between two calls.
         """
         engine = self._engine
         if engine.flags & ENDED or not (engine.flags or self._intake.join_epoch):
@@ -314,11 +320,15 @@ class Admission:
         return f"{place}/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"
 
     def is_settled(self) -> bool:
-        """Return whether this rank's next call is that of those for whom `show_joined` was called, or a later one."""
+        """Return whether this rank's next call is that of the processes for which `show_joined` was called, or a later
+        one.
+        """
         return self._boxes.box.epoch >= self._boxes.shown_epoch
 
     def show_joined(self) -> None:
-        """Plan this rank's next call with those who have been taken in, if it is surely theirs. The lock is held."""
+        """Plan this rank's next call with the processes that have been taken in, if they surely take part. The lock is
+        held.
+        """
         self._boxes.show(self._intake.join_epoch)
 
     def set_size(self, size: int) -> None:

@@ -1,10 +1,10 @@
-"""With whose outboxes each call of a group runs.
+"""The peer regions with which each call of a group runs.
 
 Members of an epoch take part in it from some call on, and the group counts some number of ranks from some call on; so
-an epoch has outboxes of its members (`members.narrow`) for each stretch of calls in which both stay the same. They are
-made when a decision is taken over, and kept until no call is asked about any more that ran in the epoch.
+an epoch has peer regions of its members (`members.narrow`) for each stretch of calls in which both stay the same. They
+are made when a decision is applied, and kept until no call that ran in the epoch can be asked about any more.
 
-Who writes, who reads: this process's own, under the engine's lock.
+The state is this process's own, under the engine's lock.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class Boxes:
         engine.members = self.box
 
     def all(self) -> Iterator[Outboxes]:
-        """Yield the outboxes of all epochs that calls are asked about."""
+        """Yield the peer regions of all epochs that calls are asked about."""
         for boxes in self._boxes.values():
             for _, box in boxes:
                 yield box
         yield self.box
 
     def add(self, epoch: int) -> None:
-        """Make the outboxes of an epoch whose members the course knows."""
+        """Make the peer regions of an epoch whose members the epoch plan knows."""
         self._boxes[epoch] = self._of_epoch(epoch)
 
     def _of_epoch(self, epoch: int) -> list[tuple[int, Outboxes]]:
-        """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""
-        next_seq = self._engine.num_retired + 1  # not that of the call in flight: it may move here without them
+        """Return (first call, peer regions) of an epoch: a joiner takes part from a later call than the others."""
+        next_seq = self._engine.num_retired + 1  # not that of the pending call: it may move here without them
         firsts = {start for start in self._course.starts(epoch) if start > next_seq} | self.sizes.firsts(next_seq)
         boxes = []
         for first in (1, *sorted(firsts)):
@@ -71,7 +71,7 @@ class Boxes:
         return boxes
 
     def box_for(self, epoch: int, seq: int) -> Outboxes:
-        """Return the outboxes of those who take part in call `seq` when it runs in `epoch`."""
+        """Return the peer regions of the ranks that take part in call `seq` when it runs in `epoch`."""
         return next(box for first, box in reversed(self._boxes[epoch]) if first <= seq)
 
     def _first_epoch(self) -> int:
@@ -79,7 +79,7 @@ class Boxes:
         return max(self._course.base, self.joined_in)
 
     def _next_box(self) -> Outboxes:
-        """Return the outboxes with which this rank's next call is planned."""
+        """Return the peer regions with which this rank's next call is planned."""
         seq, epoch = self._engine.seq + 1, self._course.planned_in(self._engine.num_retired + 1)
         epoch, shown = max(epoch, self.joined_in), self.shown_epoch
         if shown > epoch and shown in self._boxes and self._course.passes(seq, shown):
@@ -87,7 +87,7 @@ class Boxes:
         return self.box_for(epoch, seq)
 
     def _plan_on(self) -> None:
-        """Plan calls with the outboxes of the next one from now on, and show who is in it."""
+        """Plan calls with the peer regions of the next one from now on, and show their members."""
         box = self._next_box()
         if box is not self.box:
             self._engine.members = self.box = box

@@ -1,4 +1,4 @@
-"""The engine of a group as its lane sees it, which the engine imports."""
+"""The engine of a group as a protocol for its membership code, which the engine imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unsettled import UnsettledCalls
 
 
 class EngineOfLane(Protocol):
-    """What the parts of a lane ask of its engine."""
+    """The members of an engine that the membership code uses."""
 
     entry: Entry
     waits: Waiting
@@ -28,7 +28,7 @@ class EngineOfLane(Protocol):
     box: Outboxes
     members: Outboxes
     queue: deque[Operation]
-    survival: Any  # the lane
+    survival: Any  # the membership
     unsettled: UnsettledCalls
     untold: PeerError | None
     mask: Mask
@@ -40,13 +40,13 @@ class EngineOfLane(Protocol):
         """Calls up to this number have ended on this rank."""
 
     def look(self, step: Callable[[], None]) -> None:
-        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+        """Run `step` with the lock held, when all decisions are applied and the group is not frozen."""
 
     def retire(self, op: Message) -> None:
-        """Have the listeners of an ended call told."""
+        """Schedule the listeners of an ended call."""
 
     def is_interrupt(self, exc: BaseException) -> bool:
-        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves."""
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it advances."""
 
     def raise_flag(self, bit: int) -> None:
         """Set a bit of `flags`, from any thread."""

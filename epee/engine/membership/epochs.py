@@ -1,34 +1,33 @@
-"""How a group goes on when the view changes: the group's end of the control plane (`view/protocol/PROTOCOL.md`).
+"""Epoch changes of a group: the group's end of the control plane (`view/protocol/PROTOCOL.md`).
 
 Data path: the agent thread calls the hooks (`lane_hooks.py`). They set a bit in the engine's `flags`, which every call
-looks at anyway, and leave the rest to whoever drives the group: it takes the decisions over (`take_news`), and `heed`
-says, call by call, what they mean. So nothing of this is on the path of a call while all is well.
+tests anyway, and leave the rest to the thread that drives the group: it applies the decisions (`take_news`), and `heed`
+determines their meaning call by call. So none of this is on the path of a call without failures.
 
-    FROZEN   an agreement is under way: no call completes or starts. The hook takes the engine's lock to set it, so a
-             call that is writing results ends first, and what the hook says about the lane stays true.
-    NEWS     decisions have come that nobody has looked at.
-    CHANGING a decision waits for the first call that misses somebody (`protocol/outcome.py` says which that is).
+    FROZEN   an agreement is in progress: no call completes or starts. The hook takes the engine's lock to set it, so a
+             call that is writing results ends first, and the state that the hook reports stays true.
+    NEWS     decisions have come that are not applied.
+    CHANGING a decision waits for the first call that lacks a rank (`protocol/outcome.py` determines that call).
     TROUBLED calls cannot end well: this process was voted out, or there is no quorum.
 
-`Survival` is what the engine sees; each part has its own state and knows nothing of it:
+`Survival` is the interface of the engine; each part has its own state and does not know it:
 
-    LaneBirth  how it began: the view with which this rank is in the lane (`bootstrap/lane_birth.py`)
-    LaneHooks  the agent thread's end: freezes and thaws the lane, brings decisions and trouble
-    Occupants  which process has which rank, as far as decisions have been taken over
-    Boxes      with whose outboxes each call runs, and how many ranks the group counts in it
-    Judge      what the decisions mean for a call: it goes on, moves to a later epoch, or fails
-    Intake     reads the outboxes of newcomers; Arrival: says when all can read each other's
-    LocalState what this process knows of the ranks without a call
-    Admission  what users ask for: who waits to come in, take them in
-    Settling   over several hosts: whether all is here that lost ranks of other hosts had said (`hosts/settling.py`)
-    Gate       over several hosts: when a view with newcomers may be taken over (`hosts/gate.py`)
+    LaneBirth  the beginning: the view with which this rank joins the group (`bootstrap/lane_birth.py`)
+    LaneHooks  the agent thread's end: freezes and thaws the group, delivers decisions and errors
+    Occupants  the process of each rank, as far as decisions have been applied
+    Boxes      the peer regions with which each call runs, and the number of ranks that the group counts in it
+    Judge      the outcome of a call under the decisions: it continues, moves to a later epoch, or fails
+    Intake     reads the outboxes of joiners; Arrival: whether all can read each other's
+    LocalState the state of the ranks as this process knows it without a call
+    Admission  requests of users: the ranks that wait to join, taking them in
+    Settling   over several hosts: whether all data that lost ranks of other hosts had sent is here
+    (`hosts/settling.py`) Gate       over several hosts: when a view with joiners may be applied (`hosts/gate.py`)
 
-In a group over several hosts the agent thread also tells the links' thread of each view (`hosts/ways.py`). A decision
-that removes a rank of another host is taken over at once, but no call is judged, begun or completed and no message of
-that rank ended until the mirrors of this host are settled.
+In a group over several hosts the agent thread also notifies the links' thread of each view (`hosts/ways.py`). A
+decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
+message of that rank ended until the mirrors of this host are settled.
 
-Who writes, who reads: this rank writes its own outbox only, as ever. A crash between two steps leaves a rank that is
-lost in the next epoch.
+This rank writes its own outbox only. A crash between two steps leaves a rank that is lost in the next epoch.
 """
 
 from __future__ import annotations
@@ -69,18 +68,18 @@ SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
 
 
 class Survival(LaneBirth):
-    """The lane of one engine.
+    """The membership of one engine's group.
 
     Attributes:
-        admission: what users ask for: who waits to come in, and is to be taken in.
-        local_state: what this process knows of the ranks without a call.
+        admission: requests of users: the ranks that wait to join, and are to be taken in.
+        local_state: the state of the ranks as this process knows it without a call.
     """
 
     admission: Admission
     local_state: LocalState
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
-        """As `LaneBirth`; `attach` comes later."""
+        """Begin as `LaneBirth`; `attach` comes later."""
         super().__init__(seat, mode, joined_by, asks)
         self._ways: Ways | None = None
         self._settling: Settling | None = None
@@ -90,10 +89,10 @@ class Survival(LaneBirth):
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
 
-    # ---- birth
+    # ---- creation
 
     def attach(self, engine: EngineOfLane) -> None:
-        """Give the lane its engine. Its number of the last call is set to where this rank comes in, if it joins."""
+        """Attach the engine. Its number of the last call is set to where this rank joins, if it is a joiner."""
         occupants, box = self._occupants, engine.box
         members = occupants.begin(box.members)
         joined_in = occupants.epoch if self._is_joiner else 0
@@ -165,13 +164,13 @@ class Survival(LaneBirth):
             self._on_stall,
             dict(self._occupants.incarnations),
             self._takes_part,
-            self._is_joiner and self._occupants.is_home,  # buffers of other groups take nobody in
+            self._is_joiner and self._occupants.is_home,  # buffers of other groups take no joiners
             True,
             self._job,
             self._ways is not None,
         )
 
-    # ---- news
+    # ---- decisions
 
     @property
     def eviction(self) -> EvictedError | None:
@@ -179,32 +178,34 @@ class Survival(LaneBirth):
         return self.hooks.eviction
 
     def await_thaw(self, timeout_s: float) -> None:
-        """Wait until the lane goes on, for some milliseconds at most. Without the engine's lock."""
+        """Wait until the group resumes, for some milliseconds at most. Without the engine's lock."""
         self.hooks.await_thaw(timeout_s)
 
     def await_quorum(self) -> None:
-        """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
+        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin. Without the
+        lock.
+        """
         self.hooks.await_quorum()
 
     def raise_trouble(self) -> None:
-        """Raise why calls cannot end well, if that is still so."""
+        """Raise the reason why calls cannot end well, if it still holds."""
         self.hooks.raise_trouble()
 
     def take_news(self) -> None:
-        """Take over the decisions that have come. The engine's lock is held.
+        """Apply the received decisions. The engine's lock is held.
 
-        A decision stays the first in the queue, and NEWS raised, until all of it has been done. An interrupt or a
+        A decision stays the first in the queue, and NEWS raised, until all of it has been applied. An interrupt or a
         shortage may end this at any line: the next call begins with the same decision again, and every step of it
         may run twice (decision 17).
 
         Raises:
-            ResourceError: no memory or descriptor is left for a newcomer's outbox.
+            ResourceError: no memory or descriptor is left for a joiner's outbox.
         """
         while self.hooks.decisions:
             decision = self.hooks.decisions[0]
             if decision.epoch > self._occupants.epoch:
                 if not self._may_take(decision):
-                    self._engine.raise_flag(CHANGING)  # who drives the group comes back here by `settle`
+                    self._engine.raise_flag(CHANGING)  # the thread that drives the group comes back here by `settle`
                     self._engine.lower_flag(NEWS)
                     return
                 self._take_over(decision)
@@ -212,7 +213,7 @@ class Survival(LaneBirth):
         self._engine.lower_flag(NEWS, unless=self.hooks.decisions)
 
     def _may_take(self, decision: Decision) -> bool:
-        """Return whether a view may be taken over; over several hosts those with newcomers wait for the gate."""
+        """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
         gate, settling, occupants = self._gate, self._settling, self._occupants
         if gate is None or settling is None:
             return True
@@ -233,7 +234,7 @@ class Survival(LaneBirth):
         return gate.is_open(self._told)
 
     def _told(self) -> dict[int, Offer]:
-        """Return what members of the lane tell; nothing once this process has no agent, which its calls will raise."""
+        """Return the offers of the members; nothing once this process has no agent, which its calls will raise."""
         own = {} if self._offer is None else {self._occupants.slot_of[self._offer.rank]: self._offer}
         with contextlib.suppress(InvalidState):
             return parse_offers(self.runtime.told(self._occupants.lane)) | own
@@ -248,7 +249,7 @@ class Survival(LaneBirth):
             self._row.tell(self._offer.pack())
 
     def _tell_turned(self, epoch: int) -> None:
-        """Tell that this rank needs nothing of those who were lost by the view of an epoch."""
+        """Report that this rank needs nothing of the ranks that were lost by the view of an epoch."""
         if self._offer is not None and self._row is not None:
             self._offer = self._offer._replace(turned=epoch)
             self._row.tell(self._offer.pack())
@@ -263,7 +264,7 @@ class Survival(LaneBirth):
         self._engine.raise_flag(CHANGING)
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
-        """Begin a new placement with newcomers, in a group over several hosts."""
+        """Begin a new placement with joiners, in a group over several hosts."""
         settling, ways = self._settling, self._ways
         if settling is None or ways is None:
             return
@@ -282,7 +283,7 @@ class Survival(LaneBirth):
         self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:
-        """Do what a decision calls for; the occupants' `epoch` is last and says that it is done."""
+        """Apply a decision; the rank table's `epoch` is written last and marks completion."""
         publish_word(self._boxes.full, VIEW, decision.epoch)
         for rank in self._occupants.remove(decision):
             if rank == self._boxes.full.rank:
@@ -296,7 +297,7 @@ class Survival(LaneBirth):
             self._bring_in(decision, {self._occupants.rank_of[slot] for slot in new})
         turn = self._course.turn_of(self._occupants.ours(decision))
         if turn is not None:
-            self._boxes.add(decision.epoch)  # whoever finds the turn needs them
+            self._boxes.add(decision.epoch)  # a reader of the epoch change needs them
             self._engine.raise_flag(CHANGING)
             self._course.note(turn)
             for slot, cut in self._limits:
@@ -309,9 +310,9 @@ class Survival(LaneBirth):
         self._occupants.is_over(decision)
 
     def _end_here(self, decision: Decision) -> None:
-        """This process was put out of the group: its calls end, and nothing that follows concerns it.
+        """End this process's calls because it was excluded from the group; later decisions do not concern it.
 
-        Those that somebody who stays has completed are complete here, too: everybody's part is there.
+        Calls that a remaining rank has completed are complete here, too: the parts of all ranks are there.
         """
         rank = self._boxes.full.rank
         slot = self._occupants.slot_of[rank]
@@ -369,12 +370,12 @@ class Survival(LaneBirth):
     # ---- single calls
 
     def heed(self, op: Operation) -> None:
-        """Judge the oldest unfinished call by the decisions known, if that can be done. The engine's lock is held."""
+        """Decide the oldest unfinished call by the known decisions, if possible. The engine's lock is held."""
         if self.settle():
             self._judge.heed(op)
 
     def settle(self) -> bool:
-        """Take over what this host has been told of lost ranks; True: calls can be judged. The engine's lock is held.
+        """Apply what this host has received about lost ranks; True: calls can be decided. The engine's lock is held.
 
         Raises:
             ResourceError: no memory or descriptor is left for a new mirror.
@@ -404,19 +405,19 @@ class Survival(LaneBirth):
             self._is_ready = True
 
     def unsettled(self) -> list[int]:
-        """Return the lost ranks of which this host, or one that stays, may not have been told all yet."""
+        """Return the lost ranks of which this host, or one that stays, may not have received everything yet."""
         if self._settling is None or self._gate is None:
             return []
         return sorted({*self._settling.unsettled, *self._gate.late})
 
     def tellers(self) -> list[int]:
-        """Return the ranks on whose word about those this one waits."""
+        """Return the ranks whose reports about lost ranks this one waits for."""
         if self._settling is None or self._gate is None:
             return []
         return sorted({*self._settling.awaited(), *self._gate.late})
 
     def insist_on_tellers(self, deadline: float) -> bool:
-        """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
+        """At the timeout of a wait for `settle`: apply the policy to the reporting ranks; True while that may help."""
         slots = self._occupants.slots_of(self.tellers())
         told, seq = partial(context, LOSS, rank=self._boxes.full.rank), self._engine.num_retired
         return self._awaited.insist(slots, told, seq, self._occupants.epoch, deadline)
@@ -436,7 +437,7 @@ class Survival(LaneBirth):
     def raise_untold(self) -> None:
         """Raise the loss that would fail a call which has ended here already, before a call takes its number.
 
-        To be called when `settle` has said that calls can be judged.
+        To be called when `settle` has returned that calls can be decided.
         """
         self._judge.raise_untold()
 
@@ -447,14 +448,14 @@ class Survival(LaneBirth):
         return self._arrival.may_publish(op)
 
     def unready(self, box: Outboxes) -> list[int]:
-        """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
+        """Return the joiners among the members of `box` that have not mapped all others' outboxes yet."""
         return unready(box)
 
     def ended_without(self, op: Operation) -> list[int]:
-        """Return the ranks that are through with `op` and have put nothing into it, nor ever will.
+        """Return the ranks that have ended `op`, have put nothing into it, and never will.
 
-        They have taken over no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
-        happens where somebody calls with another root, which is lost: a newcomer, or who heard of a loss later.
+        They have applied no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
+        happens where a rank calls with another root, which is lost: a joiner, or a rank that learned of a loss later.
         """
         box = op.box
         through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
@@ -464,7 +465,7 @@ class Survival(LaneBirth):
         return [box.members[peer] for peer in through] if op.box is box and not op.done else []
 
     def has_lost_one_of(self, box: Outboxes) -> bool:
-        """Return whether a member of `box` has gone since."""
+        """Return whether a member of `box` has been removed since."""
         return not self._occupants.removed_after(box.epoch).isdisjoint(box.members)
 
     def removed_in(self, epoch: int) -> list[int]:
@@ -472,7 +473,7 @@ class Survival(LaneBirth):
         return self._occupants.removed_in(epoch)
 
     def retired(self, seq: int) -> None:
-        """Calls up to `seq` have ended here: later ones are planned for who is left."""
+        """Note that calls up to `seq` have ended here: later ones are planned for the remaining ranks."""
         past = self._engine.unsettled.calls  # of these later decisions are still asked, in the epochs that they ran in
         boxes = (*(call.box for call in past), *(op.box for op in self._engine.queue))
         epoch = min((box.epoch for box in boxes), default=FOREVER)
@@ -484,10 +485,10 @@ class Survival(LaneBirth):
             self._engine.lower_flag(CHANGING)
 
     def insist(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
-        """At the time-out of a call: do what the policy is with those who are behind; True while that may help.
+        """At the timeout of a call: apply the policy to the ranks that are behind; True while that may help.
 
-        A decision may have been taken over since the call was looked at, and those who were behind in the epoch before
-        would be accused in the new one, in which their time has just begun. So the call is judged by it first.
+        A decision may have been applied since the call was checked, and ranks that were behind in the epoch before
+        would be accused in the new one, in which their time has just begun. So the call is decided by it first.
         """
         box = op.box
         self.heed(op)
@@ -500,7 +501,7 @@ class Survival(LaneBirth):
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
     def found_dead(self, ranks: Collection[int]) -> None:
-        """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
+        """Report that a wait has found ranks dead; the agent's own sources may be later."""
         self.show_dead(ranks)
         for rank in ranks:
             self.runtime.look_at(self._occupants.slot_of[rank])
@@ -530,12 +531,14 @@ class Survival(LaneBirth):
         self._awaited.call_it(name)
 
     def close(self, failed: bool = False) -> None:
-        """End the lane, and this process's part in the job if it was the last; `failed`: as a rank that has failed."""
+        """End the membership, and this process's part in the job if it was the last; `failed`: as a rank that has
+        failed.
+        """
         self.hide()
         if self.hooks.is_attached:
             for box in self._all_boxes():
                 box.forget_views()  # else mappings would live until a collection
-        with contextlib.suppress(NoQuorumError):  # the others have gone in the midst of an agreement: so does this one
+        with contextlib.suppress(NoQuorumError):  # the other ranks have left during an agreement: so does this one
             self.runtime.unregister(self._occupants.lane)
         self._awaited.end()
         self._row = None  # it keeps the board

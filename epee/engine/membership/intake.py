@@ -1,21 +1,22 @@
-"""How a group takes processes in: in the place of lost ranks, or beyond its end, where nobody has been before.
+"""The intake of processes into a group: in the rank of a lost process, or beyond the end of the group.
 
-A view that has a newcomer says with which call it begins, and everybody reads its outbox from then on. Those who are
-there map nothing else anew: outboxes have room for all ranks that may ever come (decision 42).
+A view with a joiner states the call with which it begins, and all ranks read its outbox from then on. The other members
+map nothing else anew: outboxes have room for all ranks that may ever join (decision 42).
 
-What follows from a decision belongs to calls: who takes part in call s, and how many ranks the group counts in it. It
-shows with the newcomers' first call, on all ranks after the same call, whenever they heard of the decision.
+The consequences of a decision belong to calls: the ranks that take part in call s, and the number of ranks that the
+group counts in it. They take effect with the joiner's first call, on all ranks after the same call, whenever they
+received the decision.
 
-No call is published before a newcomer and those who meet it can read each other's outboxes. Else one that dies early
-would have a part in the eyes of those who had mapped its outbox and none in those of the others. A newcomer that has
-mapped all others' is ready (LIFE). Who has mapped a newcomer's says so where it counts the message slots that it has
-freed (`Receiver.renew`).
+No call is published before a joiner and the other members can read each other's outboxes. Else a joiner that dies early
+would have a part in the call for ranks that had mapped its outbox and none for the others. A joiner that has mapped all
+other outboxes is ready (LIFE). A member that has mapped a joiner's outbox announces that in its count of freed message
+slots (`Receiver.renew`).
 
-Over several hosts a newcomer of another host has a blank outbox here until its mirror is whole (`hosts/settling.py`),
-and the gateways of its own host ask for everything anew; it is ready when it reads all others' mirrors.
+Over several hosts a joiner of another host has a blank outbox here until its mirror is complete (`hosts/settling.py`),
+and the gateways of its own host request everything anew; it is ready when it reads all other ranks' mirrors.
 
-Who writes, who reads: decisions come from the agent thread as news and are taken over under the engine's lock; all else
-is this process's own. A newcomer that dies on the way is lost like any other.
+Decisions come from the agent thread and are applied under the engine's lock; all other state is this process's own. A
+joiner that dies on the way is lost like any other rank.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from .occupants import Occupants
 
 
 class Intake:
-    """Takes the newcomers of one group in.
+    """Takes the joiners of one group in.
 
     Attributes:
-        join_epoch: of the newest view that took somebody in; 0 when none did.
+        join_epoch: of the newest view that took a process in; 0 when none did.
         first_call: rank -> call with which the process that last took it begins.
     """
 
@@ -72,7 +73,9 @@ class Intake:
             self._occupants.take_in(one)
 
     def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
-        """Read the outbox of a process that has taken `rank`: what may fail first. None: it is gone again."""
+        """Read the outbox of a process that has taken `rank`: the steps that may fail come first. None: it has left
+        already.
+        """
         engine, nbytes = self._engine, self._boxes.full.payload_bytes
         is_here = part is not None and (not self._boxes.full.host_of or part.host == self._host)
         try:
@@ -80,13 +83,13 @@ class Intake:
             if is_here and part is not None:
                 engine.watch.watch(rank, part.pid, part.start_time)
             else:
-                engine.watch.forget(rank)  # who had it before may have been of this host
+                engine.watch.forget(rank)  # the previous owner may have been of this host
         except ResourceError as exc:
             raise ResourceError(
                 f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
                 f"taken in here yet (the next call tries again): {exc}"
             ) from exc
-        for message in engine.mail.involving(rank):  # out of the books last: then nobody comes back to it
+        for message in engine.mail.involving(rank):  # out of the state last: then no path comes back to it
             message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
             engine.retire(message)
             engine.mail.cancel(message)
@@ -96,11 +99,11 @@ class Intake:
 
 
 class Arrival:
-    """Whether one process has arrived in its group.
+    """The readiness of one process in its group.
 
     Args:
-        full: outboxes of all ranks.
-        joined_in: the epoch that took this process in; 0 for founders.
+        full: peer regions of all ranks.
+        joined_in: the epoch that took this process in; 0 for initial members.
     """
 
     def __init__(self, full: Outboxes, joined_in: int) -> None:
@@ -108,7 +111,7 @@ class Arrival:
         self._joined_in = joined_in
         self._is_adopted = not joined_in
         for peer in full.peers if joined_in else ():  # for those who joined in the same epoch
-            # Told, not only stored: other hosts may have been told all that this outbox holds a moment before.
+            # Sent, not only stored: other hosts may have received everything else in this outbox a moment before.
             publish_word(full, full.verdict_base[peer], first_number(joined_in) - 1)
 
     def may_publish(self, op: Operation) -> bool:
@@ -127,5 +130,5 @@ class Arrival:
 
 
 def unready(box: Outboxes) -> list[int]:
-    """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
+    """Return the joiners among the members of `box` that have not mapped all others' outboxes yet."""
     return [box.members[peer] for peer in box.peers if box.words[peer][LIFE] == LIFE_BORN]

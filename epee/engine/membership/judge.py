@@ -1,11 +1,11 @@
-"""What the decisions known mean for the calls of a group, one by one: where each runs, or that it fails.
+"""The outcome of the calls of a group under the known decisions: the epoch in which each runs, or its failure.
 
-Only the oldest unfinished call is judged, because where a change falls must be asked in the order of calls. A call
-that falls behind a change is planned again for the outboxes of those who remain, or fails (mode "raise"); the words of
-lost ranks are read as they left them and never waited for again. What ended here without a result is asked about before
-(`unsettled.py`).
+Only the oldest unfinished call is decided, because the position of a change must be determined in the order of calls. A
+call behind a change is planned again for the peer regions of the remaining ranks, or fails (mode "raise"); the words of
+lost ranks are read as they left them and never waited for again. Calls that ended here without a result are decided
+before (`unsettled.py`).
 
-Who writes, who reads: the calls of this process are changed, under the engine's lock; words are only read.
+The calls of this process are changed, under the engine's lock; words of other ranks are only read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .engine_of_lane import EngineOfLane
 from .occupants import Occupants
 from .unsettled import Past, past_of
 
-LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
+LOSS = "view"  # instead of an operation's name: the error of a loss that fails no call
 
 
 class Judge:
-    """Judges the calls of one lane."""
+    """Decides the outcome of the calls of one group."""
 
     def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Judge:
         self._boxes = boxes
 
     def heed(self, op: Operation) -> None:
-        """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
+        """Decide the oldest unfinished call by the known decisions. The engine's lock is held."""
         if op.done or op.writing:
             return
         self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
@@ -54,7 +54,7 @@ class Judge:
             op.fail(self._failure(op, place))
             op.by_view = True
             if self._engine.untold is not None and self._engine.untold.epoch == place.epoch:
-                self._engine.untold = None  # told now
+                self._engine.untold = None  # reported now
             return
         self._mark_lost(op)
         if op.box.host_of and not op.done and op.lost:
@@ -63,8 +63,8 @@ class Judge:
     def _end_if_unheard(self, op: Operation) -> None:
         """Fail a call that others have completed with a rank whose host is lost, and whose part has not come here.
 
-        On the host of those who completed it all of it had come; nobody lives who could tell this one. What this rank
-        has put into it stays: others who have the rest wait for nothing else.
+        On the host of the ranks that completed it all of it had come; no living rank can send it to this one. The part
+        that this rank has put into it stays: others that have the rest wait for nothing else.
         """
         past = past_of(op)
         unheard = [
@@ -89,10 +89,10 @@ class Judge:
         op.by_view = op.is_counted = True
 
     def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
-        """Ask about calls that have ended here, before any later one, and say where they would run now."""
+        """Decide calls that have ended here, before any later one, and return where they would run now."""
         for past in calls:
             place = self._place(past)
-            if place.rootless:  # it has ended there for everybody, so nobody asks about it any more
+            if place.rootless:  # it has ended there for all ranks, so no rank asks about it any more
                 self._course.ended_on_the_way(past.seq, place.rootless)
             elif place.failed:
                 self._engine.untold = self._lost_by(past, place)
@@ -128,13 +128,14 @@ class Judge:
         return self._course.place(past.seq, is_whole, ran_in, has_root)
 
     def _mark_lost(self, op: Operation) -> None:
-        """Tell a call which of its members read nothing any more."""
+        """Record in a call which of its members read nothing any more."""
         op.lost = self._occupants.removed_after(op.box.epoch)
 
     def _is_whole(self, past: Past, slot: int, epoch: int) -> bool:
-        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell.
+        """Return whether a dead slot has contributed all that the call needs of it, as far as its words and ours show.
 
-        The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
+        The outboxes of the epoch in question have the memory of the process that died, whichever process has its rank
+        now.
         """
         box = past.box if epoch == past.box.epoch else self._boxes.box_for(epoch, past.seq)
         rank = self._occupants.rank_at(slot, epoch)
@@ -145,7 +146,7 @@ class Judge:
         )
 
     def _move(self, op: Operation, box: Outboxes, is_rootless: bool) -> None:
-        """Run a call again with the members of a later epoch; where its root is none of them it ends, for everybody."""
+        """Run a call again with the members of a later epoch; if its root is none of them it ends, for all ranks."""
         gone = [rank for rank in op.box.members if rank not in box.members]
         op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
         try:
@@ -164,12 +165,14 @@ class Judge:
             op.renew(box, plan)
 
     def _leave(self, op: Operation, told: BaseException, place: CallState) -> None:
-        """End a call that would move, whose caller has got another error: nobody waits for it, its tensors may be used.
+        """End a call that would move, whose caller has got another error: no thread waits for it, its tensors may be
+        used.
 
-        Others go on with it, miss this rank's part, and end it without a result: it is unsettled for all (`unsettled`),
-        so all go on asking about it, and what it has hit of later turns stays. But where it ends on its way for
-        everybody, as its root is lost, nobody asks about it any more, so this rank must not either: else it would find
-        another first call that a later turn hits, and in mode "raise" report that loss once more than others.
+        Others continue with it, lack this rank's part, and end it without a result: it is unsettled for all
+        (`unsettled`), so all keep asking about it, and losses recorded for later epochs are kept. But if it ends on its
+        way for all ranks, as its root is lost, no rank asks about it any more, so this rank must not either: else it
+        would find another first call that a later epoch change hits, and in mode "raise" report that loss once more
+        than others.
         """
         op.fail(told)
         op.by_view = True

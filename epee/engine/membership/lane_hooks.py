@@ -1,10 +1,10 @@
-"""Where the agent thread reaches a group: it freezes and thaws its lane, and brings news and trouble.
+"""The agent thread's hooks into a group: they freeze and thaw it, and deliver decisions and errors.
 
-The hooks set a bit in the engine's `flags`, which every call looks at anyway, and leave the rest to whoever drives the
-group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is writing results ends first and what is
-said about the lane stays true; the others never wait for a call.
+The hooks set a bit in the engine's `flags`, which every call tests anyway, and leave the rest to the thread that drives
+the group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is writing results ends first and the
+reported state of the group stays true; the other hooks never wait for a call.
 
-Before the group has its engine there is nothing to stop, but the lane is spoken for: the others may die and leave us.
+Before the group has its engine there is nothing to stop, but the hooks must answer: the other ranks may die meanwhile.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
 
 
 class LaneHooks:
-    """The agent thread's end of one lane, and what the group's calls do about what it says.
+    """The agent thread's end of one group, and the actions of the group's calls on its reports.
 
     Args:
         is_joiner: this process has taken a rank of a running group.
 
     Attributes:
-        decisions: those that have come and have not been taken over, in order.
+        decisions: received decisions that have not been applied, in order.
         hosts: slot -> its host, in a group over several.
-        on_asked: called when other processes ask to come in.
+        on_asked: called when other processes ask to join.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
@@ -51,7 +51,7 @@ class LaneHooks:
         self.on_asked: Callable[[], object] | None = None
         self._put_out: EvictedError | None = None
         self._ways: Ways | None = None
-        self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
+        self._since: dict[int, int] = {}  # the ranks that take part, as far as the links have been notified
         self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
         self._occupants = occupants
@@ -60,7 +60,7 @@ class LaneHooks:
         self._engine: EngineOfLane | None = None
         self._course: Course | None = None
         self._error: Exception | None = None
-        self._entry: tuple[int, bytes] | None = None  # of who asks to come in: its slot, and what it offers
+        self._entry: tuple[int, bytes] | None = None  # of a process that asks to join: its slot, and its offer
         self._is_frozen = False
         self._shown: dict[int, tuple[int, int]] | None = None  # slot -> since, rank: of those whose loss is to be shown
         self._lock = threading.Lock()  # hooks against `attach`
@@ -68,14 +68,14 @@ class LaneHooks:
         self._has_news = threading.Event()
 
     def join(self, decision: Decision) -> None:
-        """Begin with the view that took this process in, and learn what was decided since."""
+        """Begin with the view that took this process in, and fetch the decisions since."""
         later = self._runtime.since(decision.epoch)  # without the lock: the agent, which answers, may wait for it
         with self._lock:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
     def attach(self, engine: EngineOfLane, course: Course, ways: Ways | None = None) -> None:
-        """Speak to this engine from now on, and to the links' thread, and tell both what came before."""
+        """Connect this engine and the links' thread, and report to both what came before."""
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
             self._since = dict(self._occupants.since)
@@ -106,7 +106,7 @@ class LaneHooks:
     # ---- on the agent thread
 
     def freeze(self) -> LaneState:
-        """Stop the lane between two calls and say how far it is."""
+        """Stop the group between two calls and return its progress."""
         lane = self._occupants.lane
         with self._lock:
             self._is_frozen = True
@@ -127,10 +127,11 @@ class LaneHooks:
             engine.entry.let_calls()
 
     def _claimed(self, course: Course, issued: int) -> int:
-        """Return what to tell as the last call issued, where `issued` is the truth. The engine's lock is held.
+        """Return the number to report as the last call issued, where `issued` is the actual one. The engine's lock is
+        held.
 
-        It depends on the failures that no call has reported yet, so on news as well. They are not taken over here: that
-        needs descriptors and memory, and who is short of them must answer all the same.
+        It depends on the failures that no call has reported yet, hence on pending decisions too. They are not applied
+        here: that needs descriptors and memory, and a rank that is short of them must answer all the same.
         """
         course = copy.deepcopy(course) if self.decisions else course
         for decision in self.decisions:
@@ -139,13 +140,15 @@ class LaneHooks:
         return course.claimed(issued)
 
     def _claimed_unborn(self) -> int:
-        """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
+        """Return the number to report as the last call issued before there is an engine: the other ranks may die
+        meanwhile.
+        """
         known, lane = self._occupants.known, self._occupants.lane
         later = self._runtime.since(known.epoch)
         if self._entry is not None:
             entries = [decision for decision in (known, *later) if self.is_entry(decision)]
             if not entries:
-                return 0  # it is in no view of the lane
+                return 0  # it is in no view of the group
             known = entries[0]
         ours = self._occupants.ours
         course = Course(lane, ours(known), self._raises, None, self._is_joiner, self.hosts)
@@ -155,13 +158,13 @@ class LaneHooks:
         return course.claimed(course.first_seq - 1)
 
     def enter_as(self, slot: int, locator: bytes = b"") -> None:
-        """Say that this process is in the job as `slot`, and asks to be taken into the lane with what it offers."""
+        """Announce that this process is in the job as `slot`, and asks to be taken into the group with its offer."""
         self._entry = slot, locator
 
     def is_entry(self, decision: Decision) -> bool:
-        """Return whether a decision takes this process, which has asked for it, into the lane.
+        """Return whether a decision takes this process, which has asked for it, into the group.
 
-        One that rests on what it has offered before, and given up, does not.
+        A decision that rests on an earlier offer that was cancelled does not count.
         """
         lane, epoch = self._occupants.lane, decision.epoch
         told = (p for p in decision.parts if (p.lane, p.since) == (lane, epoch))
@@ -174,7 +177,7 @@ class LaneHooks:
                 self.decisions.popleft()
 
     def thaw(self) -> None:
-        """Go on."""
+        """Resume the group."""
         with self._lock:
             self._is_frozen = False
             if self._engine is not None:
@@ -182,7 +185,7 @@ class LaneHooks:
         self._thawed.set()
 
     def decided(self, decision: Decision) -> None:
-        """Take note of a view; whoever drives the group looks at it."""
+        """Record a view; the thread that drives the group applies it."""
         with self._lock:
             self._tell_ways(decision)
             if self._shown is not None:
@@ -193,7 +196,9 @@ class LaneHooks:
         self._has_news.set()
 
     def _show_lost(self, shown: dict[int, tuple[int, int]], decision: Decision) -> None:
-        """Show whom the job has lost by a decision; calls show who has left, or was put out. The lock is held."""
+        """Show the ranks that the job has lost by a decision; calls show ranks that left, or were evicted. The lock is
+        held.
+        """
         assert self._engine is not None, "attach comes first"
         parts = parts_of(decision, self._occupants.lane)
         gone = {slot: rank for slot, (when, rank) in shown.items() if parts.get(slot) != when}
@@ -208,19 +213,19 @@ class LaneHooks:
             self._engine.mask.lose(lost, decision.epoch, is_agreed=True)
 
     def asked(self) -> None:
-        """Publish for whom processes wait, once the group has what it takes (`bootstrap/local_state.py`)."""
+        """Publish for which ranks processes wait, once the group is ready for that (`bootstrap/local_state.py`)."""
         if self.on_asked is not None:
             with contextlib.suppress(InvalidState):  # the process is leaving the job
                 self.on_asked()
 
     def _tell_ways(self, decision: Decision) -> None:
-        """Tell the links' thread of a view. The lock is held."""
+        """Notify the links' thread of a view. The lock is held."""
         if self._ways is not None:
             self._tell_lost(self._ways, decision)
             self._tell_new(self._ways, decision)
 
     def _tell_lost(self, ways: Ways, decision: Decision) -> None:
-        """Tell the links' thread who is left of those who take part, at once: others wait for its part."""
+        """Notify the links' thread of the remaining members, at once: others wait for its part."""
         parts = parts_of(decision, self._occupants.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
@@ -231,7 +236,7 @@ class LaneHooks:
             ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
 
     def _tell_new(self, ways: Ways, decision: Decision) -> None:
-        """Tell the links' thread who comes in."""
+        """Notify the links' thread of joiners."""
         new = []
         for member, when, rank, part in self._occupants.newcomers(decision, self._since):
             who = Identity(rank, 0, member.nonce)
@@ -245,7 +250,7 @@ class LaneHooks:
             ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
 
     def trouble(self, error: Exception) -> None:
-        """Calls cannot end well any more, or for the time being."""
+        """Record an error: calls cannot end well any more, or for the time being."""
         with self._lock:
             self._error = error
             if self._engine is not None:
@@ -254,7 +259,7 @@ class LaneHooks:
     # ---- in the engine
 
     def await_thaw(self, timeout_s: float) -> None:
-        """Wait until the lane goes on, for some milliseconds at most. Without the engine's lock."""
+        """Wait until the group resumes, for some milliseconds at most. Without the engine's lock."""
         self._thawed.wait(timeout_s)
 
     @property
@@ -264,22 +269,24 @@ class LaneHooks:
         return error if isinstance(error, EvictedError) else None
 
     def put_out(self, error: EvictedError) -> None:
-        """Calls of this lane end with `error` from now on: this process has no part in it. The lock is held."""
+        """Fail calls of this group with `error` from now on: this process is not a member. The lock is held."""
         assert self._engine is not None, "attach comes first"
         self._put_out = error
         self._engine.raise_flag(TROUBLED)
 
     def await_quorum(self) -> None:
-        """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
+        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin. Without the
+        lock.
+        """
         assert self._engine is not None, "attach comes first"
         until = time.monotonic() + NO_QUORUM_PAUSE_S
-        self._has_news.clear()  # first: what comes after it is seen below, or ends the wait
+        self._has_news.clear()  # first: a later decision is seen below, or ends the wait
         while isinstance(self._runtime.error, NoQuorumError) and not self._engine.flags & ENDED:
             if self._has_news.wait(NEWS_LOOK_S) or time.monotonic() > until:
                 return
 
     def raise_trouble(self) -> None:
-        """Raise why calls cannot end well, if that is still so."""
+        """Raise the reason why calls cannot end well, if it still holds."""
         assert self._engine is not None, "attach comes first"
         error: Exception | None = self._put_out or self._runtime.error
         if error is None and not isinstance(self._error, PeerError):

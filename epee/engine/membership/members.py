@@ -1,12 +1,13 @@
-"""Which ranks of a group take part, and outboxes of only those.
+"""The members of a group in an epoch, and peer regions of only those.
 
-Collectives (`backend/cuda/`) know positions among the members, not ranks: shares, segments and sums run over positions
-in ascending order of rank. At birth both are the same. When a view leaves ranks out, `narrow` makes outboxes of the
-rest over the same memory; `backend/cuda/arguments.py` picks the members' tensors out of the user's lists (one per rank
-that the group counts, lost ones included) and what belongs to lost ranks is not touched. When a view takes in a rank
-that has never been here, `replace` makes the full outboxes longer; those who are there map nothing anew (decision 42).
+Collectives (`backend/cuda/`) use positions among the members, not ranks: shares, segments and sums run over positions
+in ascending order of rank. When the group is created both are the same. When a view leaves ranks out, `narrow` makes
+peer regions of the rest over the same memory; `backend/cuda/arguments.py` picks the members' tensors out of the user's
+lists (one per rank that the group counts, lost ones included), and entries of lost ranks are not touched. When a view
+takes in a rank that has never been in the group, `replace` extends the full peer regions; the other ranks map nothing
+anew (decision 42).
 
-Who writes, who reads: nothing here is shared with other processes; narrowing means not reading some of them any more.
+Nothing here is shared with other processes; narrowing means not reading some of them any more.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _shortened(box: Outboxes, num_entries: int) -> Outboxes:
 
 
 def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
-    """Map the outbox of a process; None when it is gone for good: its owner is dying or dead, or has closed it.
+    """Map the outbox of a process; None when it no longer exists: its owner is dying or dead, or has closed it.
 
     A blank one in its place says the same as the real one to those who have mapped it: nobody puts anything into a call
     that a newcomer takes part in before all have (`Survival.may_publish`).
@@ -198,7 +199,7 @@ def make_blank(nbytes: int) -> HostRegion:
 
 
 def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
-    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one.
+    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. Regions narrowed before keep the old one.
 
     A rank above those that `box` has makes it longer; places between them are blank until somebody comes. May be
     repeated where it was broken off.

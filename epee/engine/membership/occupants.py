@@ -1,22 +1,22 @@
-"""Which process has which rank of a group: what this rank has taken over of the view.
+"""The rank table of a group: the process of each rank, as far as this rank has applied the decisions of the view.
 
-A rank of the group is a slot of the job. Who is in the view has a part in the group only if it was born into it, joined
-the job with an outbox for it (`bootstrap/home.py`), or was taken in by a decision that says so (`Part`): the slots of a
-group made with `new_group` may be taken by processes that know nothing of it. A member that was put out of the group
-stays in the job; if it comes back it is as new to the group as a new process. So for a group a member is its slot and
-the epoch since which it takes part.
+A rank of the group is a slot of the job. A process in the view has a part in the group only if it was an initial
+member, joined the job with an outbox for it (`bootstrap/home.py`), or was taken in by a decision that says so (`Part`):
+the slots of a group made with `new_group` may be taken by processes that are not in it. A member that was evicted from
+the group stays in the job; if it returns it is as new to the group as a new process. So for a group a member is its
+slot and the epoch since which it takes part.
 
-Which rank a slot has follows from the decision alone, so it is the same at all ranks, whatever they have seen before:
+The rank of a slot follows from the decision alone, so it is the same at all ranks, whatever they have seen before:
 
     the first group of a job    its slot
-    a slot of the founders      the rank that it was born with; it keeps that, and nobody else gets it
-    any other                   the rank in its locator, which stands in the decision as long as it takes part
+    a slot of initial members   the rank that it began with; it keeps that, and no other slot gets it
+    any other                   the rank in its locator, which is in the decision as long as it takes part
 
-Ranks beyond the founders' belong to nobody while nobody has them: a slot that had one may come back with another, and
-another slot may have it. So what is said of a slot in the past is asked with an epoch (`rank_at`).
+Ranks beyond the initial ones are unassigned while no process has them: a slot that had one may return with another, and
+another slot may have it. So queries about the past of a slot take an epoch (`rank_at`).
 
-Who writes, who reads: written where decisions are taken over (`epochs.py`, `intake.py`), under the engine's lock; every
-step of that may run twice. What views say that are not taken over yet is only looked at.
+The table is written where decisions are applied (`epochs.py`, `intake.py`), under the engine's lock; every step of that
+may run twice. Views that are not applied yet are only read.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Locators = Mapping[int, OutboxLocator]  # by slot
 
 
 class Coming(NamedTuple):
-    """Who comes into a lane by a decision.
+    """A process that joins a group by a decision.
 
     Attributes:
         member: the process.
         since: the epoch since which it takes part.
         rank: in the group.
-        part: its outbox; None: it is gone again.
+        part: its outbox; None: it has left already.
     """
 
     member: Member
@@ -56,19 +56,19 @@ class Occupants:
     """The processes of one group's ranks.
 
     Args:
-        seat: of the group; the slots of its founders are the first ones of it.
-        known: the view in which the lane begins, as far as it is known.
-        joined: this process comes into the running group.
+        seat: the job handle of the group; the slots of its initial members are the first ones of it.
+        known: the view in which the group begins, as far as it is known.
+        joined: this process joins the running group.
 
     Attributes:
-        lane: id of the group's lane.
+        lane: id of the group.
         is_home: the group is the first of its job: processes that join the job join it.
-        founders: slots of the ranks with which a group that is not the first was made.
-        slot_of: of each rank who has it, or had it last; no slot of the job where nobody is known.
-        rank_of: slot -> the rank that it has, or had last, as far as decisions have been taken over.
-        known: the view in which the lane begins.
-        epoch: of the last decision that has been taken over in whole.
-        incarnations: slot -> incarnation of the process that has a part in this lane, or had one and is in the job.
+        founders: slots of the initial members of a group that is not the first.
+        slot_of: per rank the slot that has it, or had it last; no slot of the job where no process is known.
+        rank_of: slot -> the rank that it has, or had last, as far as decisions have been applied.
+        known: the view in which the group begins.
+        epoch: of the last decision that has been applied completely.
+        incarnations: slot -> incarnation of the process that has a part in this group, or had one and is in the job.
         since: slot -> the epoch since which it takes part.
         removed: rank -> (epoch that began without it, cause).
     """
@@ -89,7 +89,9 @@ class Occupants:
         self._joined, self._has_begun = joined, False
 
     def begin(self, ranks: Iterable[int]) -> list[int]:
-        """Begin with the view that is known; return who of the group is in it. `ranks`: those that have an outbox."""
+        """Begin with the known view; return the ranks of the group that are in it. `ranks`: those that have an
+        outbox.
+        """
         known = self.known
         self.epoch = known.epoch
         if self._joined:
@@ -108,10 +110,10 @@ class Occupants:
                 self.removed[self.rank_of[removal.slot]] = (self.epoch, removal.cause)
         return members
 
-    # ---- what decisions say, taken over or not
+    # ---- contents of decisions, applied or not
 
     def ranks_in(self, decision: Decision) -> dict[int, int]:
-        """Return who takes part in the lane in a decision's view: slot -> rank; of several for a rank the oldest."""
+        """Return the members of the group in a decision's view: slot -> rank; of several for a rank the oldest."""
         parts, locators = parts_of(decision, self.lane), locators_of(decision, self.lane)
         told = {part[1:3] for part in decision.parts if part.lane == self.lane}
         taken: dict[int, int] = {}
@@ -122,7 +124,7 @@ class Occupants:
         return {slot: rank for rank, slot in taken.items()}
 
     def _rank(self, slot: int, locator: OutboxLocator | None) -> int | None:
-        """Return which rank a slot has if it takes part."""
+        """Return the rank of a slot if it takes part."""
         if self.is_home:
             return slot if slot < MAX_RANKS else None
         if slot in self.founders:
@@ -130,7 +132,7 @@ class Occupants:
         return None if locator is None or locator.rank < len(self.founders) else locator.rank
 
     def _is_ours(self, member: Member, is_told: bool) -> bool:
-        """Return whether a process of the view, which may have taken a slot of the group, belongs to the lane."""
+        """Return whether a process of the view, which may have taken a slot of the group, belongs to the group."""
         if is_told:
             return True
         if self.is_home and outbox_of(member, self.lane) is not None:
@@ -140,7 +142,7 @@ class Occupants:
         return not self._joined
 
     def fits(self, slot: int, rank: int) -> bool:
-        """Return whether a slot may have a rank, if nobody takes part with it."""
+        """Return whether a slot may have a rank, if no process takes part with it."""
         if self.is_home:
             return slot == rank
         if slot in self.founders:
@@ -148,7 +150,7 @@ class Occupants:
         return len(self.founders) <= rank < MAX_RANKS
 
     def parts(self, known: Decision) -> dict[int, OutboxEndpoint]:
-        """Return the outboxes of all who have a part in the lane in a view, by slot, for who comes in with it."""
+        """Return the outboxes of all members of the group in a view, by slot, for a process that joins with it."""
         found, since, locators = {}, parts_of(known, self.lane), locators_of(known, self.lane)
         ranks = self.ranks_in(known)
         for member in known.members:
@@ -158,23 +160,23 @@ class Occupants:
         return found
 
     def _part(self, member: Member, when: int, locators: Locators) -> OutboxEndpoint | None:
-        """Return the outbox of a member that takes part since epoch `when`, if the lane belongs to it."""
+        """Return the outbox of a member that takes part since epoch `when`, if the group has it."""
         if self.is_home and when == member.incarnation:
             return outbox_of(member, self.lane)
         locator = locators.get(member.slot)
         return None if locator is None else locator.endpoint(member, self.lane)
 
     def ours(self, decision: Decision) -> Decision:
-        """Return `decision` without processes that have taken a slot but have no part in this lane."""
+        """Return `decision` without processes that have taken a slot but have no part in this group."""
         ranks = self.ranks_in(decision)
         members = tuple(member for member in decision.members if member.slot in ranks)
         removed = tuple(removal for removal in decision.removed if removal.slot in self.rank_of)
         return Decision(decision.epoch, members, removed, *decision[3:])
 
     def newcomers(self, decision: Decision, since: Mapping[int, int] | None = None) -> Iterator[Coming]:
-        """Yield who comes into this lane by `decision`.
+        """Yield the processes that join this group by `decision`.
 
-        `since`: of those who take part before it; None: as far as decisions have been taken over.
+        `since`: of the members before it; None: as far as decisions have been applied.
         """
         parts, known = parts_of(decision, self.lane), self.since if since is None else since
         locators, ranks = locators_of(decision, self.lane), self.ranks_in(decision)
@@ -187,7 +189,7 @@ class Occupants:
                 yield Coming(member, when, ranks[member.slot], part)
 
     def present(self, view: Decision) -> dict[int, int]:
-        """Return who takes part in a view, which may be newer than what was taken over: rank -> slot."""
+        """Return the members in a view, which may be newer than the applied one: rank -> slot."""
         return {rank: slot for slot, rank in self.ranks_in(view).items()}
 
     def since_in(self, view: Decision) -> dict[int, int]:
@@ -196,16 +198,18 @@ class Occupants:
         return {rank: parts[slot] for slot, rank in self.ranks_in(view).items()}
 
     def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
-        """Yield whose the outboxes of these ranks are in a view."""
+        """Yield the owners of the outboxes of these ranks in a view."""
         found = self.ranks_in(decision)
         for member in decision.members:
             if found.get(member.slot) in ranks:
                 yield OutboxOwner(member.nonce, self.lane, member.slot)
 
-    # ---- what has been taken over
+    # ---- applied decisions
 
     def note_before(self, previous: Decision) -> None:
-        """Note who had which rank before the decision that takes this process in: that one may remove some of them."""
+        """Note the rank table before the decision that takes this process in: that decision may remove some of the
+        ranks.
+        """
         for slot, rank in self.ranks_in(previous).items():
             self._note(slot, rank, 0)
 
@@ -223,11 +227,13 @@ class Occupants:
             had.append((since, rank))
         before = self.rank_of.get(slot, rank)
         if before != rank and self.slot_of[before] == slot:
-            self.slot_of[before] = MAX_RANKS + before  # nobody's
+            self.slot_of[before] = MAX_RANKS + before  # assigned to no slot
         self.rank_of[slot], self.slot_of[rank] = rank, slot
 
     def slots_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the slot of each of these ranks that has one, or had it last and nobody got another rank with it."""
+        """Return the slot of each of these ranks that has one, or had it last if no other slot got another rank with
+        it.
+        """
         return {rank: self.slot_of[rank] for rank in ranks if self.slot_of[rank] < MAX_RANKS}
 
     def rank_at(self, slot: int, epoch: int) -> int | None:
@@ -235,7 +241,7 @@ class Occupants:
         return next((rank for since, rank in reversed(self._had.get(slot, [])) if since <= epoch), None)
 
     def remove(self, decision: Decision) -> Iterator[int]:
-        """Note whom a decision removes, or puts out, and yield the rank of each."""
+        """Note the processes that a decision removes, or evicts, and yield the rank of each."""
         causes = {removal.slot: removal.cause for removal in decision.removed}
         parts = parts_of(decision, self.lane)
         for slot, when in list(self.since.items()):
@@ -245,7 +251,7 @@ class Occupants:
                 yield rank
 
     def is_over(self, decision: Decision) -> None:
-        """Note that a decision has been taken over in whole."""
+        """Note that a decision has been applied completely."""
         parts = parts_of(decision, self.lane)
         self.since = {slot: when for slot, when in self.since.items() if parts.get(slot) == when}
         self.epoch = decision.epoch
@@ -259,9 +265,9 @@ class Occupants:
         return {rank for rank, (when, _) in self.removed.items() if when > epoch}
 
     def was_put_out(self, rank: int) -> bool:
-        """Return whether a rank that takes no part was put out as somebody asked, and is no loss."""
+        """Return whether a rank that takes no part was excluded on request, and is no loss."""
         return self.removed.get(rank, (0, ""))[1] == PUT_OUT
 
     def kind_of_loss(self, ranks: Iterable[int]) -> tuple[type[PeerError], str]:
-        """Return the type of the error that tells of the loss of these ranks, and the causes in words."""
+        """Return the type of the error that reports the loss of these ranks, and the causes in words."""
         return kind_of_loss(self.removed[rank][1] for rank in ranks)

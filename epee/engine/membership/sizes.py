@@ -1,19 +1,19 @@
-"""How many ranks a group counts, call by call, and the mask that shows which of them take part.
+"""The number of ranks that a group counts, call by call, and the mask that shows which of them take part.
 
 The size of a group is the length of the user's lists with one element per rank, lost ranks included. It belongs to
-calls, not to moments: a newcomer beyond the end raises it from its first call on, and a rank that shrinks the group
-does so from its next call on. So it is the same for one call on all ranks, whenever they hear of a change
+calls, not to moments: a joiner beyond the end raises it from its first call on, and a rank that shrinks the group
+does so from its next call on. So it is the same for one call on all ranks, whenever they receive a change
 (decision 42).
 
 Groups under Mooncake's names show a loss at once (`Mask.lose`): the agent thread, or a wait that has proof of a death,
-writes the zero into the program's tensor, and the size follows, while the words of the calls wait for their own turn.
+writes the zero into the program's tensor, and the size follows, while the words of the calls are handled in order.
 So the program may give a call the size before a loss or the size after it, and either fits (`members.fitted`). A tensor
 that could be split for either is split for the size that the program was given last (`Mask.told`).
 
 Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only,
-and never read: the words in here are what counts. One element is written for each change, by the thread that takes the
-change over (mostly the one whose call meets it). On a GPU that is a kernel on this thread's current stream, so kernels
-behind the call on that stream see it; nobody waits for it.
+and never read: the words in this module are authoritative. One element is written for each change, by the thread that
+applies the change (mostly the one whose call meets it). On a GPU that is a kernel on this thread's current stream, so
+kernels behind the call on that stream see it; no thread waits for it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Mask:
     Attributes:
         limit: the length of the user's tensor, or what it would be.
         span: 1 + the highest rank with a 1 in what the program is shown.
-        keeps_lost: what the program is shown keeps the 1 of a lost rank until the program puts it out (`put_out`).
+        keeps_lost: the shown tensor keeps the 1 of a lost rank until the program removes it (`put_out`).
         shows_at_once: a loss is shown as soon as this process knows of it (`lose`), not with the call that meets it.
         epoch: of the newest view of which `lose` has shown a loss; 0 for none.
-        told: the size that the program was given last: what its lists are most likely made for.
+        told: the size that the program was given last, for which its lists are most likely made.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Mask:
             self._words[rank] = value
             return
         if self._words[rank] == value:
-            return  # nothing of the user's is touched without need
+            return  # the user's tensor is written only when needed
         if value or is_asked or not self.keeps_lost:
             self._show(rank, value)
         self._words[rank] = value
@@ -150,7 +150,7 @@ class Mask:
                     self.epoch = max(self.epoch, epoch)
 
     def has_lost(self, ranks: Iterable[int], epoch: int) -> bool:
-        """Return whether all these members of an epoch have been lost since, as far as `lose` was told."""
+        """Return whether all these members of an epoch have been lost since, as far as `lose` was called for them."""
         return all(self._lost_in.get(rank, 0) > epoch for rank in ranks)
 
     def has_agreed(self, ranks: Iterable[int]) -> bool:
@@ -158,7 +158,7 @@ class Mask:
         return all(rank in self._agreed or not self._words[rank] for rank in ranks)
 
     def put_out(self, ranks: Iterable[int]) -> None:
-        """Show no more those of `ranks` that do not take part: the program has taken note of their loss."""
+        """Hide those of `ranks` that do not take part: the program has acknowledged their loss."""
         for rank in ranks:
             if not self._words[rank]:
                 self._show(rank, 0)

@@ -1,21 +1,22 @@
-"""Calls that ended here without a result: what later decisions and later calls need to know of them.
+"""Calls that ended here without a result: the record of them that later decisions and later calls need.
 
-When a member dies, the calls of a lane are divided by the first one to which it has not contributed as a whole
+When a member dies, the calls of a group are divided by the first one to which it has not contributed completely
 (`view/protocol/outcome.py`): every rank asks about its calls in order and must find the same one. A call that a rank
-has given up (`withdrawal.py`) or refused has ended there, while it may still be open at others, which ask about it. So
-it is remembered until a later call has a result, and
+has aborted (`withdrawal.py`) or refused has ended there, while it may still be open at others, which ask about it. So
+it is remembered until a later call has a result, and is
 
-    asked about     before the calls that are open, whenever a decision has come. What it says of the dead rank is said
-                    by words that no longer change, so all who ask find the same.
+    asked about     before the calls that are open, whenever a decision has come. Its answer about the dead rank comes
+                    from words that no longer change, so all ranks that ask find the same.
     waited for      a later call is completed only when every member has settled the earlier one: its contribution is
-                    whole, or it has given the call up, or it is through with it. So a result says of everybody in it
-                    that all calls before are settled, and whoever asks about one of them after a death finds it whole.
+                    complete, or it has aborted the call, or it has ended it. So a result implies for all its members
+                    that all calls before are settled, and a rank that asks about one of them after a death finds it
+                    complete.
 
-Who writes, who reads: the words are those of `operation.py`, each rank's own; none is added. No rank waits for ever:
-one that has put a part of the later call into its outbox has the earlier one before it, finds it withdrawn or refused
-when it gets there, and ends it. Whoever stands still on the way is named by the later call's time-out.
+The words are those of `operation.py`, each rank's own; none is added. No rank waits for ever: one that has put a part
+of the later call into its outbox has the earlier one before it, finds it aborted or refused when it gets there, and
+ends it. The later call's timeout names a rank that stalls on the way.
 
-A rank is through with a call before its cell is used again, so older calls than there are cells are settled by the one
+A rank has ended a call before its cell is used again, so older calls than there are cells are settled by the one
 that has the cell now, and NUM_CELLS of them are enough.
 """
 
@@ -44,7 +45,7 @@ from ..signature import REFUSED, unpack
 
 
 class Past(NamedTuple):
-    """A call that ended without a result, or one that is open: what its members' words must show to settle it.
+    """A call that ended without a result, or an open one, with the words of its members that would settle it.
 
     Attributes:
         seq: its number; its words begin at `cell`.
@@ -62,7 +63,7 @@ class Past(NamedTuple):
     root: int = -1
 
     def has_ended(self, words: memoryview) -> bool:
-        """Return whether the rank of these words contributes nothing more: it is through, or has given the call up."""
+        """Return whether the rank of these words contributes nothing more: it has ended or aborted the call."""
         wanted = tag(self.box.epoch, self.seq)
         if consumed_of(words) >= self.seq or words[self.cell + GAVE_UP] in (wanted, failed_by_view(wanted)):
             return True
@@ -73,7 +74,7 @@ class Past(NamedTuple):
         return self.has_ended(words) or (self.rounds > 0 and self._is_whole(words))
 
     def counts_as_settled(self, words: memoryview) -> bool:
-        """Return the same of a rank that is gone; where the rounds are not known, one of them is enough."""
+        """Return the same for a dead rank; where the rounds are not known, one of them is enough."""
         return self.has_ended(words) or self._is_whole(words)
 
     def _is_whole(self, words: memoryview) -> bool:
@@ -84,12 +85,12 @@ class Past(NamedTuple):
         return is_whole(words[self.cell], wanted, filled, merged, self.rounds, self.is_merged)
 
     def moved(self, box: Outboxes) -> Past:
-        """Return the call as it would run with other outboxes, for which nobody has planned it here."""
+        """Return the call as it would run with other peer regions, for which it has not been planned here."""
         return self if box is self.box else self._replace(box=box, rounds=0, is_merged=False)
 
 
 def past_of(op: Operation) -> Past:
-    """Return what to look for in the words of the members of a call."""
+    """Return the conditions to check in the words of the members of a call."""
     plan, is_refused = op.plan, isinstance(op.plan, RefusedPlan)
     is_known = op.rounds_known and not is_refused
     root = -1 if is_refused else unpack(plan.signature).root
@@ -110,7 +111,7 @@ class UnsettledCalls:
             self.calls.append(past_of(op))
 
     def keep(self, calls: Iterable[Past]) -> None:
-        """Replace what is known of these calls."""
+        """Replace the record of these calls."""
         self.calls = deque(calls, NUM_CELLS)
 
     def behind(self, box: Outboxes, lost: Collection[int] = ()) -> list[int]:

@@ -1,40 +1,40 @@
-"""The calls of one group: in what order they run, who drives them, how a wait ends.
+"""The calls of one group: their order, the threads that drive them, the end of a wait.
 
 Every collective call gets the next sequence number and is published at once when the outbox has room. Unfinished calls
-stand in a queue and complete in order. Whoever waits drives the head of the queue: the caller's thread in `run` and
-`wait`; a background thread (`progress.py`) only for calls that nobody waits for.
+are in a queue and complete in order. A waiting thread drives the head of the queue: the caller's thread in `run` and
+`wait`; a background thread (`progress.py`) only for calls that no thread waits for.
 
-One lock guards the state (`entry.py`); `waiting.py` has the ways to wait for a word. Only a wait that has slept looks
-for trouble: a dead peer (pidfd), one that has left, the deadline.
+One lock guards the state (`entry.py`); `waiting.py` waits for a word. Only a wait that has slept checks for failures: a
+dead peer (pidfd), one that has left, the deadline.
 
-One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an exception from a signal handler, which
-may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
-back: a call whose results were being written is finished, another one of the caller's own is withdrawn
-(`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
-yet, is left for its repetition. So the ranks stay in step, and a tensor is as before or complete. A
-wait for a request that the caller holds leaves the request open. Should even that be broken off, the next call repairs
-the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that it
+A call has one outcome. Every exception that leaves a call passes `interrupts.py`: an exception from a signal handler,
+which may raise between any two lines, a lack of quorum, a shortage. It makes the state consistent before the lock is
+released: a call whose results were being written is finished, another one of the caller's own is aborted
+(`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose outcome is not
+known yet, is left for its repetition. So the ranks stay in step, and a tensor is either unchanged or complete. A wait
+for a request that the caller holds leaves the request open. If the recovery is interrupted too, the next call repairs
+the state (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that it
 interrupted, which raises `AbortedError`.
 
-Seams for failure handling, and what they promise:
+Interfaces for failure handling, and their guarantees:
 
-- `flags` is zero while all is well. A bit set in it, from any thread or handler, is seen by every call before it takes
+- `flags` is zero without failures. A bit set in it, from any thread or handler, is seen by every call before it takes
   the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes
-  `await_flags` (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
-- `await_flags` runs without the lock, `_wait_ended` with it; both raise where the call cannot go on.
-- `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
-  any call of the queue and retires what it ended; it must not block.
+  `await_flags` (entering) or `_wait_ended` (inside). Nothing else on the fast path checks the health of the group.
+- `await_flags` runs without the lock, `_wait_ended` with it; both raise if the call cannot continue.
+- `trouble.examine` runs with the lock, in the waiting thread, after each sleep in which no word arrived. It may `fail`
+  any call of the queue and retires the calls that it ended; it must not block.
 - A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
-  outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was taken back (GAVE_UP).
+  outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was aborted (GAVE_UP).
 
-The short way of a call: from its first store to its last load in one go, when nobody has to be waited for.
+The short path of a call runs from its first store to its last load without a break, when no wait is needed.
 
-The protocol is that of `operation.py` and `withdrawal.py`, in the same order of stores and loads; what is left out are
-the waits, the queue and every case that is not the usual one. Wherever something is missing or odd the call goes on
-from there on the long way (`Engine.drive`), which finds in the fields and words of the call how far it is. Calls of one
-round only, reduced in one step or in two.
+The protocol is that of `operation.py` and `withdrawal.py`, in the same order of stores and loads, without the waits,
+the queue and the unusual cases. If a word is missing or unexpected the call continues from there on the long path
+(`Engine.drive`), which reads the call's progress from its fields and words. The short path serves calls of one round
+only, reduced in one step or in two.
 
-In two steps a single peer's withdrawal may be overlooked (it is not looked for again after MERGED): that peer then
+In two steps the abort of a single peer may be overlooked (it is not checked again after MERGED): that peer then
 waits for this rank's decision, which is to complete the call, and completes it too.
 """
 
@@ -116,7 +116,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
     if preamble is not None or plan.merge_bytes:
         if preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
-        own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then so do we
+        own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then this rank does too
         own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
         op.filled = 1
     op.offsets[box.rank] = base
@@ -151,13 +151,14 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
 
 
 def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
-    """Note where the peers' parts are, if all have called the same; False: not all are here, or something is odd.
+    """Note the offsets of the peers' parts, if all have called the same; False: a part is missing, or a word is
+    unexpected.
 
     Args:
         op: the call.
         waits: polls for a word that is not there yet.
         sealed: this rank's OFFSET word, which peers' mostly equal.
-        check: what every OFFSET word of the call is sealed with.
+        check: the value with which every OFFSET word of the call is sealed.
     """
     box, plan, cell, tag, base = op.box, op.plan, op.cell, op.tag, op.base
     signature, detail = plan.signature, plan.detail
@@ -168,7 +169,7 @@ def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
             return False
         offset = base
         word = words[cell + OFFSET]
-        if word != sealed:  # it need not lie where ours does
+        if word != sealed:  # it may lie at another offset than ours
             place = word & 0xFFFFFFFF
             offset = place << 6
             if word != (check ^ place) << 32 | place or offset > limit:
@@ -180,7 +181,7 @@ def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
 
 
 def _merge(op: Operation, waits: Waiting) -> bool:
-    """Reduce this rank's share, and see the others' be reduced; False when that takes them a while."""
+    """Reduce this rank's share, and wait until the others have reduced theirs; False when that takes them a while."""
     box, index = op.box, op.cell + MERGED
     if any(words[op.cell + FILLED] != COUNTED_1 for words in box.peer_words):
         return False
@@ -198,23 +199,25 @@ SETTLING_LOOK_S = 0.001
 class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
-    Its parts: `entry` has the lock, `waits` the ways to wait, `mail` the messages, `helper` the background thread.
-    What runs on its state stands in modules of functions (`express`, `overlap`, `stall`, `interrupts`, `ending`).
+    Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread.
+    Functions on its state are in other modules (`express`, `overlap`, `stall`, `interrupts`, `ending`).
 
     Attributes:
-        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        timeout_s: how long a call waits when it names no timeout, for the lock as well.
         p2p_timeout_s: how long a message waits; 0: as long as a call.
-        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
-        members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
+        flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
+        members: the peer regions of the ranks that take part in the next call, which is planned with them; `box` has
+        all
+            ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
-        unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
+        unclaimed: calls whose callers got an error before the outcome was known; the next call may be a repetition.
         unsettled: calls that ended here without a result, and may still be open at others.
         has_failed: it was closed because the process ends.
-        reports_losses: a call that a loss ends raises nothing, its `Work` tells.
-        untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
-        broken: the exception that has come out of a call, and the call, until the books are in order again.
-        repair: the step of that which runs in a thread of its own, or ran there last.
-        ended_by: why all calls fail, where that is not because the program has ended the group.
+        reports_losses: a call that a loss ends raises nothing, its `Work` reports the loss.
+        untold: a loss that no call could report, because the call that it would fail had ended before; the next one
+        does. broken: the exception that has left a call, and the call, until the state is consistent again. repair: the
+        repair step that runs in a thread of its own, or ran there last. ended_by: why all calls fail, where that is not
+        because the program has ended the group.
     """
 
     def __init__(
@@ -338,10 +341,12 @@ class Engine:
             raise
 
     def _tell(self) -> None:
-        """Raise a loss that no call could tell, once all is here that says whether it is one. The lock is held.
+        """Raise a loss that no call could report, once all data is here that decides whether it is one. The lock is
+        held.
 
         Raises:
-            CommTimeoutError: this host was not told in time what ranks of others had said; no number was used up.
+            CommTimeoutError: this host did not receive in time what lost ranks had sent to others; no number was used
+            up.
         """
         survival, until = self.survival, time.monotonic() + self.timeout_s
         if survival is None:
@@ -351,11 +356,11 @@ class Engine:
                 raise survival.not_told(self.timeout_s)
             self.entry.leave()
             time.sleep(SETTLING_LOOK_S)
-            self.entry.enter()  # news meanwhile is taken over there
+            self.entry.enter()  # decisions meanwhile are applied there
         survival.raise_untold()
 
     def look(self, step: Callable[[], None]) -> None:
-        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+        """Run `step` with the lock held, when all decisions are applied and the group is not frozen."""
         self.entry.enter()
         try:
             step()
@@ -366,7 +371,7 @@ class Engine:
             raise
 
     def refuse(self, name: str, exc: Exception) -> None:
-        """Tell the peers that this rank's next collective is refused, and use up its sequence number."""
+        """Report to the peers that this rank's next collective is refused, and use up its sequence number."""
         if self.flags & ENDED:
             return
         plan = refused(name, exc)
@@ -382,7 +387,7 @@ class Engine:
             if not op.published and not op.done:
                 try:
                     if not op.publish(op.box):
-                        return  # in order: what follows must not take the room
+                        return  # in order: later calls must not take the room
                 except BaseException as exc:
                     if self.is_interrupt(exc):
                         raise
@@ -419,7 +424,7 @@ class Engine:
             raise
 
     def take_back(self, op: Driven, exc: BaseException) -> None:
-        """Give up a message out of whose blocking call `exc` comes: nobody can wait for it again."""
+        """Abort a message whose blocking call `exc` leaves: no thread can wait for it again."""
         if self.flags & ENDED or self.entry.num_calls_below() > 1:
             return
         interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
@@ -427,7 +432,9 @@ class Engine:
             interrupts.tell(self, exc, op)
 
     def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
-        """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
+        """End the messages of `rank`, without which a view has begun. Data sent before its death counts. The lock is
+        held.
+        """
         ending.end_with_others(self)  # a rank that had ended the group may end its process afterwards
         if absence.is_final and rank not in self.mail.out:
             for message in self.mail.pending():
@@ -435,7 +442,9 @@ class Engine:
                     self.advance(message)
         self.mail.lose(rank, absence, is_told)
         for message in list(self.messages):
-            if message.done:  # also what an interrupt has left failed and untold: then all of this is run again
+            if (
+                message.done
+            ):  # also one that an interrupt has left failed and not reported: then all of this is run again
                 self.retire(message)
                 self.messages.pop(message, None)
 
@@ -490,7 +499,7 @@ class Engine:
                 overlap.release(self)
         finally:
             op.num_waiters -= 1
-            if self.queue or not op.done:  # nobody waits for these now
+            if self.queue or not op.done:  # no thread waits for these now
                 self.helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
 
     def advance(self, op: Driven) -> Block | None:
@@ -525,15 +534,15 @@ class Engine:
             block = None
         if block is None:
             self.retire_heads()
-            if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
+            if self.queue and self.queue[0] is head:  # no outcome yet, or no room to publish it
                 return NO_ROOM
         return block
 
     def is_interrupt(self, exc: BaseException) -> bool:
-        """Return whether an exception interrupts this thread, and is not the outcome of the call that it moves.
+        """Return whether an exception interrupts this thread, and is not the outcome of the call that it advances.
 
         The outcome of a call is an `EpeeError` that the protocol or the plan raises. Threads of epee's own run no
-        signal handlers and have stack to spare, so there whatever a call raises belongs to that call.
+        signal handlers and have stack to spare, so there every exception of a call belongs to that call.
         """
         if is_own(exc) or self.helper.is_current():
             return False
@@ -548,7 +557,7 @@ class Engine:
         return bool(self.unsettled.behind(head.box, head.lost))
 
     def retire_heads(self) -> None:
-        """Take finished calls off the queue, in order, and say that this rank is through with them."""
+        """Take finished calls off the queue, in order, and publish that this rank has ended them."""
         queue, own = self.queue, self.box.own
         retired = False
         while queue and queue[0].done:
@@ -559,7 +568,7 @@ class Engine:
                 own[op.cell + GAVE_UP] = gave_up
                 if self.box.exports is not None:
                     self.box.exports.word(op.cell + GAVE_UP, gave_up)
-                if op.by_view and not stays:  # who was voted out and has not heard of it yet must not complete it
+                if op.by_view and not stays:  # a rank that was voted out and does not know it yet must not complete it
                     own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
@@ -578,9 +587,9 @@ class Engine:
             self._publish_waiting()
 
     def _publish_failed(self, op: Operation) -> bool:
-        """A call that failed before it was published: its peers must still find a header. False: no room yet.
+        """Publish a header for a call that failed before it was published: its peers need one. False: no room yet.
 
-        A member that is lost makes no room any more: then there is none, and others see that this rank is through
+        A lost member makes no room any more: then there is none, and others see that this rank has ended the call
         (`Survival.ended_without`).
         """
         told = f"{type(op.error).__name__}: {op.error}"
@@ -589,7 +598,7 @@ class Engine:
         return has_room or (self.survival is not None and self.survival.has_lost_one_of(op.box))
 
     def settle(self) -> None:
-        """Bring the books in order after an interrupt; the lock is held."""
+        """Make the state consistent after an interrupt; the lock is held."""
         interrupts.recover(self)
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
@@ -618,7 +627,7 @@ class Engine:
             head.patience = 0
 
     def _wait_ended(self, op: Driven) -> None:
-        """Look at `flags` in the midst of a call. The lock is held, and given back while the lane is frozen."""
+        """Check `flags` inside a call. The lock is held, and released while the group is frozen."""
         if op.error is not None:
             raise op.error
         if self.flags & FORKED or self.ended_by:
@@ -630,7 +639,7 @@ class Engine:
         if self.flags & NEWS:
             survival.take_news()
             if op.done:
-                return  # this process was put out, but not of this call
+                return  # this process was excluded, but not from this call
         if self.flags & TROUBLED:
             survival.raise_trouble()
         if self.flags & FROZEN:
@@ -654,7 +663,7 @@ class Engine:
                 self.flags &= ~bit
 
     def may_go_on(self, while_frozen: bool = False) -> bool:
-        """Look at `flags` with the lock held; False when a call must not run now."""
+        """Check `flags` with the lock held; False when a call must not run now."""
         if self.flags & NEWS and self.survival is not None:
             self.survival.take_news()
         eviction = None if self.survival is None else self.survival.eviction
@@ -665,7 +674,9 @@ class Engine:
         return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
 
     def await_flags(self) -> None:
-        """Wait a moment, without the lock, for what `flags` say to be over; raise what they say of a call."""
+        """Wait a moment, without the lock, for the state in `flags` to pass; raise the error that it implies for a
+        call.
+        """
         survival = self.survival
         if self.flags & ENDED or survival is None:
             self.entry.raise_ended()
@@ -679,12 +690,12 @@ class Engine:
     # ---- the end
 
     def await_shown(self, ranks: Collection[int]) -> None:
-        """Where losses are shown at once: wait a moment until these are. Without the lock."""
+        """Wait a moment until these losses are shown, in groups that show losses at once. Without the lock."""
         if self.survival is not None:
             self.survival.await_shown(ranks)
 
     def retire(self, op: Driven) -> None:
-        """Have the listeners of an ended call told once the lock is free."""
+        """Schedule the listeners of an ended call for when the lock is free."""
         if self.survival is not None:
             self.survival.hide()
         if op.on_done:
@@ -705,15 +716,15 @@ class Engine:
             listener(op)
 
     def close(self, aborted: bool = False, failed: bool = False) -> None:
-        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
+        """End every pending call with `AbortedError`, notify the peers, stop the thread, drop the memory; idempotent.
 
-        With `failed` nobody has asked for it (the process ends): for the peers the rank has failed, not left. From a
-        signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        With `failed` the program has not asked for it (the process ends): for the peers the rank has failed, not left.
+        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
         """
         ending.close(self, aborted, failed)
 
     def forked(self) -> None:
-        """Called in a forked child: nothing here may be used, touched or closed."""
+        """Mark the engine in a forked child: nothing here may be used, touched or closed there."""
         self.flags |= FORKED
 
 

@@ -1,13 +1,13 @@
-"""The lock of a group: who is inside a call, and what an exception from a signal handler can leave of it.
+"""The lock of a group: the thread inside a call, and the state left by an exception from a signal handler.
 
-Python runs signal handlers in the main thread between any two instructions of ours, and a handler may raise. So nothing
-here relies on a line being reached. The lock knows its owner itself (an RLock, taken by one call in C); whether the
-owner really is inside a call is not noted anywhere but read from its stack, which cannot be wrong. A lock that this
-thread owns without being inside a call is what an interrupt left: the next call takes it over and repairs the books
+Python runs signal handlers in the main thread between any two instructions, and a handler may raise. So nothing here
+relies on a line being reached. The lock knows its owner itself (an RLock, taken by one call in C); whether the owner
+really is inside a call is not stored anywhere but read from its stack, which cannot be wrong. A lock that this thread
+owns without being inside a call was left by an interrupt: the next call takes it over and repairs the state
 (`Guarded.settle`). Other threads wait for the lock for a bounded time.
 
 A call from a signal handler that interrupted a call of the same group is refused (`InvalidState`), since the state
-below it is half changed.
+below it is partly changed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .outbox import SLEEPERS, Outboxes
 CLOSED, ABORTED, FORKED = 1, 2, 4
 FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
 ENDED = CLOSED | ABORTED | FORKED
-SLICE_S = 0.5  # how long to wait for the lock before looking at `flags` again
-MIN_SLICES = 20  # however short the group's time-out is
+SLICE_S = 0.5  # how long to wait for the lock before checking `flags` again
+MIN_SLICES = 20  # however short the group's timeout is
 
 _REENTERED = (
     "this thread is inside a call of the same group (this is a signal handler); "
@@ -37,12 +37,12 @@ _REENTERED = (
 
 
 class Guarded(Protocol):
-    """What the lock guards: the state of a group, an engine.
+    """The state of a group that the lock guards: an engine.
 
     Attributes:
-        box: the outboxes of all ranks.
-        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
-        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        box: the peer regions of all ranks.
+        flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
+        timeout_s: how long a call waits when it names no timeout, for the lock as well.
         ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
@@ -52,24 +52,26 @@ class Guarded(Protocol):
     ended_by: str
 
     def may_go_on(self, while_frozen: bool = False) -> bool:
-        """Look at `flags` with the lock held; False when a call must not run now."""
+        """Check `flags` with the lock held; False when a call must not run now."""
 
     def await_flags(self) -> None:
-        """Wait a moment, without the lock, for what `flags` say to be over; raise what they say of a call."""
+        """Wait a moment, without the lock, for the state in `flags` to pass; raise the error that it implies for a
+        call.
+        """
 
     def settle(self) -> None:
-        """Bring the books in order after an interrupt; the lock is held."""
+        """Make the state consistent after an interrupt; the lock is held."""
 
 
 class Entry:
     """The lock of one group in one process.
 
     Args:
-        guarded: what it guards.
+        guarded: the state that it guards.
 
     Attributes:
-        asleep: threads inside a call that gave the lock back to sleep.
-        after: to be done without the lock by whoever gives it back.
+        asleep: threads inside a call that released the lock to sleep.
+        after: steps to be done without the lock by the thread that releases it.
     """
 
     calls: frozenset[CodeType] = frozenset()  # methods of `guarded` that hold the lock; a frame of one means "inside"
@@ -85,7 +87,7 @@ class Entry:
     def enter(self, while_frozen: bool = False) -> None:
         """Take the lock and check that the group can be used.
 
-        While the lane is frozen only those come in who just wait (`while_frozen`); they keep to their own time-outs.
+        While the group is frozen only threads that just wait (`while_frozen`) enter; their own timeouts apply.
         """
         guarded = self._guarded
         if guarded.flags or self.asleep or self._has_lock():
@@ -95,7 +97,7 @@ class Entry:
         if guarded.flags:
             try:
                 self._await_go(while_frozen)
-            except BaseException:  # news that cannot be taken over now, say: others must find the lock free
+            except BaseException:  # decisions that cannot be applied now, for example: others must find the lock free
                 self.leave_wholly()
                 raise
 
@@ -119,11 +121,11 @@ class Entry:
         return bool(self._lock.acquire(timeout=timeout_s))
 
     def let_calls(self) -> None:
-        """Give back what `stop_calls` took."""
+        """Release the lock that `stop_calls` took."""
         self._lock.release()
 
     def enter_if_free(self, patience_s: float) -> bool:
-        """Like `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
+        """Take the lock as `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
         if self._guarded.flags & ENDED:
             self._guarded.await_flags()
         if not self._lock.acquire(patience_s > 0, patience_s or -1):
@@ -141,19 +143,19 @@ class Entry:
         return True
 
     def leave(self) -> None:
-        """Give the lock back, then do what was left for this moment (futures of calls that ended, closing)."""
+        """Release the lock, then do the deferred steps (futures of calls that ended, closing)."""
         self._lock.release()
         if self.after:
             self.do_rest()
 
     def leave_wholly(self) -> None:
-        """Like `leave`, however often an interrupt made this thread take the lock."""
+        """Release the lock as `leave`, however often an interrupt made this thread take the lock."""
         while self._has_lock():
             self._lock.release()
         self.do_rest()
 
     def do_rest(self) -> None:
-        """Do what was left for the moment in which the lock is free."""
+        """Do the steps that were deferred until the lock is free."""
         while True:
             try:
                 step = self.after.popleft()
@@ -188,7 +190,7 @@ class Entry:
         return self._has_lock() or threading.get_ident() in self.asleep
 
     def recover(self) -> None:
-        """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
+        """Take over the lock that an interrupted call of this thread left, repair the state and release the lock."""
         self.hold()
         self._guarded.settle()
         self.leave_wholly()  # not where `settle` raises: then the next call finds the lock held, and tries again
@@ -203,7 +205,7 @@ class Entry:
         self.recover()
 
     def queue_up(self) -> None:
-        """Take the lock: wait until another thread's call gives the lock back."""
+        """Take the lock: wait until another thread's call releases it."""
         until = time.monotonic() + self._guarded.timeout_s
         while not self._lock.acquire(timeout=SLICE_S):
             if self._guarded.flags:
@@ -216,7 +218,7 @@ class Entry:
                 )
 
     def raise_ended(self) -> None:
-        """Raise why no call can run any more."""
+        """Raise the reason why no call can run any more."""
         if self._guarded.flags & FORKED:
             raise ForkError(
                 "this process group was made before a fork; the child has no part in it: "
@@ -231,15 +233,15 @@ class Entry:
     # ---- inside a call
 
     def let_go(self) -> None:
-        """Give the lock back inside a call, remembering that this thread is in it."""
+        """Release the lock inside a call, remembering that this thread is in it."""
         self.asleep.add(threading.get_ident())
         self._lock.release()
 
     def take_back(self) -> None:
-        """Take the lock again; an interrupt meanwhile is put off until that is done.
+        """Take the lock again; an interrupt meanwhile is deferred until that is done.
 
         Attempts are counted, not the time: a process that was stopped here has not tried for so long, and the frames of
-        the call go on as if they had the lock.
+        the call continue as if they had the lock.
         """
         interrupt: BaseException | None = None
         num_left = MIN_SLICES + math.ceil(self._guarded.timeout_s / SLICE_S)

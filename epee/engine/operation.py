@@ -1,27 +1,27 @@
-"""One collective call on its way: publish, wait for every header, exchange rounds, commit.
+"""One collective call in progress: publish, wait for every header, exchange rounds, commit.
 
 Data path of a call with one round (everything small): `put` writes this rank's contribution into its outbox, the header
 follows, the tag last. When the headers of all peers have arrived and agree, `take` reads their contributions and
-writes the results. Nothing else is exchanged: a peer that has our header needs nothing more from us.
+writes the results. Nothing else is exchanged: a peer that has this rank's header needs nothing more from it.
 
-Large calls have several rounds. Counters in the cell say how far a rank is: FILLED (contribution of round k is there),
+Large calls have several rounds. Counters in the cell show a rank's progress: FILLED (contribution of round k is there),
 MERGED (this rank's share of round k is reduced and may be fetched; two-phase calls only), DRAINED (this rank has read
 round k). With room for all rounds nothing is taken before everything has arrived (`late`), so results appear at once
 or not at all. Without, rounds alternate between two halves of the staging block and results go to a private copy that
 is committed at the end.
 
-Errors leave the results untouched. What every rank finds in the same headers (`MismatchError`) fails the call where it
-is found. Any other error of a published call, a time-out or whatever takes the caller out of it, withdraws it, so that
-it ends alike on all ranks (`withdrawal.py`); while that is open the call is, too. The call's sequence number is used up
-on every rank either way, so the next call pairs up again.
+Errors leave the results untouched. An error that every rank finds in the same headers (`MismatchError`) fails the call
+where it is found. Any other error of a published call, a timeout or another exception, aborts it, so that it ends alike
+on all ranks (`withdrawal.py`); while that is open the call is, too. The call's sequence number is used up on every rank
+either way, so the next call pairs up again.
 
-A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
+A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never a partial
 round.
 
-An exception from a signal handler can come between any two lines. So the words of this rank's cell are the truth and
-the fields here copies of them, brought up to date by `resync`; every step may be run again from its start, since it
-writes the same bytes to the same places; and once `writing` is set, `finish` brings the results to their end, for
-what they are made of stays in the outboxes until this rank says that it is through.
+An exception from a signal handler can come between any two lines. So the words of this rank's cell are authoritative
+and the fields here copies of them, brought up to date by `resync`; every step may be run again from its start, since it
+writes the same bytes to the same offsets; and once `writing` is set, `finish` completes the results, whose sources stay
+in the outboxes until this rank publishes that it has ended the call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
 
 class Block(NamedTuple):
-    """What a call waits for: `words[rank][word] >= value` (rank of the group). Rank -1: no word, look again."""
+    """The condition that a call waits for: `words[rank][word] >= value` (rank of the group). Rank -1: no word, step
+    again.
+    """
 
     rank: int
     word: int
@@ -75,7 +77,7 @@ MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to
 
 
 class Operation:
-    """A call with its sequence number. `step` moves it as far as it goes and says what it waits for."""
+    """A call with its sequence number. `step` advances it as far as possible and returns the condition it waits for."""
 
     done = False
     published = False
@@ -92,19 +94,19 @@ class Operation:
     base = 0
     filled = merged = drained = 0
     agreed = False
-    by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
-    is_counted = False  # it failed on this host only: others have completed it, or may, and what is here of it stays
+    by_view = False  # it failed because of a change of the view, on all ranks alike: no rank waits for its header
+    is_counted = False  # it failed on this host only: others have completed it, or may, and its part here stays
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
     withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
-    before: Sequence[Any] = ()  # what it waits for before it is published, see `overlap.py`
+    before: Sequence[Any] = ()  # calls that it waits for before it is published, see `overlap.py`
     was_held_by = ""
     holds_back = ""  # names of the calls that wait for this one, once it is late
     tensors: Tensors = NOTHING
     touched: Any = None
-    completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
-    told: BaseException | None = None  # what its caller got before its end was known; the plan is detached from then on
+    completing = False  # it was aborted here, but a peer had completed it: it must complete here, too
+    told: BaseException | None = None  # the error that its caller got before the outcome; the plan is detached then
 
     def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
         self.plan = plan
@@ -229,10 +231,11 @@ class Operation:
         return None
 
     def withdraw(self, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
-        """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends.
+        """Abort the call, which `silent` ranks kept waiting (none: another rank has aborted it); `step` returns the
+        outcome.
 
-        If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends here, and stays: nobody can
-        complete a call with it, and its reason is for those who come late.
+        If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends here, and stays: no rank can
+        complete a call with it, and its reason is for ranks that arrive late.
         """
         if isinstance(self.plan, RefusedPlan):
             told = f"{self.describe(box)}: refused here, and given up by another rank"
@@ -253,9 +256,9 @@ class Operation:
             self.withdrawal.is_over(self, self.box)
 
     def disown(self, cause: BaseException) -> None:
-        """Give the call up for a caller who gets `cause` and cannot reach it any more.
+        """Abort the call for a caller who gets `cause` and cannot reach it any more.
 
-        What has completed, or still may, goes to private copies, for the call's repetition.
+        Results that have completed, or still may, go to private copies, for the call's repetition.
 
         Raises:
             MemoryError: there is none for the copies.
@@ -263,7 +266,10 @@ class Operation:
         self.give_up(cause)
         if not self.done or self.error is None:
             self.plan.detach()
-            self.tensors, self.touched = NOTHING, ((), ())  # nobody waits for it because of what it was to write
+            self.tensors, self.touched = (
+                NOTHING,
+                ((), ()),
+            )  # no call waits for its memory
             self.told = cause
 
     def _end_withdrawn(self, box: Outboxes) -> Block | None:
@@ -272,7 +278,7 @@ class Operation:
         return None if self.done else self.step(box)
 
     def _check(self, box: Outboxes) -> None:
-        """Compare what the peers put; all headers are there."""
+        """Compare the headers of the peers; all are there."""
         plan = self.plan
         if self.damaged >= 0:
             raise ProtocolError(
@@ -289,16 +295,18 @@ class Operation:
             self.agreed = True
 
     def _has_moved_on(self, box: Outboxes) -> bool:
-        """True when a peer has taken the call to a later epoch while its header was read: what was read is void."""
+        """Return whether a peer has moved the call to a later epoch while its header was read: then the read is
+        void.
+        """
         if self.completing or all(words[self.cell] == self.tag for words in box.peer_words):
             return False
         self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
         return True
 
     def renew(self, box: Outboxes, plan: Plan) -> None:
-        """Begin again in the epoch of `box`: nothing was written to the results, and nobody completes the old attempt.
+        """Begin again in the epoch of `box`: nothing was written to the results, and no rank completes the old attempt.
 
-        The tag goes first, so that a peer that reads the old header finds out.
+        The tag is cleared first, so that a peer that reads the old header notices.
         """
         box.own[self.cell] = 0
         box.ring.give_up(self.seq)
@@ -309,7 +317,7 @@ class Operation:
         self.withdrawal = None
         self.damaged = -1
         self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
-        if self.deadline:  # the others need a moment for the news, too: who is late for it is not silent
+        if self.deadline:  # the others need a moment for the decision, too: a rank that is late for it is not silent
             self.deadline = max(self.deadline, time.monotonic() + min(self.deadline - self.started, RENEWED_S))
 
     @property
@@ -321,7 +329,7 @@ class Operation:
         """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
         plan = self.plan
         if not self.completing:
-            box.own[self.cell + GAVE_UP] = COMPLETES  # from here on who has withdrawn waits for it
+            box.own[self.cell + GAVE_UP] = COMPLETES  # from here on a rank that has aborted it waits for it
         self.writing = True
         if plan.num_halves >= plan.rounds:
             for k in range(plan.rounds):
@@ -331,10 +339,10 @@ class Operation:
         self.done = True
 
     def look_again(self, box: Outboxes) -> None:
-        """See that what was read belonged to the call, also where a peer has withdrawn it in the meantime.
+        """Verify that the data read belonged to the call, also if a peer has aborted it in the meantime.
 
-        A peer writes a cell anew only when this rank is through with it, or when this rank was voted out: after a stop
-        between the look at the headers and the copy, what was copied may be anything.
+        A peer writes a cell anew only when this rank has ended the call, or when this rank was voted out: after a stop
+        between the check of the headers and the copy, the copied bytes may be anything.
 
         Raises:
             EvictedError: a header has changed.
@@ -353,7 +361,7 @@ class Operation:
                 )
 
     def resync(self, box: Outboxes) -> None:
-        """After an interrupt: read from the words of this rank's cell how far the call is."""
+        """After an interrupt: restore the call's progress from the words of this rank's cell."""
         cell, own = self.cell, box.own
         has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag and not self.done
         self.published = self.tag in (own[cell], own[cell + GAVE_UP])
@@ -409,7 +417,9 @@ class Operation:
                 return block
 
     def _fill_more(self, box: Outboxes) -> Block | None:
-        """Return whom the next round to fill waits for, if for anybody: its half must be read by all, us included."""
+        """Return the rank that the next round to fill waits for, if any: its half must be read by all, this rank
+        included.
+        """
         free_after = self.filled - self.plan.num_halves + 1  # rounds that must be drained
         if self.filled >= self.plan.rounds or free_after <= 0:
             return None
@@ -483,7 +493,7 @@ class Operation:
         return now
 
     def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its place for a message."""
+        """Name the call and its position for a message."""
         box = self.box
         facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
         return context(self.plan.name, rank=box.members[box.rank], seq=self.seq, epoch=box.epoch, **facts)
@@ -498,7 +508,7 @@ class Operation:
         return [box.members[peer] for peer in box.peers if self.is_missing(box.words[peer])]
 
     def is_missing(self, words: memoryview) -> bool:
-        """Return whether the rank of these words has put no header for this call, nor taken one back."""
+        """Return whether the rank of these words has put no header for this call, nor revoked one."""
         return words[self.cell] < self.tag != words[self.cell + GAVE_UP]
 
     def _mismatch(self, box: Outboxes) -> MismatchError:
@@ -531,7 +541,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-Driven = Operation | Message  # what an engine drives
+Driven = Operation | Message  # the kinds of call that an engine drives
 
 
 class CallsOfWork:

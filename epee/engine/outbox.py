@@ -1,28 +1,29 @@
-"""What a rank lends to the others for one epoch: its outbox.
+"""The outbox: the memory that a rank shares with the others for one epoch.
 
-Who writes, who reads: a rank writes **only its own outbox** and reads the others'. Nobody can therefore overwrite a
-survivor's memory, whatever an evicted or stopped process still does; leaving a rank out means not reading its outbox
-any more. The kernel sees to it: peers map an outbox for reading only, and it is sealed against anything else
-(`HostRegion.create`). A new epoch gets new outboxes, so a late reader of the old ones still finds what belonged there.
+A rank writes **only its own outbox** and reads the others'. So no process can overwrite a survivor's memory, whatever
+an evicted or stopped process still does; excluding a rank means not reading its outbox any more. The kernel enforces
+it: peers map an outbox for reading only, and it is sealed against anything else (`HostRegion.create`). A new epoch gets
+new outboxes, so a late reader of the old ones still finds the data that belonged there.
 
-    state      words that describe the rank: progress, sleepers, life; whose outbox this is
+    state      words that describe the rank: progress, sleepers, life; the owner of the outbox
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
-    verdicts   per source rank: what became of its point-to-point messages (a ring, and a count of freed slots)
+    verdicts   per source rank: the outcome of its point-to-point messages (a ring, and a count of freed slots)
     lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
     mirrors    per rank of another host: the mirror that this rank keeps of it, for the ranks of its host (`MIRROR_*`)
-    extra      what somebody who stands on the group's engine lays there, words and bytes (`ep/hosts/latency`)
+    extra      words and bytes of a client of the group's engine (`ep/hosts/latency`)
     staging    payload of collective calls, handed out by `StagingRing`
     lane_data  payload of the point-to-point slots, LANE_SLOT_BYTES each
 
-Order: a writer stores the payload, then the header's words, then the tag (x86-64 keeps that order), then wakes whoever
-sleeps. A crash before the tag leaves an old tag, so half a contribution is never read. A cell or slot is written again
-only when every reader has said, in its own outbox, that it is through with it.
+Order: a writer stores the payload, then the header's words, then the tag (x86-64 keeps that order), then wakes the
+sleepers. A crash before the tag leaves an old tag, so a partial contribution is never read. A cell or slot is written
+again only when every reader has published, in its own outbox, that it has finished with it.
 
-An outbox says whose it is (`OutboxOwner`), written once before its blob is told to anybody, so that a blob that was
-told for another rank, group or incarnation is found out when it is mapped.
+An outbox names its owner (`OutboxOwner`), written once before its blob is sent to any rank, so that a blob that was
+sent for another rank, group or incarnation is detected when it is mapped.
 
 Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
-have room for lanes to 64 ranks from the beginning (decision 42): 1.1 GiB of addresses each, some pages of it touched.
+have room for channels to 64 ranks from the beginning (decision 42): 1.1 GiB of addresses each, some pages of it
+touched.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
-# damaged word never frees what somebody still reads; the values of LIFE are four bits apart. A rank that stores
+# damaged word never frees data that is still read; the values of LIFE are four bits apart. A rank that stores
 # LIFE_BROKEN ends the group for all others as well (`engine/ending.py`).
-# VIEW: the epoch up to which this rank has taken decisions over, stored before any call is judged by the last of them.
-# Who reads it behind CONSUMED knows by what decisions the calls that have ended there did so.
+# VIEW: the epoch up to which this rank has applied decisions, stored before any call is decided by the last of them.
+# A reader that loads it after CONSUMED knows the decisions under which the calls have ended there.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
-# OWNER: whose outbox this is, packed (`OutboxOwner`).
+# OWNER: the owner of this outbox, packed (`OutboxOwner`).
 # GENERATION: the epoch of the newest join by which this rank plays its roles between hosts; for the ranks of its host.
-# BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
+# BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders wake it (`wake.py`).
 CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 46
 CONSUMED_TOO, VIEW = CONSUMED + 1, CONSUMED + 2
 STATE_WORDS = 48
@@ -71,13 +72,13 @@ LANE_SLOT_BYTES = 64 << 10
 LANE_BYTES = NUM_LANE_SLOTS * LANE_SLOT_BYTES
 LANE_SLOT_WORDS = 8
 LANE_WORDS = NUM_LANE_SLOTS * LANE_SLOT_WORDS
-# words of a lane slot
+# words of a channel slot
 SLOT_TAG, SLOT_MESSAGE, SLOT_USER_TAG, SLOT_SIGNATURE, SLOT_TOTAL_BYTES, SLOT_BYTES, SLOT_KIND = range(7)
-# no word of the slot that it lies in: number of a message that was taken back, in slot (number - 1) modulo the slots
+# not a word of the slot that it lies in: number of an aborted message, in slot (number - 1) modulo the slots
 TAKEN_BACK = 7
 
 NUM_VERDICTS = 256
-VERDICT_WORDS = 2  # message number << 2 | what becomes of it, signature that the receiver expected
+VERDICT_WORDS = 2  # message number << 2 | outcome, signature that the receiver expected
 SOURCE_WORDS = 8 + NUM_VERDICTS * VERDICT_WORDS  # word 0: slots freed so far
 CLAIM = 1  # the word with the number of the message that is being taken; apart from the verdict, which a sender polls
 
@@ -96,7 +97,7 @@ def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0) -> La
     """Return the layout of an outbox in a group that may have `capacity` ranks; `staging_bytes`: of one staging buffer.
 
     Four such buffers are laid out: two that send and two that hold what a rank has reduced for others. `extra_bytes`, a
-    multiple of 8, are among the words that peers read, and may ask for.
+    multiple of 8, are among the words that peers read, and may request.
     """
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
@@ -141,7 +142,7 @@ def open_outbox(blob: bytes, owner: OutboxOwner) -> HostRegion:
     """Map a peer's outbox for reading.
 
     Raises:
-        ProtocolError: it is the outbox of somebody else, or none.
+        ProtocolError: it is the outbox of another owner, or none.
         AuthError, ResourceError: as `HostRegion.attach`.
     """
     region = HostRegion.attach(blob, is_writable=False)
@@ -181,8 +182,8 @@ def counted(count: int) -> int:
     return count << 32 | count ^ 0xFFFFFFFF
 
 
-# What GAVE_UP says of a call: 0 while it is open, COMPLETES when its rank has decided to complete it, its tag when it
-# is given up, and `failed_by_view` when a change of the view has ended it.
+# Values of GAVE_UP for a call: 0 while it is open, COMPLETES when its rank has decided to complete it, its tag when it
+# is aborted, and `failed_by_view` when a change of the view has ended it.
 COMPLETES = 0xC0DE
 
 
@@ -201,13 +202,13 @@ def count_of(word: int) -> int:
 
 
 def consumed_of(words: Mapping[int, int] | memoryview) -> int:
-    """Return the last call that the rank of these words is through with."""
+    """Return the last call that the rank of these words has ended."""
     first, second = words[CONSUMED], words[CONSUMED_TOO]
     return int(first if first < second else second)
 
 
 def has_left(words: Mapping[int, int] | memoryview) -> bool:
-    """Return whether the rank of these words has left the group, or never came into it; a damaged word says no."""
+    """Return whether the rank of these words has left the group, or never joined it; False for a damaged word."""
     return words[LIFE] in _GONE
 
 
@@ -240,13 +241,13 @@ class Outboxes:
         address: per rank, the address of its word 0.
         own: `words[rank]`.
         peers: the other ranks, ascending; `peer_words` are their words in that order.
-        members: the ranks of the group that these outboxes belong to. At birth all of them, and all lists here are
+        members: the ranks of the group that these outboxes belong to. At creation all of them, and all lists here are
             indexed by rank. When some have been lost, `membership.narrow` makes outboxes of the rest; `rank` and
             `peers` are then positions in `members`, and only messages and the user's lists know ranks.
         group_size: number of ranks that the group counts in these calls, lost ones included: the length of the user's
             lists with one element per rank.
         capacity: ranks for which there is room in each outbox; the same in all.
-        blanks: ranks that have never been here: their places hold a blank outbox that nobody writes.
+        blanks: ranks that have never been here: a blank outbox that no process writes stands for each.
         cells_free_until: calls up to this sequence number find their cell free (refreshed when reached).
         epoch_bits: the upper part of every tag of this epoch.
         first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
@@ -256,10 +257,10 @@ class Outboxes:
         num_roots: ranks below it are ranks of the group, lost maybe, also where lists have fewer entries.
         num_entries: of the user's lists with one element per rank, where they end before the highest member, because
             all members from there on are known to be lost; 0: they have `group_size`.
-        zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
-        exports: tells ranks of other hosts what is stored here; None in a group on one host.
+        zeroes: the entries of excluded ranks in the results are filled with zeros; else they stay unchanged.
+        exports: sends the stores to ranks of other hosts; None in a group on one host.
         host_of: per rank of the group the number of its host; nothing in a group on one host.
-        placed_in: the epoch of the last view that took somebody in, in which this placement begins; 0: the birth.
+        placed_in: the epoch of the last view that took a rank in, in which this placement begins; 0: the creation.
         here: the ranks of this rank's host, itself among them; nothing in a group on one host.
         sites: per host its positions, hosts by their lowest; nothing in a group on one host.
         mirror_base: per rank the index of its row in the field "mirrors".
@@ -319,7 +320,7 @@ class Outboxes:
         self.forget_views()
 
     def place(self, host_of: Sequence[int], epoch: int = 0) -> None:
-        """Take on which hosts the ranks are, since which view; these outboxes have all ranks."""
+        """Set the hosts of the ranks, since which view; these peer regions have all ranks."""
         self.host_of, self.placed_in = host_of, epoch
         self.here = [rank for rank, host in enumerate(host_of) if host == host_of[self.members[self.rank]]]
         self.sites = sites_of(self.members, host_of)
@@ -334,7 +335,7 @@ class Outboxes:
         return view[offset : offset + nbytes].tobytes()
 
     def least_consumed(self) -> int:
-        """Return the last call that every rank, this one too, is through with; who has left is through with all."""
+        """Return the last call that every rank, this one too, has ended; a rank that has left has ended all."""
         own = self.own
         least = min(own[CONSUMED], own[CONSUMED_TOO])  # `consumed_of`, without its calls
         for words in self.peer_words:
@@ -367,10 +368,10 @@ def sites_of(members: Sequence[int], host_of: Sequence[int]) -> dict[int, tuple[
 
 
 class StagingRing:
-    """Hands out parts of the staging area; what the oldest call holds is freed first.
+    """Hands out parts of the staging area; the part of the oldest call is freed first.
 
-    Low addresses are preferred, so a program that waits for each call alternates between two places, which stay in
-    the cache, while one with many calls in flight spreads out.
+    Low addresses are preferred, so a program that waits for each call alternates between two parts, which stay in
+    the cache, while one with many pending calls spreads out.
     """
 
     def __init__(self, start: int, nbytes: int) -> None:
@@ -379,7 +380,7 @@ class StagingRing:
         self._live: deque[tuple[int, int, int]] = deque()  # (seq, first byte, end), oldest first
 
     def give_up(self, seq: int) -> None:
-        """Take back what call `seq` and later ones held: they begin again."""
+        """Free the parts of call `seq` and later ones: they begin again."""
         live = self._live
         while live and live[-1][0] >= seq:
             live.pop()
@@ -387,7 +388,7 @@ class StagingRing:
     def take(self, seq: int, nbytes: int, consumed: int) -> int:
         """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet.
 
-        First takes back what calls up to `consumed` held.
+        First frees the parts of calls up to `consumed`.
         """
         nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         live = self._live

@@ -135,7 +135,9 @@ def _share_element(first: tuple[int, int, Parts], second: tuple[int, int, Parts]
 
 
 class Written:
-    """The ranges that open collectives write, sorted: tells at once that nobody writes somewhere, as nearly always."""
+    """The ranges that open collectives write, sorted: quick to show that a range is not written, which is nearly always
+    so.
+    """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, int]] = []  # start, end, number of the call
@@ -143,7 +145,7 @@ class Written:
         self._limit = MIN_RANGES
 
     def add(self, spans: Spans, seq: int, num_retired: int) -> None:
-        """Note what call `seq` writes; forgets calls up to `num_retired` now and then."""
+        """Note the memory that call `seq` writes; forgets calls up to `num_retired` now and then."""
         if len(self._ranges) > self._limit:
             self._ranges = [entry for entry in self._ranges if entry[2] > num_retired]
             self._limit = MIN_RANGES + 2 * len(self._ranges)
@@ -187,7 +189,7 @@ class Held(Protocol):
     was_held_by: str
 
     def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its place for a message."""
+        """Name the call and its position for a message."""
 
 
 def is_free(call: Held, box: Outboxes) -> bool:
@@ -205,14 +207,14 @@ def is_free(call: Held, box: Outboxes) -> bool:
 
 
 def let_begin(call: Held) -> None:
-    """Note that nothing is in the way of `call` any more. The calls that were are not kept, only their names."""
+    """Note that nothing is in the way of `call` any more. Only the names of the earlier calls are kept."""
     if call.before:
         call.was_held_by = names_of([edge.call for edge in call.before])
     call.before = ()
 
 
 def holdups(call: Held) -> dict[str, str]:
-    """Return the facts for an error of `call`: what holds it back, or what has done so until it began."""
+    """Return the details for an error of `call`: the calls that hold it back, or did so until it began."""
     holders = [edge.call for edge in call.before if not edge.is_over(edge.call)]
     if holders:
         return {"held_back_by": names_of(holders)}

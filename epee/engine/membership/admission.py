@@ -205,9 +205,7 @@ class Admission:
         A process that is in the job but has never been in this group has, for the agents, a part in it since it joined.
         So it is removed first, and joins as a returning one.
         """
-        view = (
-            self._runtime.view()
-        )  # one view for all steps: later joiners would be removed as strangers
+        view = self._runtime.view()  # one view for all steps: later joiners would be removed as strangers
         askers, joiners = self._askers(view), self._joiners()
         if not all(rank in askers or rank in joiners for rank in ranks):
             return False

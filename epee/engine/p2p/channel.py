@@ -1,43 +1,43 @@
-"""Point-to-point messages: one lane per ordered pair of ranks, 256 slots of 64 KiB each.
+"""Point-to-point messages: one channel per ordered pair of ranks, 256 slots of 64 KiB each.
 
-The sender owns the lane (it lies in its outbox) and cuts a message into fragments of one to 16 neighbouring slots. Each
-fragment has a header in the first of its slots: number of the message, user's tag, signature (dtype and count), sizes;
-the slot's tag word comes last and carries the running number of the slot, so slots are read strictly in order.
+The sender owns the channel (it lies in its outbox) and cuts a message into fragments of one to 16 neighbouring slots.
+Each fragment has a header in the first of its slots: number of the message, user's tag, signature (dtype and count),
+sizes; the slot's tag word comes last and carries the running number of the slot, so slots are read strictly in order.
 
 The receiver answers in its own outbox: a count of the slots that it has freed, and per message a verdict (matched, or
-refused because dtype or count differ, with what it expected). A send completes with its verdict, hence a mismatch is an
-error on both sides and both live on. Like gloo's, a blocking send therefore returns when the receiver has posted the
+refused because dtype or count differ, with the expected values). A send completes with its verdict, hence a mismatch is
+an error on both sides and both continue. As in gloo, a blocking send therefore returns when the receiver has posted the
 matching receive: two ranks that both send first and receive afterwards need `isend` or `batch_isend_irecv`.
 
 Order is per (source, tag): a receive takes the oldest message of its source that has its tag. Messages with other tags
-that stand before it are moved to private memory. A message that fits its lane is copied out when it is complete,
-straight from the slots; a longer one is collected in private memory first, so a receive that fails leaves the tensor
-untouched. At most 256 messages of a pair wait for their verdict; further sends queue up at the sender.
+before it are moved to private memory. A message that fits its channel is copied out when it is complete, straight from
+the slots; a longer one is collected in private memory first, so a receive that fails leaves the tensor untouched. At
+most 256 messages of a pair wait for their verdict; further sends queue up at the sender.
 
-When a process takes the place of a lost one, the lanes of its pairs begin anew in the same memory, at numbers above
-all that were used before (`first_number`), so nothing that the old process or its partners left can be mistaken.
+When a process takes the rank of a lost one, the channels of its pairs begin anew in the same memory, at numbers above
+all that were used before (`first_number`), so leftovers of the old process or its partners cannot be mistaken for new.
 
-A send that raises was not delivered, and one that is delivered does not raise. Who gives a send up whose message is
-written stores its number in TAKEN_BACK, and looks then at the receiver's claim and, after that, verdict; who takes a
-message stores its number in CLAIM, and looks then at TAKEN_BACK. Each has a fence between, so one sees the other:
+A send that raises was not delivered, and one that is delivered does not raise. A sender that aborts a message which is
+written stores its number in TAKEN_BACK, and then reads the receiver's claim and, after that, verdict; a receiver that
+takes a message stores its number in CLAIM, and then reads TAKEN_BACK. Each has a fence between, so one sees the other:
 
-    neither            the receiver will find the mark, whenever it comes: it says DECLINED and goes on to the next one
-    a claim only       it may have looked before the mark was there. The sender waits for the verdict, for GRACE_S at
+    neither            the receiver will find the mark, whenever it comes: it stores DECLINED and continues with the
+    next a claim only       it may have read before the mark was there. The sender waits for the verdict, for GRACE_S at
                        most (`engine/stall.py`), else the message stays open, and the error says so
     MATCHED, REFUSED   it was too late: the send ends with that
 
-The next send of the tag continues an open message: it is sent only when the receiver has not delivered that. A receive
-that fails after its claim stores 0 there: it does not deliver, and who takes the message later looks again. An
-exception from a signal handler is raised in any case, so there a message that is delivered is open as well, and what a
-receive has got is kept for the next one. `tests/backend/test_p2p_model.py` goes through all orders of these steps.
+The next send of the tag continues an open message: it is sent only if the receiver has not delivered that. A receive
+that fails after its claim stores 0 there: it does not deliver, and a later receive of the message checks again. An
+exception from a signal handler is raised in any case, so there a message that is delivered is open as well, and a
+received message is kept for the next receive. `tests/backend/test_p2p_model.py` goes through all orders of these steps.
 
-A sender that dies in mid-message leaves a fragment without tag. A view that begins without a rank ends its lanes: what
-it has sent and nobody has taken is never delivered, whether it is dead or writes on (`Mailroom.lose`).
+A sender that dies inside a message leaves a fragment without tag. A view that begins without a rank ends its channels:
+messages that it has sent and no receive has taken are never delivered, even if it still writes (`Mailroom.lose`).
 
-An exception from a signal handler can come between any two lines. Every change of the books is therefore one entry: a
-function that may be run twice, noted before it runs; `settle` runs again what was noted and not finished.
+An exception from a signal handler can come between any two lines. Every change of the state is therefore one entry: a
+function that may be run twice, noted before it runs; `settle` runs again the entry that was noted and not finished.
 
-`Mailroom` is the front, `send.py` and `recv.py` the two ends of a lane, `message.py` their state.
+`Mailroom` is the front, `send.py` and `recv.py` the two ends of a channel, `message.py` their state.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from .send import Sender
 
 
 def first_number(epoch: int) -> int:
-    """Return the first number of the lanes of a process that joined in `epoch`; founders begin at 1."""
-    return (epoch << 41) + 1  # above the bits of (epoch of the birth, number) in a tag
+    """Return the first number of the channels of a process that joined in `epoch`; initial members begin at 1."""
+    return (epoch << 41) + 1  # above the bits of (epoch of the creation, number) in a tag
 
 
 class Mailroom:
-    """All lanes of a rank. Every method runs under the engine's lock.
+    """All channels of a rank. Every method runs under the engine's lock.
 
     Attributes:
-        finished: messages that have ended while somebody listens; the engine takes them.
+        finished: messages that have ended and have a listener; the engine takes them.
         unfinished: messages that the engine has noted as open; one that ends is taken out, so that its tensors are
             released. Some that have failed stay until the engine checks.
         held: messages that are not posted yet, because earlier calls are in their way (`overlap.py`), oldest first.
@@ -81,7 +81,7 @@ class Mailroom:
         self.ends = (self._receiver, self._sender)
 
     def step(self, message: Message) -> Block | None:
-        """Move `message`; None when it is done, else what it waits for."""
+        """Advance `message`; None when it is done, else the condition it waits for."""
         return None if message.done else self.ends[message.is_send].step(message)
 
     def pending(self) -> list[Message]:
@@ -90,14 +90,14 @@ class Mailroom:
         return self._sender.pending() + self._receiver.pending() + held
 
     def let_go(self, message: Message) -> None:
-        """Post a message that was held back. After an interrupt in the midst of it `settle` finds out how far it is."""
+        """Post a message that was held back. After an interrupt inside it `settle` finds its progress."""
         if not message.done:
             self.ends[message.is_send].post(message)
         let_begin(message)
         self.held.remove(message)
 
     def involving(self, peer: int) -> list[Message]:
-        """Return the messages to and from `peer` that are in the books, failed ones included."""
+        """Return the messages to and from `peer` that are in the state, failed ones included."""
         held = [message for message in self.held if message.wanted == peer]
         return self._sender.involving(peer) + self._receiver.involving(peer) + held
 
@@ -106,7 +106,9 @@ class Mailroom:
         return {message.peer} if message.peer != ANY else set(self._receiver.sources())
 
     def absence(self, message: Message) -> PeerError | None:
-        """Return the error of a message that cannot come because of who is not in the view; None: it can."""
+        """Return the error of a message that cannot complete because of a rank that is not in the view; None: it
+        can.
+        """
         is_any = message.wanted == ANY
         if self._receiver.sources() if is_any else message.wanted not in self.out:
             return None
@@ -125,7 +127,7 @@ class Mailroom:
     def lose(self, rank: int, absence: Absence, is_told: bool) -> None:
         """Fail the messages that a view without `rank` ends; may be repeated.
 
-        A receive from any source goes on without it; where a loss is to be told (`is_told`) it fails as well.
+        A receive from any source goes on without it; if the loss is to be reported (`is_told`) it fails as well.
         """
         self.out[rank] = absence
         for message in self.pending():
@@ -142,14 +144,14 @@ class Mailroom:
         self._receiver.lose(rank)
 
     def take_back(self, message: Message) -> bool:
-        """Before a message fails: see to it that it is not delivered. True: not known yet, the other end is taking it.
+        """Prevent the delivery of a message that is about to fail. True: not known yet, the other end is taking it.
 
         It may turn out to be done.
         """
         return message.is_send and self._sender.take_back(message)
 
     def break_off(self, message: Message, exc: BaseException) -> None:
-        """`exc` comes out of the call of a message: nobody can wait for that again. May be repeated."""
+        """End a message whose call `exc` leaves: no thread can wait for it again. May be repeated."""
         if message.done and message.error is None:
             if message.is_send:
                 self._sender.keep(message)
@@ -161,7 +163,9 @@ class Mailroom:
         message.is_known = message.verdict == MATCHED
 
     def state_of(self, message: Message) -> str:
-        """Return what to tell who gets an exception out of the call of a message; "" when it is as if never made."""
+        """Return the note for a caller that gets an exception from the call of a message; "" when it is as if never
+        made.
+        """
         if not message.is_send or not self._sender.is_open(message):
             return ""
         if message.is_known:
@@ -169,7 +173,7 @@ class Mailroom:
         return STAYS_OPEN
 
     def cancel(self, message: Message) -> None:
-        """Take a failed message out of the books, so that its lane goes on."""
+        """Take a failed message out of the state, so that its channel continues."""
         self._sender.entry = self._receiver.entry = None  # what was begun for it has failed
         if message in self.held:
             self.held.remove(message)
@@ -179,13 +183,13 @@ class Mailroom:
             self._receiver.cancel(message)
 
     def renew(self, peer: int, first: int) -> None:
-        """Another process has taken the place of `peer`; what was under way with the old one must have been ended."""
+        """Begin the channels of `peer` anew for another process; messages with the old one must have been ended."""
         self.out.pop(peer, None)
         self._sender.renew(peer, first)
         self._receiver.renew(peer, first)
 
     def settle(self) -> None:
-        """After an interrupt: finish the entry that was being made in the books."""
+        """After an interrupt: finish the entry that was being made."""
         self._sender.settle()
         self._receiver.settle()
         for message in list(self.held):
@@ -193,7 +197,7 @@ class Mailroom:
             if message.number or message.done or (is_posted and message.is_send):
                 let_begin(message)
                 self.held.remove(message)
-            elif is_posted:  # it may not have looked at what has arrived: it is posted again
+            elif is_posted:  # it may not have checked the messages that have arrived: it is posted again
                 self._receiver.cancel(message)
 
     def close(self) -> None:

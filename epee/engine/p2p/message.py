@@ -1,4 +1,4 @@
-"""Point-to-point messages, the state of their lanes and the books of both ends; `channel.py` explains the protocol."""
+"""Point-to-point messages, the state of their channels and of both ends; `channel.py` explains the protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tensors import Array, Target
 
 ANY = -1
 DATA, CANCELLED = 0, 1  # kinds of fragments
-CLAIMED, DECLINED, MATCHED, REFUSED = range(4)  # what becomes of a message; a verdict is one of the last three
+CLAIMED, DECLINED, MATCHED, REFUSED = range(4)  # outcomes of a message; a verdict is one of the last three
 BYTE = np.dtype(np.uint8)
 STAYS_OPEN = (
     "the receiver stands still in the midst of taking the message, which stays open: it may still be delivered; "
@@ -28,16 +28,16 @@ STAYS_OPEN = (
 
 
 class Message:
-    """A send or a receive that somebody may wait for.
+    """A send or a receive that a thread may wait for.
 
     Attributes:
         peer: the other rank; ANY for a receive from any source, until it is matched.
-        number: running number of the message in its lane, from 1; 0 before it is known.
+        number: running number of the message in its channel, from 1; 0 before it is known.
         array: the elements, flat; `nbytes` is their size.
-        written: a send of which every fragment is in the lane.
-        verdict: of a send whose call has raised: what became of the message, as soon as it is known.
-        digest: of a send that is open (`SendLane.open`): what tells its repetition from another message.
-        is_known: of a send that is open: who called it was told that it has been delivered.
+        written: a send of which every fragment is in the channel.
+        verdict: of a send whose call has raised: the outcome of the message, as soon as it is known.
+        digest: of a send that is open (`SendLane.open`): distinguishes its repetition from another message.
+        is_known: of a send that is open: its caller was notified that it has been delivered.
         heir_of: of a send that has not begun: the open one that it may be the repetition of.
     """
 
@@ -54,7 +54,7 @@ class Message:
     patience = 0
     num_waiters = 0
     started = deadline = 0.0
-    before: Sequence[Any] = ()  # what it waits for before it is posted, see `overlap.py`
+    before: Sequence[Any] = ()  # calls that it waits for before it is posted, see `overlap.py`
     was_held_by = ""
     holds_back = ""  # names of the calls that wait for this one, once it is late
     tensors: Tensors = NOTHING
@@ -85,7 +85,7 @@ class Message:
 
     @property
     def seq(self) -> int:
-        """The running number in the lane, 0 while unknown."""
+        """The running number in the channel, 0 while unknown."""
         return self.number
 
     def fail(self, error: BaseException) -> None:
@@ -99,12 +99,12 @@ class Message:
         return time.monotonic()
 
     def fingerprint(self) -> bytes:
-        """Return what only a message of the same dtype, size and bytes has."""
+        """Return a digest that only a message of the same dtype, size and bytes has."""
         content: Any = self.data
         return hashlib.blake2b(content, digest_size=16, salt=self.signature.to_bytes(16, "little")).digest()
 
     def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its place for a message."""
+        """Name the call and its position for a message."""
         other: object = "any" if self.wanted == ANY else self.wanted
         ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
         facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
@@ -130,7 +130,7 @@ def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) 
 
 
 class Absence(NamedTuple):
-    """Why nothing goes to a rank and nothing of it is delivered: a view has begun without it."""
+    """The reason why nothing is sent to a rank or delivered from it: a view has begun without it."""
 
     epoch: int
     cause: str
@@ -139,10 +139,11 @@ class Absence(NamedTuple):
 
 
 class Books:
-    """What both ends of a lane share: entries that survive an interrupt, the messages that are open or have ended.
+    """The common state of both ends of a channel: entries that survive an interrupt, messages that are open or have
+    ended.
 
     Attributes:
-        entry: a change of the books that was begun: a function that may be run again, and its arguments.
+        entry: a change of the state that was begun: a function that may be run again, and its arguments.
     """
 
     def __init__(self, box: Outboxes, finished: list[Message], unfinished: dict[Message, None]) -> None:
@@ -171,7 +172,7 @@ class Books:
 
 
 class IncomingMessage:
-    """A message on its way in: bound to a receive, or waiting for one in private memory."""
+    """An incoming message: bound to a receive, or waiting for one in private memory."""
 
     __slots__ = (
         "buffer",
@@ -195,13 +196,13 @@ class IncomingMessage:
         self.signature = signature
         self.total = total
         self.bytes_seen = 0
-        self.fragments: list[tuple[int, int]] = []  # (offset in the source's outbox, bytes): still in the lane
+        self.fragments: list[tuple[int, int]] = []  # (offset in the source's outbox, bytes): still in the channel
         self.buffer: Array | None = None
         self.message: Message | None = None
         self.cancelled = False
-        self.discard = False  # refused, or taken back: the rest of it is swallowed
+        self.discard = False  # refused, or aborted: the rest of it is swallowed
         self.is_taken_back = False  # found out before it was given to a receive
-        self.is_decided = False  # claimed, and not taken back before that: it is delivered or refused
+        self.is_decided = False  # claimed, and not aborted before that: it is delivered or refused
         self.is_answered = False  # it had been delivered to a receive whose call raised then
 
     @property
@@ -211,13 +212,13 @@ class IncomingMessage:
 
 
 class SendLane:
-    """State of the lane to one peer."""
+    """State of the channel to one peer."""
 
     __slots__ = ("first", "freed_seen", "next_message", "next_slot", "open", "queue", "waiting")
 
     def __init__(self, first: int = 1) -> None:
         self.queue: deque[Message] = deque()  # not yet completely written, oldest first
-        self.waiting: dict[int, Message] = {}  # written, without verdict; done are those that were given up
+        self.waiting: dict[int, Message] = {}  # written, without verdict; aborted ones are done
         self.open: list[Message] = []  # their calls have raised, and they were delivered, or may be
         self.first = first  # number of the first message and of the first slot (see `channel.py`)
         self.next_message = first
@@ -226,7 +227,7 @@ class SendLane:
 
 
 class RecvLane:
-    """State of the lane from one peer."""
+    """State of the channel from one peer."""
 
     __slots__ = ("current", "declined", "first", "next_message", "next_slot", "unexpected", "woken")
 
@@ -235,6 +236,6 @@ class RecvLane:
         self.next_message = first
         self.next_slot = first
         self.woken = first - 1  # slots freed when the sender was last woken
-        self.declined = 0  # the message that was last found to be taken back after its claim
+        self.declined = 0  # the message that was last found to be aborted after its claim
         self.current: IncomingMessage | None = None
         self.unexpected: list[IncomingMessage] = []

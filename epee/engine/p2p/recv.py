@@ -1,11 +1,12 @@
-"""The receiving end of the lanes: fragments out of the peers' outboxes, verdicts into this rank's (see `channel.py`).
+"""The receiving end of the channels: fragments out of the peers' outboxes, verdicts into this rank's (see
+`channel.py`).
 
-Everything that a header says is checked before it is used: numbers of messages run without a gap, sizes fit the lane,
-the signature and the machine. A slot is freed last, after the data was copied and the verdict written, so that each
-entry of the books (`_taken`, `_begun`, `_fragmented`, `_delivered`, `_adopted`, `_dropped`) may be run twice.
+Every header field is checked before it is used: numbers of messages run without a gap, sizes fit the channel, the
+signature and the machine. A slot is freed last, after the data was copied and the verdict written, so that each entry
+of the state (`_taken`, `_begun`, `_fragmented`, `_delivered`, `_adopted`, `_dropped`) may be run twice.
 
 Before a message is delivered or refused it is claimed (`_claim`; the handshake is in `channel.py`): its sender may be
-about to take it back. What a receive got whose call raises then is kept for the next one (`put_back`).
+about to abort it. A message received by a call that then raises is kept for the next receive (`put_back`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _ITEM_BYTES = {carrier.code: carrier.dtype.itemsize for carrier in CARRIERS.valu
 
 
 class FragmentHeader(NamedTuple):
-    """The header of a fragment, in the order of its words in the lane."""
+    """The header of a fragment, in the order of its words in the channel."""
 
     number: int
     user_tag: int
@@ -74,23 +75,25 @@ def memory_bytes() -> int:
 
 
 class Receiver(Books):
-    """All lanes that this rank reads, and the receives that wait for them."""
+    """All channels that this rank reads, and the receives that wait for them."""
 
     def __init__(
         self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int, out: Container[int]
     ) -> None:
-        """Read what comes to this rank from all but those in `out`; lanes begin at number `first`."""
+        """Read the messages to this rank from all but those in `out`; channels begin at number `first`."""
         super().__init__(box, *books)
         self._first = first
         self._out = out
         self._lanes: dict[int, RecvLane] = {}
         self._posted: list[Message] = []
-        self._base = box.lane_base[box.rank]  # of the lane to this rank; the same in every outbox
+        self._base = box.lane_base[box.rank]  # of the channel to this rank; the same in every outbox
         self._marks = self._base + TAKEN_BACK
         self._data = box.lane_data[box.rank]
 
     def post(self, message: Message) -> None:
-        """Take a new receive: the oldest message in private memory that it wants is its own, else look into lanes."""
+        """Take a new receive: it gets the oldest message in private memory that it matches, else the channels are
+        read.
+        """
         self._posted.append(message)
         for peer in self.sources() if message.wanted == ANY else (message.wanted,):
             lane = self._lanes.get(peer)
@@ -107,7 +110,7 @@ class Receiver(Books):
         return [message for message in self._posted if not message.done]
 
     def involving(self, peer: int) -> list[Message]:
-        """Return the receives that wait for `peer` or take from it and are in the books, failed ones included."""
+        """Return the receives that wait for `peer` or take from it and are in the state, failed ones included."""
         return [message for message in self._posted if peer in (message.wanted, message.peer)]
 
     def cancel(self, message: Message) -> None:
@@ -127,12 +130,12 @@ class Receiver(Books):
         if message.number:
             index = self._box.verdict_base[message.peer] + CLAIM
             if self._box.own[index] == message.number:
-                self._box.own[index] = 0  # it is not taken now, and who takes it later looks again
+                self._box.own[index] = 0  # it is not taken now, and a later receive checks again
         if message.wanted == ANY:
             self._box.own[BELL] = 0
 
     def put_back(self, message: Message) -> None:
-        """Keep what a receive has got whose call raises: the next receive that wants it gets it, before all others."""
+        """Keep the message of a receive whose call raises: the next receive that matches gets it, before all others."""
         lane = self._lanes.get(message.peer)
         known = [incoming.number for incoming in lane.unexpected] if lane is not None else []
         if lane is None or message.number < lane.first or message.number in known:
@@ -144,11 +147,11 @@ class Receiver(Books):
         lane.unexpected.insert(0, incoming)
 
     def lose(self, peer: int) -> None:
-        """Forget what has come from a rank that is out."""
+        """Forget the messages of a rank that is excluded."""
         self._lanes.pop(peer, None)
 
     def renew(self, peer: int, first: int) -> None:
-        """Another process has taken the place of `peer`: its lane begins at number `first`."""
+        """Begin the channel at number `first`: another process has taken the rank of `peer`."""
         self._lanes[peer] = RecvLane(first)
         self._box.own[self._box.verdict_base[peer]] = first - 1
 
@@ -158,7 +161,9 @@ class Receiver(Books):
         self._posted.clear()
 
     def step(self, message: Message) -> Block | None:
-        """Move a receive; None when it is done, else what it waits for: a slot, or (any source) the bell."""
+        """Advance a receive; None when it is done, else the condition it waits for: a slot, or (any source) the BELL
+        word.
+        """
         wanted = message.wanted
         if wanted != ANY:
             lane = self._lanes.get(wanted)
@@ -166,7 +171,7 @@ class Receiver(Books):
                 lane = self._lanes[wanted] = RecvLane(self._first)
             index = self._pull(wanted, lane)
             return None if message.done else Block(wanted, index, self._box.epoch_bits | lane.next_slot)
-        self._box.own[BELL] = 1  # before the look, so that a sender either is seen here or sees it
+        self._box.own[BELL] = 1  # before the read, so that a sender either is seen here or sees it
         for peer in self._box.peers if not self._out else self.sources():
             self._pull(peer, self._lanes.setdefault(peer, RecvLane(self._first)))
             if message.done:
@@ -195,7 +200,9 @@ class Receiver(Books):
     def _take_whole(
         self, peer: int, lane: RecvLane, number: int, user_tag: int, signature: int, total: int, nbytes: int, kind: int
     ) -> bool:
-        """The usual case in one go: a message of one fragment that the oldest receive wants. False: not that case."""
+        """Take a message of one fragment that the oldest receive matches, the usual case, in one go. False: not that
+        case.
+        """
         message = self._posted[0]
         slot = (lane.next_slot - 1) % NUM_LANE_SLOTS
         if (
@@ -230,9 +237,9 @@ class Receiver(Books):
         self._free(peer, lane)
 
     def _begin(self, peer: int, lane: RecvLane, head: FragmentHeader) -> bool:
-        """Start a message: bind it to the oldest receive that wants it, else to private memory.
+        """Start a message: bind it to the oldest receive that matches it, else to private memory.
 
-        False, and nothing read, when no receive of this source is posted: the message stays in its lane.
+        False, and nothing read, when no receive of this source is posted: the message stays in its channel.
         """
         candidates = [m for m in self._posted if m.wanted in (peer, ANY) and not m.number]
         if not candidates:
@@ -324,7 +331,9 @@ class Receiver(Books):
             incoming.fragments.append(place)
 
     def _delivered(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
-        """The lane's current message is complete: commit it to its receive, if it has one; its slots are free then."""
+        """Commit the channel's current message, which is complete, to its receive, if it has one; its slots are free
+        then.
+        """
         message = incoming.message
         is_open = message is not None and not message.done
         if message is not None and is_open and (incoming.cancelled or not self._commit(peer, lane, message, incoming)):
@@ -335,9 +344,9 @@ class Receiver(Books):
         self._free(peer, lane)
 
     def _adopt(self, peer: int, lane: RecvLane, message: Message) -> bool:
-        """Look for the oldest message in private memory that a new receive wants; True: it has found one.
+        """Find the oldest message in private memory that a new receive matches; True: it has found one.
 
-        What was taken back meanwhile goes: its sender can have only so many without a verdict.
+        A message that was aborted meanwhile is dropped: its sender can have only so many without a verdict.
         """
         for incoming in list(lane.unexpected):
             if incoming.message is not None:
@@ -359,7 +368,7 @@ class Receiver(Books):
         """Give a new receive a message that waits in private memory, completely arrived or not."""
         self._bind(peer, lane, message, incoming)
         if message.error is not None and incoming.is_answered:
-            return  # it does not fit; its sender is through with it, so it waits for a receive that fits
+            return  # it does not fit; its sender has finished with it, so it waits for a receive that fits
         is_ready = incoming.complete and not incoming.discard and not message.done
         if is_ready and not self._commit(peer, lane, message, incoming):
             message.number, message.peer = 0, message.wanted
@@ -372,7 +381,7 @@ class Receiver(Books):
         return self._box.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] == number
 
     def _claim(self, peer: int, lane: RecvLane, number: int) -> bool:
-        """Say that a message is being taken, and look then. False: its sender has taken it back before."""
+        """Publish that a message is being taken, and check then. False: its sender has aborted it before."""
         if lane.declined != number:  # else run again; the sender may be using its mark for a later message already
             box = self._box
             box.own[box.verdict_base[peer] + CLAIM] = number
@@ -390,7 +399,7 @@ class Receiver(Books):
     # ---- results
 
     def _commit(self, peer: int, lane: RecvLane, message: Message, incoming: IncomingMessage) -> bool:
-        """Write the results of a receive; False, and nothing written, when the sender has taken its message back."""
+        """Write the results of a receive; False, and nothing written, when the sender has aborted its message."""
         if not incoming.is_decided and not self._claim(peer, lane, incoming.number):
             return False
         incoming.is_decided = True
@@ -403,7 +412,7 @@ class Receiver(Books):
         return True
 
     def _gather(self, peer: int, incoming: IncomingMessage, out: Array) -> None:
-        """Copy the fragments that lie in the lane, one behind the other."""
+        """Copy the fragments that lie in the channel, one behind the other."""
         data = self._box.views[BYTE][peer]
         done = 0
         for offset, nbytes in incoming.fragments:
@@ -421,14 +430,16 @@ class Receiver(Books):
         if message in self._posted:
             self._posted.remove(message)
         if message.wanted == ANY:
-            box.own[BELL] = 0  # another one that waits sets it again at its next look
+            box.own[BELL] = 0  # another one that waits sets it again at its next step
         message.done = True
         if message.on_done:
             self._ended.append(message)
         self._open.pop(message, None)
 
     def _free(self, peer: int, lane: RecvLane) -> None:
-        """Say that the slots read so far may be written again; the sender sleeps on that when the lane is full."""
+        """Publish that the slots read so far may be written again; the sender sleeps on that when the channel is
+        full.
+        """
         box = self._box
         freed = lane.next_slot - 1
         if freed - lane.woken > NUM_LANE_SLOTS // 4:
@@ -440,7 +451,7 @@ class Receiver(Books):
                 box.exports.later(box.verdict_base[peer])
 
     def _to_private(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
-        """Move what has arrived of a message out of the lane: its receive was given up."""
+        """Move the fragments of a message out of the channel: its receive was aborted."""
         if incoming.buffer is None:
             buffer = np.empty(incoming.total, BYTE)
             self._gather(peer, incoming, buffer)
@@ -450,7 +461,7 @@ class Receiver(Books):
 
 
 def _check_total(peer: int, head: FragmentHeader) -> None:
-    """A message without a receive goes to private memory of the size that its header claims: look whether it can be."""
+    """Check that a message without a receive fits in memory: it goes to private memory of the size in its header."""
     call = unpack(head.signature)
     item_bytes = _ITEM_BYTES.get(head.signature >> 6 & 63, 0)
     if call.op != "point_to_point" or head.total != call.num_elements * item_bytes or head.total > memory_bytes():

@@ -1,10 +1,10 @@
-"""The sending end of the lanes: fragments into this rank's outbox, verdicts out of the peers' (protocol: `channel.py`).
+"""The sending end of the channels: fragments into this rank's outbox, verdicts out of the peers' (see `channel.py`).
 
-Writer of a lane: this rank only. A slot is written again when the receiver's count of freed slots has passed it; the
-tag word is stored last, and only then do the books here move on, in one entry that may be run twice (`_written`).
+This rank alone writes a channel. A slot is written again when the receiver's count of freed slots has passed it; the
+tag word is stored last, and only then does the state here advance, in one entry that may be run twice (`_written`).
 
-A message whose call raises is taken back (`take_back`; the handshake is in `channel.py`). Where that comes too late, or
-cannot be decided yet, the message is kept as open, and the next send of its tag is the heir of it (`_inherited`).
+A message whose call raises is aborted (`take_back`; the handshake is in `channel.py`). If that comes too late, or
+cannot be decided yet, the message is kept as open, and the next send of its tag is its successor (`_inherited`).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _HEADER = struct.Struct("=6Q")  # SLOT_MESSAGE and what follows, in the order of
 
 
 class _Fragment(NamedTuple):
-    """A part of a message that stands in the outbox and is not published yet.
+    """A part of a message that is in the outbox and is not published yet.
 
     Attributes:
-        number: of the message in its lane.
+        number: of the message in its channel.
         bytes_done: of the message, with this fragment.
         nbytes: of the fragment.
         kind: DATA or CANCELLED.
         first_word: of the outbox.
-        slot_number: of its first slot, counted from the lane's beginning.
+        slot_number: of its first slot, counted from the channel's beginning.
         used: slots.
     """
 
@@ -69,7 +69,7 @@ class _Fragment(NamedTuple):
 
 
 class Sender(Books):
-    """All lanes that this rank writes."""
+    """All channels that this rank writes."""
 
     def __init__(self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int) -> None:
         super().__init__(box, *books)
@@ -95,14 +95,14 @@ class Sender(Books):
         return [m for lane in self._lanes.values() for m in (*lane.queue, *lane.waiting.values()) if not m.done]
 
     def involving(self, peer: int) -> list[Message]:
-        """Return the sends to `peer` that are in the books, failed ones included."""
+        """Return the sends to `peer` that are in the state, failed ones included."""
         lane = self._lanes.get(peer)
         return [] if lane is None else [*lane.queue, *lane.waiting.values()]
 
     def take_back(self, message: Message) -> bool:
-        """See to it that a send which raises is not delivered. True: the receiver has begun to take the message.
+        """Prevent the delivery of a send that raises. True: the receiver has begun to take the message.
 
-        Then it is not known yet what becomes of it; ask again. A send that turns out to be delivered, or refused, is
+        Then its outcome is not known yet; ask again. A send that turns out to be delivered, or refused, is
         done after this. May be repeated.
         """
         lane = self._lanes.get(message.peer)
@@ -114,7 +114,7 @@ class Sender(Books):
         return self._outcome(message.peer, lane, message) == CLAIMED
 
     def cancel(self, message: Message) -> None:
-        """Take a failed send out of the books, and back from the receiver.
+        """Take a failed send out of the state, and abort it at the receiver.
 
         One that is partly written stays at the head: `_push` ends it with a CANCELLED fragment as soon as there is a
         slot. One that is delivered all the same, or may be, is kept for its repetition.
@@ -147,7 +147,7 @@ class Sender(Books):
         return lane is not None and message in lane.open
 
     def renew(self, peer: int, first: int) -> None:
-        """Another process has taken the place of `peer`: its lane begins at number `first`."""
+        """Begin the channel at number `first`: another process has taken the rank of `peer`."""
         self._lanes[peer] = SendLane(first)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Sender(Books):
         self._lanes.clear()
 
     def step(self, message: Message) -> Block | None:
-        """Move a send; None when it is done, else what it waits for."""
+        """Advance a send; None when it is done, else the condition it waits for."""
         peer = message.peer
         lane = self._lanes[peer]
         if lane.queue:
@@ -204,7 +204,7 @@ class Sender(Books):
         return None
 
     def _outcome(self, peer: int, lane: SendLane, message: Message) -> int:
-        """Return what becomes of a message that was taken back; CLAIMED: not known yet."""
+        """Return the outcome of an aborted message; CLAIMED: not known yet."""
         if message.verdict is not None:
             return message.verdict
         number = message.number
@@ -212,7 +212,7 @@ class Sender(Books):
         words = self._words_behind(peer, (claim, answer), number)
         if words is None:
             return CLAIMED
-        claimed = words[claim]  # first: who claims another message has answered this one
+        claimed = words[claim]  # first: a receiver that claims another message has answered this one
         verdict = words[answer]
         if verdict >> 2 != number:
             return CLAIMED if claimed == number else DECLINED  # as soon as the receiver comes to it
@@ -229,13 +229,13 @@ class Sender(Books):
         return found
 
     def _forget(self, peer: int, lane: SendLane) -> None:
-        """Drop the oldest messages that were given up and that the receiver has passed."""
+        """Drop the oldest messages that were aborted and that the receiver has passed."""
         for message in list(lane.waiting.values()):
             if not message.done or self._verdict(peer, lane, message) is not None:
                 return
 
     def _is_inherited(self, peer: int, lane: SendLane, message: Message, old: Message) -> bool:
-        """Return whether it is known what becomes of `old`, and let its heir end or begin accordingly."""
+        """Return whether the outcome of `old` is known, and let its successor end or begin accordingly."""
         outcome = self._outcome(peer, lane, old)
         if outcome == CLAIMED:
             return False
@@ -274,7 +274,7 @@ class Sender(Books):
     # ---- fragments
 
     def _send_whole(self, message: Message, lane: SendLane) -> bool:
-        """The usual case in one go: one slot is enough and nothing is under way on the lane. False: not that case."""
+        """Send a message that fits one slot on an idle channel, the usual case, in one go. False: not that case."""
         lane.freed_seen = freed = max(self._box.words[message.peer][self._verdicts], lane.first - 1)
         nbytes = message.nbytes
         if nbytes > LANE_SLOT_BYTES or not 0 <= lane.next_slot - 1 - freed < NUM_LANE_SLOTS:

@@ -442,9 +442,7 @@ class Engine:
                     self.advance(message)
         self.mail.lose(rank, absence, is_told)
         for message in list(self.messages):
-            if (
-                message.done
-            ):  # also one that an interrupt has left failed and not reported: then all of this is run again
+            if message.done:  # also one that an interrupt left failed and unreported: then all is run again
                 self.retire(message)
                 self.messages.pop(message, None)
 

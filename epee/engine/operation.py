@@ -266,10 +266,7 @@ class Operation:
         self.give_up(cause)
         if not self.done or self.error is None:
             self.plan.detach()
-            self.tensors, self.touched = (
-                NOTHING,
-                ((), ()),
-            )  # no call waits for its memory
+            self.tensors, self.touched = NOTHING, ((), ())  # no call waits for its memory
             self.told = cause
 
     def _end_withdrawn(self, box: Outboxes) -> Block | None:

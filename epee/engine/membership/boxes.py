@@ -20,17 +20,17 @@ from .sizes import Sizes
 
 
 class Boxes:
-    """The outboxes of one lane's epochs.
+    """The peer regions of one group's epochs.
 
     Args:
-        members: the ranks of the view in which the lane begins.
-        joined_in: the epoch in which this process took a lost rank's place; 0 for founders.
+        members: the ranks of the view in which the group begins.
+        joined_in: the epoch in which this process took a lost rank; 0 for initial members.
 
     Attributes:
-        full: outboxes of all ranks that have ever been here.
+        full: peer regions of all ranks that have ever been here.
         box: of the members with which this rank's next call is planned.
-        sizes: how many ranks the group counts.
-        joined_in: see above.
+        sizes: the number of ranks that the group counts.
+        joined_in: as the argument.
         shown_epoch: of the newest view that `show` was about.
     """
 

@@ -1,1 +1,1 @@
-"""Groups over several hosts: mirrors of remote outboxes, what is told to which host, waits that move bytes."""
+"""Groups over several hosts: mirrors of remote outboxes, the data sent to each host, waits that move bytes."""

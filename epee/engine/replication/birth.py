@@ -1,18 +1,21 @@
-"""What a birth over several hosts has beside that on one (`bootstrap/birth.py`): mirrors of remote ranks, and links.
+"""The creation of a group over several hosts, beside that on one (`bootstrap/birth.py`): mirrors of remote ranks, and
+links.
 
     job        a folder on each host with the same id and secret: that of EPEE_TOKEN_FILE on every host, or rank 0's,
                which it puts into the store; and a listener of each process for the agents of other hosts
     record     address and port of this rank beside the rest
-    mirrors    a gateway makes them and says so in its outbox (field "mirrors"), which the ranks of its host have mapped
-    links      one connection per pair of partners (`link/meeting.py`), then everybody asks its sources (`ways.py`), and
-               LIFE_READY travels through the mirrors
+    mirrors    a gateway makes them and announces them in its outbox (field "mirrors"), which the ranks of its host have
+               mapped
+    links      one connection per pair of partners (`link/meeting.py`), then every rank asks for its sources
+    (`ways.py`),
+               and LIFE_READY travels through the mirrors
 
-A token in the store is as safe as the store: whoever reads it there can speak for a rank. A warning says so once;
+A token in the store is as safe as the store: a process that reads it there can act as a rank. A warning says so once;
 EPEE_REQUIRE_TOKEN_FILE=1 refuses. Everything else is as safe as on one host: a record that fits no token is refused.
 
-A rank that fails on the way tells the others through the store (`bootstrap/attempt.py`); they look there while they
-wait for mirrors, links and each other. One that dies closes its sockets, which ends its partners' wait; the others see
-that it is in the view no more.
+A rank that fails on the way reports it through the store (`bootstrap/attempt.py`); the others check it while they wait
+for mirrors, links and each other. A rank that dies closes its sockets, which ends its partners' wait; the others see
+that it is no longer in the view.
 """
 
 from __future__ import annotations
@@ -47,19 +50,19 @@ from .ways import Ways
 logger = logging.getLogger("epee")
 
 ABANDONED_S = 2.0
-_LOOK_S = 0.5  # how often a rank that waits for others looks whether somebody has failed
+_LOOK_S = 0.5  # how often a waiting rank checks whether another has failed
 _PAUSE_S = 0.0005
 
 
 class StoreLook:
-    """Notices, while this rank waits, that another one has failed or died, or is in the view no more (`lost`)."""
+    """A check, while this rank waits, whether another has failed or died, or is no longer in the view (`lost`)."""
 
     def __init__(self, this: BootstrapAttempt, watch: DeathWatch, lost: Callable[[], tuple[int, ...]]) -> None:
         self._this, self._watch, self._lost = this, watch, lost
         self._next = 0.0
 
     def __call__(self) -> None:
-        """Raise what a peer has told, from time to time."""
+        """Raise the error that a peer has reported, from time to time."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _LOOK_S
@@ -72,21 +75,21 @@ class StoreLook:
 
 
 def in_words(exc: BaseException) -> BaseException:
-    """Return what to raise for an error on the way."""
+    """Return the error to raise for an error on the way."""
     if isinstance(exc, OSError) and not isinstance(exc, EpeeError):
         return shortage("cannot make the links of the group", exc)
     return exc
 
 
 def enter_job(this: BootstrapAttempt, greeting: Greeting, is_at_rank_0: bool, deadline: float) -> JobDirectory:
-    """Return this host's folder of the job that a group over several hosts founds.
+    """Return this host's folder of the job that a group over several hosts creates.
 
-    Its id is in the path that rank 0 has told. Its secret is that of EPEE_TOKEN_FILE, or goes through the store.
+    Its id is in the path that rank 0 has published. Its secret is that of EPEE_TOKEN_FILE, or goes through the store.
 
     Args:
         is_at_rank_0: this process runs on rank 0's host.
     Raises:
-        AuthError: EPEE_TOKEN_FILE is set on some hosts alone, or the folder that is there holds another secret.
+        AuthError: EPEE_TOKEN_FILE is set on some hosts alone, or the existing folder holds another secret.
         InvalidArgument: EPEE_REQUIRE_TOKEN_FILE=1 and no file.
     """
     token = token_of_file()
@@ -129,10 +132,10 @@ def _warn() -> None:
 def make_mirrors(
     topology: Topology, owners: list[OutboxOwner], layout: Outboxes, undo: contextlib.ExitStack
 ) -> dict[int, HostRegion]:
-    """Make the mirrors that this rank keeps, and tell the ranks of its host.
+    """Make the mirrors that this rank keeps, and announce them to the ranks of its host.
 
     Args:
-        layout: outboxes of this rank's own memory alone, for the places of the words.
+        layout: regions of this rank's own memory alone, for the offsets of the words.
     """
     made = {}
     for peer in topology.sources():
@@ -189,7 +192,7 @@ def link(
     check: Callable[[], None],
     undo: contextlib.ExitStack,
 ) -> Ways:
-    """Make the links with this rank's partners, and have the others' words come."""
+    """Make the links with this rank's partners, and request the others' words."""
     rank = topology.rank
     others = {
         peer: Partner(records[peer].address, records[peer].port, Identity(peer, 0, owners[peer].nonce))
@@ -216,10 +219,10 @@ def link(
 def await_told(
     ways: Ways, box: Outboxes, watch: DeathWatch, lost: Callable[[], tuple[int, ...]], deadline: float
 ) -> None:
-    """Wait until every other host has asked for what this rank says; all ranks are ready by now.
+    """Wait until every other host has asked for this rank's state; all ranks are ready by now.
 
-    So the group is made. Who has died or left since may not have asked, and is not waited for: what that means is told
-    by the calls.
+    So the group is made. A rank that has died or left since may not have asked, and is not waited for: the calls report
+    the consequences.
 
     Raises:
         CommTimeoutError: one has not in time.

@@ -1,21 +1,23 @@
-"""How a process finds a job over several hosts, and begins its part between them when it has been taken in.
+"""The search of a joiner for a job over several hosts, and the start of its part between them when it has been taken
+in.
 
-    notes      Rank 0 of the founders puts the job into the store: its folder's path, which has the job's id, the note
+    notes      Rank 0 of the initial members puts the job into the store: its folder's path, which has the job's id, the
+    note
                about the group (`bootstrap/home.py`), and the secret unless EPEE_TOKEN_FILE has it. On each host the
-               founder of the lowest rank leaves the note in the folder as well, for when the store has died.
-    contacts   Each member puts who it is and where its agent is reached under a key of its own, founders at birth and
-               others when they have been taken in. Each entry is proved by the job's token, and one that is damaged or
-               forged is passed over. Who is no member any more does no harm.
+               initial member of the lowest rank leaves the note in the folder as well, for when the store has died.
+    contacts   Each member puts its identity and its agent's address under a key of its own, initial members at
+               creation and others when they have been taken in. Each entry is proved by the job's token, and one that
+               is damaged or forged is passed over. The entry of a former member does no harm.
     in         The decision that takes a process in names all members, their hosts, and where their links are made, so
                from then on the store may be gone. The process makes a placement of them (`link/topology.py`), its
                mirrors and its part of the links, and reads blanks until mirrors are whole. It is ready (LIFE) when it
-               reads all others; nobody publishes a call that it has a part in before.
+               reads all others; no rank publishes a call that it has a part in before.
 
-Who writes: each its own keys and its own outbox. A crash before the decision leaves a key and perhaps a folder that the
-next job removes; one after it is the loss of a member. If the store's host dies before all is read, each
-look takes as long as the store's own time-out, and the search ends with an error, or with the only job of this
-rendezvous that has a folder here; if it dies later, nobody notices. If the coordinator dies, the others take a newcomer
-in: it has asked all whom it knows, and goes on asking.
+Each process writes its own keys and its own outbox. A crash before the decision leaves a key and perhaps a folder that
+the next job removes; one after it is the loss of a member. If the store's host dies before all is read, each read takes
+as long as the store's own time-out, and the search ends with an error, or with the only job of this rendezvous that has
+a folder here; if it dies later, no process notices. If the coordinator dies, the others take a joiner in: it has asked
+all members that it knows, and continues asking.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ class Found(NamedTuple):
 
 
 def contact_key(slot: int) -> str:
-    """Return where a member says in the store who it is."""
+    """Return the store's key under which a member publishes its identity."""
     return f"{FOLDER_KEY}/{slot}"
 
 
 def leave_notes(store: Any, job: Job, topology: Topology, home: Home) -> None:
-    """As a founder: have processes find the job later, from any host."""
+    """Publish the notes by which processes find the job later, from any host; called by initial members."""
     directory, note = job.directory, pack_home(home)
     if topology.rank == topology.here[0]:
         directory.write_home(note)
@@ -77,7 +79,7 @@ def leave_notes(store: Any, job: Job, topology: Topology, home: Home) -> None:
 
 
 def tell_contact(store: Any, job: Job) -> None:
-    """Say in the store who this member is and where its agent is reached."""
+    """Publish in the store the identity of this member and the address of its agent."""
     key = contact_key(job.slot)
     with contextlib.suppress(RuntimeError):  # the store has died: others are asked
         store.set(key, prove(job.directory.token, pack_member(job.runtime.member), key.encode()))
@@ -123,7 +125,7 @@ def find_over_hosts(store: Any, fields: dict[str, Any]) -> Found:
 
 
 def _entered(folder: str) -> JobDirectory | None:
-    """Return rank 0's folder, on its host; None when all have left it, and it has gone."""
+    """Return rank 0's folder, on its host; None when all have left it, and it no longer exists."""
     try:
         return JobDirectory.open(folder)
     except EpeeError:
@@ -131,7 +133,7 @@ def _entered(folder: str) -> JobDirectory | None:
 
 
 def _contacts(store: Any, directory: JobDirectory) -> tuple[Member, ...]:
-    """Return who has said that it is a member, as far as that is proved."""
+    """Return the processes that have published themselves as members, as far as that is proved."""
     found = []
     for slot in range(MAX_RANKS):
         key = contact_key(slot)
@@ -143,7 +145,7 @@ def _contacts(store: Any, directory: JobDirectory) -> tuple[Member, ...]:
 
 
 class Entrance:
-    """Where a process that joins is reached by ranks of other hosts, and how it begins there.
+    """The listener of a joining process for ranks of other hosts, and the start of its part there.
 
     Attributes:
         port: where its links are made.
@@ -156,13 +158,13 @@ class Entrance:
 
     @classmethod
     def open(cls, store: Any, undo: contextlib.ExitStack) -> Entrance:
-        """Listen; `undo` gets what ends it."""
+        """Listen; `undo` gets the cleanup."""
         listener = listen(own_address(store))
         undo.callback(listener.close)
         return cls(listener)
 
     def for_agents(self, store: Any) -> socket.socket:
-        """Return what listens for the agents of other hosts."""
+        """Return the listener for the agents of other hosts."""
         return listen(own_address(store))
 
     def is_here(self, part: OutboxEndpoint) -> bool:

@@ -1,22 +1,22 @@
-"""What a rank tells the other hosts of its outbox: the same stores in the same order, as frames to its gateways.
+"""The export of a rank's outbox to the other hosts: the same stores in the same order, as frames to its gateways.
 
-Where a word lies says who reads it: a lane or a verdict belongs to one rank, so it goes to that rank's host, or to none
-if that is this one; all other words go to every host. Bytes go where a plan says that they are read (`Plan.exports`),
-once per host, before the word that announces them. What the network has not taken yet lies in the outbox itself; it
-stays as it is, since a cell, a slot or a part of staging memory is written again only when all its readers have told
-that they are through with it, which they do behind having got it.
+The position of a word determines its readers: a channel or a verdict belongs to one rank, so it goes to that rank's
+host, or to none if that is this one; all other words go to every host. Bytes go where a plan says that they are read
+(`Plan.exports`), once per host, before the word that announces them. Data that the network has not taken yet lies in
+the outbox itself; it stays unchanged, since a cell, a slot or a part of staging memory is written again only when all
+its readers have published that they have finished with it, which they do after receiving it.
 
-To whom: on each other host to the gateway there that has asked (`ways.py`); what is stored before it has is told in the
-answer to its question (`telling.py`). A gateway whose link has ended, or that has lost its part, is told nothing more.
-`route` and `unroute` change that between two words of the engine: what it stores is told to all gateways of before, or
-is part of the answer, or both, which changes nothing. The answer has no bytes whose word is not stored yet; where
-somebody is routed between the two, the bytes are told once more before the word (`_prepared`).
+Receivers: on each other host the gateway there that has asked (`ways.py`); stores before that are part of the answer to
+its question (`telling.py`). A gateway whose link has ended, or that has lost its role, gets nothing more. `route` and
+`unroute` change that between two words of the engine: a store goes to all previous gateways, or is part of the answer,
+or both, which changes nothing. The answer has no bytes whose word is not stored yet; if a gateway is routed between the
+two, the bytes are sent once more before the word (`_prepared`).
 
-How far this rank is (CONSUMED) rides on every frame. Where a rank has nothing to say for some milliseconds, the thread
-of the links tells it (`tell_progress`): others may wait for room.
+This rank's progress (CONSUMED) is on every frame. If a rank sends nothing for some milliseconds, the thread of the
+links sends it (`tell_progress`): others may wait for room.
 
-Calls come under the engine's lock, `tell_progress` from the thread. A call that is broken off by an exception and run
-again tells the same again, which changes nothing.
+Calls come under the engine's lock, `tell_progress` from the thread. A call that is interrupted by an exception and run
+again sends the same again, which changes nothing.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ ABANDON_S = 5.0
 _NOTHING = (0, b"")
 _NO_PIECES: dict[int, bytes] = {}
 _TINY_BYTES = 256  # of a call's values in the cell
-_PIECE_BYTES = 1024  # what is shorter goes out with the word that announces it
-_UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls peers hear at once how far this rank is
+_PIECE_BYTES = 1024  # shorter data goes out with the word that announces it
+_UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls this rank's progress is sent to peers at once
 
 
 class Exports:
-    """The way of one rank's stores to the other hosts of its group.
+    """The sender of one rank's stores to the other hosts of its group.
 
     Args:
-        topology: who is where.
-        box: the outboxes of all ranks, mirrors among them.
+        topology: the host of each rank.
+        box: the peer regions of all ranks, mirrors among them.
         links: to the partners.
-        ears: what the partners' frames go to.
+        ears: readers of the partners' frames.
 
     Attributes:
-        routes: per host the gateway that is told there; replaced as a whole when it changes.
-        looks: what other hosts are asked.
+        routes: per host the gateway that receives there; replaced as a whole when it changes.
+        looks: remote reads from other hosts.
     """
 
     def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
@@ -76,33 +76,35 @@ class Exports:
         self._box = box
         self._ears = ears
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
-        self._told: dict[int, int] = {}  # by gateway: how far this rank is, as it knows
+        self._told: dict[int, int] = {}  # by gateway: this rank's progress, as it knows
         self._held: dict[int, dict[int, bytes]] = {}  # by gateway, offset: bytes that go out with the next word
-        self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not told yet
-        # the routes with which bytes were told whose word is to come, and how to tell them again
+        self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not sent yet
+        # the routes with which bytes were sent whose word is to come, and how to send them again
         self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
-        self.on_close: Callable[[], object] = int  # what else is to be let go of
+        self.on_close: Callable[[], object] = int  # further resources to release
         self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
 
     def new_looks(self, first: int) -> Looks:
-        """Return the questions of somebody else, who does not hold the engine's lock; they count from `first`."""
+        """Return remote reads for another caller, which does not hold the engine's lock; they count from `first`."""
         return Looks(self, self._ears, first)
 
-    # ---- to whom
+    # ---- receivers
 
     def move(self, topology: Topology) -> None:
-        """Take on where ranks are from now on. The engine's lock is held."""
+        """Apply the placement of ranks from now on. The engine's lock is held."""
         with self.links.lock:
             self.topology = topology
 
     def route(self, host: int, gateway: int) -> None:
-        """Tell a host from now on through this gateway, which is told now what there is. The links' lock is held."""
+        """Send to a host from now on through this gateway, which has just received the present state. The links' lock
+        is held.
+        """
         self._told[gateway] = 0
         self.routes = {**self.routes, host: gateway}
 
     def unroute(self, gateway: int) -> None:
-        """Tell nothing more to a gateway. The links' lock is held."""
+        """Send nothing more to a gateway. The links' lock is held."""
         self.routes = {host: other for host, other in self.routes.items() if other != gateway}
         self._late.pop(gateway, None)
         self.looks.forget(gateway)
@@ -110,10 +112,10 @@ class Exports:
     # ---- words
 
     def word(self, index: int, value: int) -> None:
-        """Tell that word `index` of this rank's outbox has `value`, behind all that was told before."""
+        """Send that word `index` of this rank's outbox has `value`, behind everything sent before."""
         while self._prepared is not None:
             (routes, again, args), self._prepared = self._prepared, None
-            if routes is not self.routes:  # the word was not stored when somebody was told all that there is
+            if routes is not self.routes:  # the word was not stored when a gateway received the present state
                 again(self, *args)
         if index < self._verdicts:
             for gateway in self.routes.values():
@@ -125,10 +127,10 @@ class Exports:
             self._write(reader, index, value)
 
     def later(self, index: int) -> None:
-        """Tell word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
+        """Send word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
         reader = self._gateway_of((index - self._verdicts) // SOURCE_WORDS)
         if reader is not None:
-            with self.links.lock:  # the thread of the links tells them, too
+            with self.links.lock:  # the thread of the links sends them, too
                 self._late.setdefault(reader, {})[index] = None
 
     def _gateway_of(self, peer: int) -> int | None:
@@ -137,7 +139,7 @@ class Exports:
 
     def _write(self, gateway: int, index: int, value: int) -> None:
         if gateway in self._late:
-            with self.links.lock:  # the thread tells them, too: no older value may come behind a newer one
+            with self.links.lock:  # the thread sends them, too: no older value may come behind a newer one
                 for late in self._late.get(gateway, ()):
                     self._hold(gateway, 8 * late, 8)
                 self._tell(gateway, index, value)
@@ -146,7 +148,7 @@ class Exports:
             self._tell(gateway, index, value)
 
     def _tell(self, gateway: int, index: int, value: int) -> None:
-        """Tell a word, and what is held for it, in one frame."""
+        """Send a word, and the bytes held for it, in one frame."""
         pieces = self._held.get(gateway, _NO_PIECES)
         note = self._told[gateway] = self._box.own[CONSUMED]
         if len(pieces) > 1:
@@ -158,9 +160,9 @@ class Exports:
             self._held[gateway] = {}
 
     def _drop_held(self) -> None:
-        """Forget what an exception has left without its word: it is told again, or never published.
+        """Drop bytes that an exception has left without their word: they are sent again, or never published.
 
-        Else it would go out behind newer bytes of the same place.
+        Else they would go out behind newer bytes of the same range.
         """
         self._prepared = None
         for gateway, pieces in self._held.items():
@@ -168,7 +170,9 @@ class Exports:
                 self._held[gateway] = {}
 
     def _hold(self, gateway: int, offset: int, nbytes: int) -> None:
-        """Keep a copy of bytes of the outbox for the next word; what is held already goes before it is too much."""
+        """Keep a copy of bytes of the outbox for the next word; bytes held already are sent before they become too
+        many.
+        """
         if len(self._held.get(gateway, ())) >= MAX_PIECES:
             self._tell(gateway, NO_WORD, 0)
         self._held.setdefault(gateway, {})[offset] = bytes(self._bytes[offset : offset + nbytes])
@@ -176,9 +180,9 @@ class Exports:
     # ---- bytes
 
     def call(self, box: Outboxes, plan: Plan, cell: int, base: int) -> None:
-        """Tell the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows.
+        """Send the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows.
 
-        `box`: the outboxes with which the call runs.
+        `box`: the peer regions with which the call runs.
         """
         self._drop_held()
         self._prepared = self.routes, Exports.call, (box, plan, cell, base)
@@ -186,8 +190,8 @@ class Exports:
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
         last = base + plan.put_bytes
-        if not plan.put_bytes or end <= last <= end + _TINY_BYTES:  # who reads what of it is not worth the question
-            header = bytes(self._bytes[first : max(end, last)])  # a copy: its counters go on before it is sent
+        if not plan.put_bytes or end <= last <= end + _TINY_BYTES:  # selecting the readers is not worth it
+            header = bytes(self._bytes[first : max(end, last)])  # a copy: its counters advance before it is sent
             for gateway in self.routes.values():
                 self._held.setdefault(gateway, {})[first] = header
             return
@@ -202,14 +206,14 @@ class Exports:
             self._hold(gateway, first, last - first)
 
     def _readers(self, box: Outboxes) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the gateways of the hosts in `box`, and for which positions each of them receives."""
+        """Return the gateways of the hosts in `box`, and the positions for which each of them receives."""
         routes = self.routes
         return [(routes[host], positions) for host, positions in box.sites.items() if host in routes]
 
     def call_again(self, box: Outboxes, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
-        """Tell a call that is published once more, its counts as well: an exception may have come before it was told.
+        """Send a call that is published once more, its counts as well: an exception may have come before it was sent.
 
-        What the counts announce has been told before they were stored.
+        The data that the counts announce has been sent before they were stored.
         """
         own = self._box.own
         self.call(box, plan, cell, base)
@@ -218,19 +222,19 @@ class Exports:
         self.word(cell, own[cell])
 
     def block(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
-        """Tell the block of round `k`, which lies at byte `offset`; its counter follows."""
+        """Send the block of round `k`, which lies at byte `offset`; its counter follows."""
         self._drop_held()
         for gateway, readers in self._readers(box):
             self._send(gateway, offset, plan.exports(box, k, readers))
 
     def share(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
-        """Tell this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
+        """Send this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
         self._drop_held()
         for gateway, readers in self._readers(box):
             self._send(gateway, offset, plan.exports_merged(box, k, readers))
 
     def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
-        """Tell a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
+        """Send a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
         if self.topology.is_here(peer):
             return
         self._drop_held()
@@ -252,7 +256,7 @@ class Exports:
     # ---- progress
 
     def consumed(self, seq: int) -> None:
-        """Hear that this rank is through with call `seq`."""
+        """Note that this rank has ended call `seq`."""
         for gateway in self.routes.values():
             if seq - self._told[gateway] >= _UNTOLD_CALLS:
                 self.tell_progress()
@@ -265,7 +269,7 @@ class Exports:
                 self.links.write(gateway, 8 * index, value, NO_WORD, 0, note)
 
     def tell_progress(self) -> None:
-        """Tell the hosts that do not know it yet how far this rank is."""
+        """Send this rank's progress to the hosts that do not know it yet."""
         own = self._box.own
         for gateway in list(self._late):
             self._tell_late(gateway, own[CONSUMED])
@@ -279,19 +283,19 @@ class Exports:
     # ---- the end
 
     def tell_ends(self, seq: int) -> None:
-        """Tell how the last calls have ended here, up to call `seq`: who still asks finds this rank gone."""
+        """Send how the last calls have ended here, up to call `seq`: for ranks that ask after this rank has left."""
         box, own = self._box, self._box.own
         for number in range(max(box.least_consumed(), seq - NUM_CELLS) + 1, seq + 1):
             mark = box.first_cell + number % NUM_CELLS * CELL_WORDS + GAVE_UP
             self.word(mark, own[mark])
 
     def say_goodbye(self) -> None:
-        """Tell that nothing more comes of this rank, behind all that it has said."""
+        """Send that nothing more comes from this rank, behind everything it has sent."""
         for gateway in self.routes.values():
             self.links.say(gateway, END, self._box.rank, FINAL)
 
     def end(self) -> None:
-        """Leave the memory to the thread of the links, for as long as others of this host hear through this rank."""
+        """Leave the memory to the thread of the links, for as long as others of this host receive through this rank."""
         self.links.end(lambda: not self._is_needed(), self._close)
 
     def abandon(self) -> None:
@@ -305,12 +309,12 @@ class Exports:
         for ear in self._ears.values():
             ear.close()
         self.on_close()
-        self.on_close, self.kept_words = int, tuple  # they refer to what refers to this
+        self.on_close, self.kept_words = int, tuple  # they refer to objects that refer to this one
         self._bytes.release()
         self._box.close()
 
     def _is_needed(self) -> bool:
-        """Return whether ranks of this host may still hear something through this one."""
+        """Return whether ranks of this host may still receive through this one."""
         box = self._box
         others = [rank for rank in self.topology.here if rank != box.rank and not has_left(box.words[rank])]
         return bool(others) and any(not has_left(words) for words in self.kept_words())

@@ -1,19 +1,20 @@
-"""When a view that takes somebody in may be taken over, in a group over several hosts.
+"""The gate that delays a view with joiners until it may be applied, in a group over several hosts.
 
-A newcomer may get the rank of a lost one, on any host: rows and mirrors of that rank, and the roles of all (who keeps,
-who tells), are others from then on. So nobody begins the new placement while somebody may still need a word of those
-who were lost by then. A rank that knows of such a view
+A joiner may get the rank of a lost one, on any host: rows and mirrors of that rank, and the roles of all (gateways and
+answering ranks), change from then on. So no rank begins the new placement while another may still need a word of the
+ranks that were lost by then. A rank that knows of such a view
 
-    settles    what was lost by it, as after any loss (`settling.py`); nothing is judged, begun or completed meanwhile
-    turns      it tells so beside the lane's row on its board (`Offer.turned`), which the agents bring to other hosts:
-               no mirror has a part in it, so it matters to nobody whose mirrors are being made anew
-    goes on    when all who were there before and stay have turned
+    settles    the ranks lost by it, as after any loss (`settling.py`); nothing is decided, begun or completed meanwhile
+    turns      it reports so beside the group's row on its board (`Offer.turned`), which the agents bring to other
+    hosts:
+               no mirror has a part in it, so it does not matter whose mirrors are being made anew
+    goes on    when all ranks that were there before and stay have turned
 
-Who stays is a question of all decisions that are known, also those behind the view that waits: who is lost meanwhile is
-not waited for. Who has turned needs nothing of the lost ones, so whoever goes on takes nothing away from anybody. A
-rank that makes no calls does not turn; the others' time-outs name it.
+The staying ranks follow from all known decisions, also those behind the waiting view: a rank that is lost meanwhile is
+not waited for. A rank that has turned needs nothing of the lost ones, so a rank that goes on takes nothing away from
+any other. A rank that makes no calls does not turn; the others' timeouts name it.
 
-Who writes: each rank its own row. Who reads: all, under their engine's lock. A crash of a rank is a later decision.
+Each rank writes its own row; all read, under their engine's lock. A crash of a rank is a later decision.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .settling import Settling
 
 
 class Gate:
-    """What a view with newcomers waits for at one rank.
+    """The condition that a view with joiners waits for at one rank.
 
     Args:
-        tell: tells the others that this rank has turned.
+        tell: reports to the others that this rank has turned.
 
     Attributes:
         epoch: of the view that waits; 0: none does.
-        newest: of the newest view that was heard of while it waits; 0: none does.
+        newest: of the newest view received while it waits; 0: none does.
         late: the ranks that have not turned.
     """
 
@@ -47,7 +48,7 @@ class Gate:
         self._has_turned = False
 
     def begin(self, epoch: int) -> bool:
-        """Wait with the view of an epoch from now on; True: it is new, or what follows from it was broken off."""
+        """Wait with the view of an epoch from now on; True: it is new, or its consequences were interrupted."""
         if self.epoch == epoch:
             return False
         self._staying, self._has_turned, self.newest = dict(self._occupants.since), False, epoch
@@ -59,14 +60,14 @@ class Gate:
         self.epoch = decision.epoch
 
     def _leave(self, decision: Decision) -> list[int]:
-        """Wait no more for those whom a decision removes; return their slots."""
+        """Stop waiting for the ranks that a decision removes; return their slots."""
         parts = parts_of(decision, self._occupants.lane)
         gone = [slot for slot, when in self._staying.items() if parts.get(slot) != when]
         self._staying = {slot: when for slot, when in self._staying.items() if slot not in gone}
         return gone
 
     def hear(self, decision: Decision) -> None:
-        """Take note of a decision behind the one that waits."""
+        """Note a decision behind the one that waits."""
         if decision.epoch <= self.newest:
             return
         gone = self._leave(decision)
@@ -74,7 +75,7 @@ class Gate:
         self.newest = decision.epoch
 
     def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
-        """Return whether the view may be taken over. `offers`: what members of the lane tell."""
+        """Return whether the view may be applied. `offers`: returns the offers of the members."""
         if self._settling.unsettled:
             return False
         if not self._has_turned:
@@ -89,6 +90,6 @@ class Gate:
         return not late
 
     def end(self) -> None:
-        """Wait with no view any more."""
+        """Stop waiting with any view."""
         self.epoch = self.newest = 0
         self.late = ()

@@ -1,16 +1,17 @@
-"""Looks at words of other hosts as they are now, behind everything that this rank has told: a question, an answer.
+"""Remote reads of words of other hosts as they are now, behind all stores that this rank has sent: a question, an
+answer.
 
-Most of the protocol waits for facts that stay true, for which a mirror is as good as the outbox. Giving up a call, or a
-message, is different: a rank stores that it gives up, and then looks whether the others had gone on before (`engine/
-withdrawal.py`, `p2p/channel.py`). On one host the look is a load behind a fence. Between hosts it is a question on the
+Most of the protocol waits for facts that stay true, for which a mirror is as good as the outbox. Aborting a call, or a
+message, is different: a rank stores that it aborts, and then reads whether the others had gone on before (`engine/
+withdrawal.py`, `p2p/channel.py`). On one host the read is a load behind a fence. Between hosts it is a question on the
 same stream as the store: the gateway on the other host has applied the store to its mirror, puts a fence and loads the
-words of its own host's ranks. So of two ranks on different hosts, one that gives up and one that goes on, at least one
+words of its own host's ranks. So of two ranks on different hosts, one that aborts and one that goes on, at least one
 sees the other, as on one host.
 
-An answer is older than the next thing that a rank over there does. Who is still undecided is asked again (`AGAIN_S`).
-Where the link is lost, or the gateway there is another now, the question is asked again of whoever is told
-(`Exports.routes`): only behind the answer to its FETCH, so it has the store, too. Of ranks that nobody there has any
-more nothing comes; the view says what becomes of the matter then, or the caller's time-outs end it.
+An answer is older than the next store of a rank over there. A rank that is still undecided is asked again (`AGAIN_S`).
+If the link is lost, or the gateway there is another now, the question is asked again of the gateway that receives now
+(`Exports.routes`): only behind the answer to its FETCH, so it has the store, too. Nothing comes about ranks that no
+gateway there has any more; the view decides the matter then, or the caller's timeouts end it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ...link.topology import Topology
 from .mirror import Ear
 
 AGAIN_S = 0.002
-_MAX_OPEN = 256  # questions that are remembered; the oldest goes, and is asked again if somebody still wants it
+_MAX_OPEN = 256  # questions that are remembered; the oldest is dropped, and asked again if it is still wanted
 
 Answers = dict[int, dict[int, int]]  # rank -> word -> value
 
 
 class Routes(Protocol):
-    """What is asked here of `Exports`."""
+    """The part of `Exports` that this module uses."""
 
     topology: Topology
     links: Links
@@ -39,7 +40,7 @@ class Routes(Protocol):
 
 
 class _Look:
-    """What is known about one matter on one host."""
+    """The known answers about one matter on one host."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -53,7 +54,7 @@ class Looks:
     """The questions of one rank, numbered from `first` on. One thread at a time.
 
     Attributes:
-        gone: ranks that are asked about no more.
+        gone: removed ranks, which are asked about no more.
     """
 
     def __init__(self, told: Routes, ears: Mapping[int, Ear], first: int = 0) -> None:
@@ -67,12 +68,12 @@ class Looks:
     def at(self, peer: int, indices: Sequence[int], about: object) -> dict[int, int] | None:
         """Return words of a rank of another host, as they were behind this rank's stores about a matter; None: not yet.
 
-        All ranks of that host are asked at once. Whoever calls again gets newer words as they come.
+        All ranks of that host are asked at once. A repeated call returns newer words as they come.
 
         Args:
             peer: the rank.
             indices: of its words.
-            about: the matter; the store that the look must be behind was made before the first call about it.
+            about: the matter; the store that the read must be behind was made before the first call about it.
         """
         host = self._told.topology.host_of[peer]
         look = self._open.get((about, host))
@@ -89,7 +90,7 @@ class Looks:
         return None if look.words is None else look.words.get(peer)
 
     def forget(self, gateway: int) -> None:
-        """Hear, from any thread, that nothing more comes of what a gateway was asked."""
+        """Note, from any thread, that no more answers come to the questions sent to a gateway."""
         self._lost.add(gateway)
 
     def _ask_others(self, gateway: int) -> None:

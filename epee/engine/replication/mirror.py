@@ -1,20 +1,20 @@
-"""What a rank of another host says of itself, kept in the memory of this one: the mirror of its outbox.
+"""The mirror of an outbox: the state of a rank of another host, kept in the memory of this one.
 
-Who writes, who reads: the gateway of the rank on this host (`link/roles.py`) makes the mirror and alone writes it; all
-ranks here map it for reading and find in it what they would find in the outbox itself, a little later. So a rank
-writes only memory that it made, here as on one host, and everything that waits for a fact which stays true (a tag is
-there, a count is at least so much) works on a mirror unchanged. What does not stay true is asked for (`looks.py`).
+The gateway of the rank on this host (`link/roles.py`) makes the mirror and alone writes it; all ranks here map it for
+reading and find in it what they would find in the outbox itself, a little later. So a rank writes only memory that it
+made, here as on one host, and every wait for a fact that stays true (a tag is there, a count is at least so much) works
+on a mirror unchanged. A fact that does not stay true is read remotely (`looks.py`).
 
-Data path: a gateway asks who tells (FETCH). The answer, between BEGIN and END, is all that there is of the source
-(`telling.py`); where the source itself answers, its frames follow from then on, in the order in which it writes. Each
-frame is checked before a byte is stored: it must lie in the cells, lanes or payload of the outbox, its word must be one
-that peers read. The payload goes straight into the mirror, the word behind it, then those who sleep on the word are
-woken, as `wake.publish_word` does. Whose mirror it is nobody can change: frames of a source are taken only on the link
-on which it was asked for, the answer to an older question goes nowhere.
+Data path: a gateway asks the answering rank (FETCH). The answer, between BEGIN and END, is the whole state of the
+source (`telling.py`); if the source itself answers, its frames follow from then on, in the order in which it writes.
+Each frame is checked before a byte is stored: it must lie in the cells, channels or payload of the outbox, its word
+must be one that peers read. The payload goes straight into the mirror, the word behind it, then the sleepers on the
+word are woken, as `wake.publish_word` does. The source of a mirror cannot be forged: frames of a source are accepted
+only on the link on which it was asked for, the answer to an older question is dropped.
 
-A gateway that dies leaves a mirror that stands still, readable as long as somebody maps it. The next one makes a new
-mirror, asks for everything again, and tells the others of its host of it only when all has come (`ways.py`): so
-whatever somebody has found in the old one is in the new one, too.
+A gateway that dies leaves a mirror that no longer changes, readable as long as a process maps it. The next gateway
+makes a new mirror, requests everything again, and announces it to the ranks of its host only when all has come
+(`ways.py`): so everything that was found in the old one is in the new one, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
 
-FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at birth, in whatever epoch that was
+FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at creation, in whatever epoch that was
 
 
 class Mirror:
@@ -55,7 +55,7 @@ class Mirror:
 
     Attributes:
         is_whole: an answer has come to its end once.
-        is_from_birth: see above.
+        is_from_birth: as the argument.
     """
 
     def __init__(self, source: int, region: HostRegion, box: Outboxes, is_from_birth: bool = False) -> None:
@@ -69,7 +69,7 @@ class Mirror:
         self._first_byte, self._end_byte = 8 * box.first_cell, box.payload_bytes
 
     def checked(self, offset: int, nbytes: int, word: int) -> memoryview:
-        """Return the bytes at a place where its source may write, and a word behind them."""
+        """Return the bytes at an offset where its source may write, and a word behind them."""
         end = offset + nbytes
         word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE, VIEW)
         place_ok = not nbytes or self._first_byte <= offset <= end <= self._end_byte
@@ -81,36 +81,40 @@ class Mirror:
         return self.bytes[offset:end]
 
     def close(self) -> None:
-        """Let go of the memory; the region is the caller's."""
+        """Release the memory; the region is the caller's."""
         self.words.release()
         self.bytes.release()
 
 
 class Keeper(Protocol):
-    """Who keeps mirrors and answers questions: `ways.Ways`. All methods are called with the lock of the links held."""
+    """The interface of a gateway that keeps mirrors and answers questions: `ways.Ways`. The lock of the links is
+    held.
+    """
 
     def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Return where the answer to a FETCH goes that begins; None: nowhere, it is not wanted any more."""
+        """Return the mirror for the answer to a FETCH that begins; None: the answer is not wanted any more."""
 
     def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Note that an answer is complete, or that a peer says nothing more; return where its own frames go now."""
+        """Note that an answer is complete, or that a peer sends nothing more; return the mirror for its own frames
+        now.
+        """
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
-        """Note a question for all that there is of a source."""
+        """Note a request for the whole state of a source."""
 
 
 class Ear:
-    """Where the frames of one link go; a `link.stream.FrameSink`.
+    """The reader of the frames of one link; a `link.stream.FrameSink`.
 
     Args:
         peer: the rank at its other end.
-        box: the outboxes of the group.
+        box: the peer regions of the group.
         links: through which questions are answered.
         keeper: has the mirrors.
 
     Attributes:
         asked: numbers of the questions that are open; no other answer is kept.
-        told: answers (number -> values), until somebody takes them.
+        told: answers (number -> values), until they are taken.
     """
 
     def __init__(self, peer: int, box: Outboxes, links: Links, keeper: Keeper) -> None:
@@ -120,12 +124,12 @@ class Ear:
         self._box = box
         self._lanes = box.lane_base[0]
         self._links, self._keeper = links, keeper
-        self._mirror: Mirror | None = None  # of what comes
-        self._is_void = False  # what comes is not wanted
+        self._mirror: Mirror | None = None  # of the incoming frames
+        self._is_void = False  # the incoming frames are not wanted
         self._void = bytearray()
 
     def place(self, frame: Frame) -> memoryview:
-        """As `FrameSink.place`."""
+        """Implement `FrameSink.place`."""
         if self._is_void:
             if len(self._void) < frame.nbytes:
                 self._void = bytearray(frame.nbytes)
@@ -138,7 +142,7 @@ class Ear:
         return self._mirror
 
     def apply(self, frame: Frame, payload: memoryview) -> None:
-        """As `FrameSink.apply`."""
+        """Implement `FrameSink.apply`."""
         kind, _, offset, word, value, note = frame
         if kind in (WRITE, PIECES):
             if self._is_void:
@@ -170,16 +174,18 @@ class Ear:
             self._is_void = False
 
     def forget(self, mirror: Mirror) -> None:
-        """Write a mirror no more: what comes for it goes nowhere."""
+        """Stop writing a mirror: frames for it are dropped."""
         if self._mirror is mirror:
             self._mirror, self._is_void = None, True
 
     def close(self) -> None:
-        """Let go of all memory; no frame comes any more."""
+        """Release all memory; no frame comes any more."""
         self._mirror = None
 
     def _wake(self, mirror: Mirror, word: int) -> None:
-        """Wake the ranks of this host that sleep on a word of the mirror, or on their BELL where a message came."""
+        """Wake the ranks of this host that sleep on a word of the mirror, or on their wake-up word where a message
+        came.
+        """
         fence()
         box = self._box
         for rank in box.here:
@@ -197,6 +203,6 @@ class Ear:
             is_elsewhere = rank >= box.capacity or (rank < len(box.host_of) and rank not in box.here)
             if is_elsewhere or word >= len(box.own):
                 raise ProtocolError(f"rank {self.peer} asks for word {word} of rank {rank}; it must not")
-        fence()  # what came before the question is stored, and seen, before these are loaded
-        # of who has just come here, and is not known to this rank yet, there is nothing
+        fence()  # data before the question is stored, and visible, before these are loaded
+        # of a rank that has just joined, and is not known to this rank yet, there is nothing
         self._links.tell(self.peer, number, [box.words[rank][word] if rank in box.here else 0 for rank, word in asked])

@@ -1,14 +1,14 @@
 """How far each rank of a group over several hosts is, read from outside on one of its hosts, without its help.
 
 Data path: the mappings of one process (`/proc/PID/maps`) name the outboxes of its host's ranks and the mirrors of the
-others. Who holds such a memory open for writing is the rank that made it, or the gateway that keeps the mirror; there
-the words are read: how many calls the rank has ended, whether it has made the next one. Of a process it is told whether
-it is there, and whether it is stopped. The boards of this host's ranks say more of these (`view/report.py`); of ranks
-elsewhere nothing else is known here.
+others. The process that holds such a memory open for writing is the rank that made it, or the gateway that keeps the
+mirror; there the words are read: how many calls the rank has ended, whether it has made the next one. For a process the
+report says whether it exists, and whether it is stopped. The boards of this host's ranks say more of these
+(`view/report.py`); of ranks elsewhere nothing else is known here.
 
-Who writes: each rank its outbox, gateways their mirrors. Who reads: the one who calls, who sees words change under him:
-this is for people. What a mirror says is what this host has heard, through a gateway that may stand still. Messages
-from rank to rank are not looked at.
+Each rank writes its outbox, gateways their mirrors. The caller reads them while the words change: this is for people. A
+mirror has the data that this host has received, through a gateway that may be stopped. Messages from rank to rank are
+not read.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _SEQ = (1 << SEQ_BITS) - 1
 
 
 class Progress(NamedTuple):
-    """What is known of one rank.
+    """The known progress of one rank.
 
     Attributes:
         rank: its number in the group.
         pid: its process; 0 for one of another host, or one that has ended.
-        health: "running", "stopped" or "dead"; of another host "elsewhere"; "left" for who has left in order;
-            "unknown" where the gateway that hears of it is dead.
+        health: "running", "stopped" or "dead"; of another host "elsewhere"; "left" for a rank that has left in order;
+            "unknown" if the gateway that receives from it is dead.
         num_ended: calls that have ended there; -1, as the next, where nobody is left to read that from.
         num_made: calls that the rank has made, those included; they may be several beyond.
         op: the first of those that have not ended; "" where there is none.
-        gateway: of a rank of another host, the process here that hears of it; else 0.
+        gateway: of a rank of another host, the process here that receives from it; else 0.
     """
 
     rank: int
@@ -87,7 +87,7 @@ def look_at_groups(pid: int) -> list[tuple[Progress, ...]]:
     """
     require_own(pid)
     lanes: dict[int, list[tuple[_Memory, bytes]]] = {}
-    closed = []  # nobody holds them open, or he has just ended
+    closed = []  # no process holds them open, or it has just ended
     for memory in _opened(_mapped(pid)):
         state = _read(memory, 0, 8 * STATE_WORDS)
         if len(state) < 8 * STATE_WORDS:
@@ -100,7 +100,7 @@ def look_at_groups(pid: int) -> list[tuple[Progress, ...]]:
         for group in lanes.values()
         if any(memory.is_mirror for memory, _ in group)
     ]
-    if len(found) == 1:  # else it is not known whose these were
+    if len(found) == 1:  # else the owner is not known
         found[0] += [Progress(one.rank, 0, "unknown" if one.is_mirror else "dead", -1, -1, "") for one in closed]
     return [tuple(sorted(group)) for group in found]
 
@@ -116,7 +116,9 @@ def _mapped(pid: int) -> dict[int, _Memory]:
 
 
 def _opened(mapped: dict[int, _Memory]) -> list[_Memory]:
-    """Return the memories with who holds them open; of several processes the oldest, as others were forked from it."""
+    """Return the memories with the process that holds them open; of several the oldest, as others were forked from
+    it.
+    """
     holders: dict[int, list[tuple[int, _Memory]]] = {}
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc")) if mapped else ()):
         for path, inode in _memories_of(pid):

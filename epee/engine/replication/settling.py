@@ -1,18 +1,20 @@
-"""What a change of the view still waits for on one host, as one of its ranks sees it: mirrors to be had, and whole.
+"""The state that a change of the view still waits for on one host, at one of its ranks: mirrors that exist and are
+complete.
 
-The keepers of the host's mirrors say in their outboxes which mirrors they have made anew and what they have been told
-(`ways.py`). Here a rank takes that over, under its engine's lock, whenever it drives a call while the lane changes:
+The gateways of the host's mirrors publish in their outboxes which mirrors they have made anew and what they have
+received (`ways.py`). A rank applies that here, under its engine's lock, whenever it drives a call while the group
+changes:
 
-    moves      a source has another keeper in the newest view. As soon as that one has a whole mirror this rank reads
-               it, in the calls that are open, too; until then it reads the old one, which stands still.
-    unsettled  a lost source of another host. Until its keeper has told that all of it is there, no call of the group is
-               judged or completed here: ranks of other hosts may have found more of it, or less.
+    moves      a source has another gateway in the newest view. As soon as that one has a complete mirror this rank
+               reads it, in the open calls, too; until then it reads the old one, which no longer changes.
+    unsettled  a lost source of another host. Until its gateway has published that all of it is there, no call of the
+               group is decided or completed here: ranks of other hosts may have found more of it, or less.
 
-A view that takes somebody in begins new roles (`bring_in`), once nobody needs anything of those who were lost by then
-(`gate.py`). Decisions that come behind it meanwhile change who tells of these, and nothing else (`hear`). What a keeper
-says counts only if it plays the newest roles, too (GENERATION).
+A view that takes a rank in begins new roles (`bring_in`), once no rank needs data of the ranks that were lost by then
+(`gate.py`). Decisions that come behind it meanwhile change which rank answers for these, and nothing else (`hear`). The
+words of a gateway count only if it plays the newest roles, too (GENERATION).
 
-Nothing here is shared with other processes; a view that comes meanwhile only changes who is waited for.
+Nothing here is shared with other processes; a view that comes meanwhile only changes which ranks are waited for.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ class Settling:
         box: the outboxes of all ranks.
         roles: of the view in which the group begins.
         owners: per rank what mirrors of it say.
-        boxes: returns all outboxes with which calls run, or may.
+        boxes: returns all peer regions with which calls run, or may.
 
     Attributes:
-        roles: of the newest view that was taken over.
+        roles: of the newest view that was applied.
         unsettled: lost rank -> the view that has to be settled.
     """
 
@@ -59,12 +61,12 @@ class Settling:
         self._newest = 0  # epoch of the last decision that was taken over
         self.unsettled: dict[int, int] = {}
         self._box, self._owners, self._boxes = box, owners, boxes
-        self._moves: dict[int, int] = {}  # source -> the view since which it has another keeper
-        self._ahead: Roles | None = None  # in which the lost ones are told of, while a view with newcomers waits
+        self._moves: dict[int, int] = {}  # source -> the view since which it has another gateway
+        self._ahead: Roles | None = None  # by which lost ranks are answered for, while a view with joiners waits
         self._generation = 0
 
     def begin(self, epoch: int) -> None:
-        """Come in by the view of an epoch: everything that ranks of other hosts say is still to be had."""
+        """Begin with the view of an epoch: all data of ranks of other hosts is still to be received."""
         self._generation = epoch
         self._moves = dict.fromkeys(self.roles.topology.elsewhere, epoch)
 
@@ -74,7 +76,7 @@ class Settling:
         return bool(self._moves)
 
     def hear(self, epoch: int, lost: Collection[int]) -> None:
-        """Take note of a later loss while a view with newcomers waits; may be run again."""
+        """Note a later loss while a view with joiners waits; may be run again."""
         self._newest = epoch
         before = self._ahead or self.roles
         self._ahead = before.without(lost)
@@ -83,7 +85,7 @@ class Settling:
                 self._moves[source] = epoch
 
     def bring_in(self, epoch: int, roles: Roles, newcomers: Collection[int]) -> None:
-        """Take over a view with newcomers; nothing is unsettled. May be run again."""
+        """Apply a view with joiners; nothing is unsettled. May be run again."""
         before = self.roles if epoch > self._generation else None
         self._newest = self._generation = epoch
         self._moves = {source: since for source, since in self._moves.items() if source in roles.present}
@@ -97,7 +99,7 @@ class Settling:
         self._box.exports.looks.gone = frozenset(range(len(roles.topology.host_of))) - roles.present
 
     def change(self, epoch: int, present: Iterable[int]) -> None:
-        """Take over a view; may be run again."""
+        """Apply a view; may be run again."""
         self._newest = epoch
         before, after = self.roles, Roles(self.roles.topology, frozenset(present), self.roles.since)
         for source in after.topology.elsewhere:
@@ -115,14 +117,15 @@ class Settling:
         return not self._moves and not self.unsettled
 
     def awaited(self) -> list[int]:
-        """Return the living ranks on whose word this one waits: keepers, and whoever tells them."""
+        """Return the living ranks whose reports this one waits for: gateways, and the ranks that answer them."""
         roles = self._ahead or self.roles
         keepers = {roles.keeper(source) for source in self.unsettled}
         tellers = {roles.teller(source) for source in self.unsettled}
         return sorted(rank for rank in keepers | tellers if rank is not None and rank != self.roles.topology.rank)
 
     def look(self) -> list[tuple[int, int]]:
-        """Take over what keepers have told; return who is settled now, and the view whose cut counts for it (0: none).
+        """Apply the reports of gateways; return the ranks settled now, and the view whose cut counts for each (0:
+        none).
 
         Raises:
             ResourceError: a new mirror cannot be mapped; to be tried again.
@@ -136,10 +139,10 @@ class Settling:
             if words[GENERATION] < self._generation:
                 continue
             if words[row + MIRROR_SETTLED] < epoch or words[row + MIRROR_CUT] > self._newest:
-                continue  # of the latter the keeper knows the decision, and this rank does not yet
+                continue  # of the latter the gateway knows the decision, and this rank does not yet
             if source in self._moves and words[row + MIRROR_MADE] >= self._moves[source]:
                 continue  # all of it is there, but this rank does not read it yet
-            self._moves.pop(source, None)  # nobody has a better mirror than this rank
+            self._moves.pop(source, None)  # no rank has a better mirror than this one
             del self.unsettled[source]
             settled.append((source, words[row + MIRROR_CUT]))
         return settled
@@ -154,7 +157,7 @@ class Settling:
         return roles.keeper(source)
 
     def _move(self, source: int, epoch: int) -> bool:
-        """Read a source in its new keeper's mirror, if there is one."""
+        """Read a source in its new gateway's mirror, if there is one."""
         words, row = self._row(source)
         if words[row + MIRROR_MADE] < epoch or words[GENERATION] < self._generation:
             return False
@@ -164,7 +167,7 @@ class Settling:
             region = open_outbox(blob, self._owners[source])
         except (AuthError, ProtocolError) as exc:
             logger.info("rank %s's mirror of rank %d is not to be had: %s", self._keeper(source), source, exc)
-            return False  # its keeper is dying: the next view has another
+            return False  # its gateway is dying: the next view has another
         except ResourceError:
             if self._is_leaving(source):
                 return False
@@ -173,12 +176,12 @@ class Settling:
         return True
 
     def _is_leaving(self, source: int) -> bool:
-        """Return whether the keeper of a source is on its way out: its death will be noticed."""
+        """Return whether the gateway of a source is leaving: its death will be noticed."""
         region = self._box.regions[self._keeper(source) or 0]
         return is_leaving(region.owner_pid, region.owner_start_time)
 
     def _use(self, source: int, region: HostRegion) -> None:
-        """Read a source in this memory from now on, in all outboxes in which it was read in the old one."""
+        """Read a source in this memory from now on, in all peer regions in which it was read in the old one."""
         old = self._box.regions[source]
         words = region.words(0, len(self._box.own))
         for box in {id(box): box for box in (*self._boxes(), self._box)}.values():

@@ -1,16 +1,17 @@
-"""All that there is of a rank's outbox, as writes for a mirror of it: the answer to a FETCH.
+"""The whole state of a rank's outbox, as writes for a mirror of it: the answer to a FETCH.
 
-It is told of one's own outbox (to a new gateway, after a connection was reset) and of a lost rank's of this host, which
-its heir maps. While it is read, the rank itself may go on writing (its own), or nobody writes (a dead one's). So words
-that announce something are loaded before what they announce and told behind it: first the headers of all cells and
-lanes, then what they announce; sent the other way round. What the reading host is through with is left out: calls up to
-the last that all its ranks have consumed, message slots that they have freed. It may be written anew meanwhile.
+The answer covers one's own outbox (for a new gateway, after a connection was reset) or that of a lost rank of this
+host, which its successor maps. While it is read, the rank itself may continue writing (its own), or no process writes
+(a dead one's). So announcing words are loaded before the data that they announce and sent behind it: first the headers
+of all cells and channels, then the announced data; sent the other way round. Data that the reading host has finished
+with is left out: calls up to the last that all its ranks have consumed, message slots that they have freed. It may be
+written anew meanwhile.
 
-Staged payloads are told from the first that is still needed up to the end of the staging area, as far as there are
-pages: the words of a cell do not say how long a block is. Bytes of pages are handed out as they lie there, not copied:
-what is written anew before the network has taken it is read by nobody.
+Staged payloads are sent from the first that is still needed up to the end of the staging area, as far as there are
+pages: the words of a cell do not contain the length of a block. Bytes of pages are handed out as they lie there, not
+copied: bytes that are written anew before the network has taken them are read by no rank.
 
-Who calls: the thread of the links.
+The thread of the links is the caller.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def tell_all(
     readers: Sequence[int],
     joined: Mapping[int, int] | None = None,
 ) -> None:
-    """Tell all of `source`'s outbox, mapped as `region`, that ranks of one host may need.
+    """Send all of `source`'s outbox, mapped as `region`, that ranks of one host may need.
 
     Args:
-        box: outboxes of all ranks, for the layout and for how far the readers are.
+        box: peer regions of all ranks, for the layout and for the readers' progress.
         readers: the ranks of that host.
-        joined: of the ranks that came later than the group, in which epoch.
+        joined: the epoch of each rank that joined after the group was created.
     """
     words = region.words(0, len(box.own))
     data = memoryview(region.mapping)[HEADER_BYTES:]
@@ -108,7 +109,7 @@ def _packed(words: Sequence[int]) -> bytes:
 
 
 def _cells(words: memoryview, first: int, least: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the cells of calls above `least`, also of those given up before they had a tag: first word, and header."""
+    """Yield the cells of calls above `least`, also of those aborted before they had a tag: first word, and header."""
     for cell in range(first, first + NUM_CELLS * CELL_WORDS, CELL_WORDS):
         header = words[cell : cell + _HEADER_WORDS].tolist()
         tag, mark = header[TAG], header[GAVE_UP]
@@ -133,7 +134,7 @@ def _slots(words: memoryview, box: Outboxes, source: int, reader: int, joined: M
 
 
 def _tell_marks(write: Write, words: memoryview, lane: int) -> None:
-    """Tell which messages of a lane were taken back."""
+    """Send which messages of a channel were aborted."""
     for index in range(lane + TAKEN_BACK, lane + NUM_LANE_SLOTS * LANE_SLOT_WORDS, LANE_SLOT_WORDS):
         if words[index]:
             write(0, b"", index, words[index], 0)

@@ -1,9 +1,9 @@
-"""The waits of a group over several hosts: as `engine/waiting.py`, and whoever polls or yields moves bytes, too.
+"""The waits of a group over several hosts: as `engine/waiting.py`, but polling and yielding waiters also move bytes.
 
-A waiter that polls has its hand on the sockets (`Links.pump`), so two ranks that wait for each other both send and
-receive. One that sleeps in the kernel, on a word of a peer or of a mirror, leaves the sockets to the thread of the
-links, which wakes it like any writer of the word. Before anybody waits for long, the other hosts hear how far this rank
-is: they may be waiting for room, and so might everybody.
+A waiter that polls drives the sockets (`Links.pump`), so two ranks that wait for each other both send and receive. One
+that sleeps in the kernel, on a word of a peer or of a mirror, leaves the sockets to the thread of the links, which
+wakes it like any writer of the word. Before a rank waits for long, it sends its progress to the other hosts: they may
+be waiting for room, and so might all ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..operation import Block
 from ..waiting import Waiting
 from .exports import Exports
 
-AWAY_S = 2 * YIELD_S  # a rank of another host is later than one of this: its word has a longer way
+AWAY_S = 2 * YIELD_S  # a rank of another host is later than one of this: its word has a longer path
 MOST_MOVES_S = 0.02  # however long bytes come: the caller must look at deadlines and deaths
 _PUMPS = 40  # before the first yield; each takes some microseconds
 
 
 class LinkedWaiting(Waiting):
-    """The sleep of one group in one process, and its hand on the links."""
+    """The sleep of one group in one process, which also drives the links."""
 
     def __init__(self, guarded: Guarded, entry: Entry, exports: Exports) -> None:
         super().__init__(guarded, entry)
@@ -69,7 +69,7 @@ class LinkedWaiting(Waiting):
         return bool(words[index] >= value)
 
     def sleep_on(self, block: Block) -> None:
-        """Sleep on a word, the links in the thread's hands."""
+        """Sleep on a word; the thread of the links drives the sockets meanwhile."""
         self._links.pump()
         self._exports.tell_progress()
         self._links.rest()

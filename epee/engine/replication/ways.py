@@ -1,36 +1,38 @@
-"""The ways between one rank and the other hosts of its group, view by view: which links, mirrors, answers there are.
+"""The links, mirrors and answers between one rank and the other hosts of its group, view by view.
 
-The thread of the links plays this rank's roles (`link/roles.py`), whatever the program does meanwhile: others wait for
-it. News come from the agent thread (`decided`); what comes over links is noted by whoever pumps (`fetched`, `opened`,
-`ended`), and the thread does the rest in its next round (`serve`):
+The thread of the links plays this rank's roles (`link/roles.py`), independently of the program: other ranks wait for
+it. Decisions come from the agent thread (`decided`); data that comes over links is noted by the thread that pumps
+(`fetched`, `opened`, `ended`), and the thread of the links does the rest in its next round (`serve`):
 
-    a view     links of the lost end: nothing that they have sent counts from here on (of one that has left in order
-               nothing is missing, its link ends by itself). Sources whose gateway this rank is now get mirrors here.
-    links      whoever is needed is called until it is there, by the lower rank of the two, or by who asks an heir that
-               is no partner (it does not know who needs it); one that is there again is a new link, whatever there was
-               before.
-    questions  FETCH(source, epoch) goes to the teller of each mirror that this rank keeps, where it is not told
-               already: of a living source when its link is new, of a lost one when the view has come.
-    answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` tells that gateway what follows. Of
+    a view     links of lost ranks end: nothing that they have sent counts from here on (nothing is missing of a rank
+               that has left in order, its link ends by itself). Sources whose gateway this rank is now get mirrors
+               here.
+    links      a needed rank is called until it is there, by the lower rank of the two, or by the rank that asks a
+               successor that is no partner (it does not know which ranks need it); a rank that is there again gets a
+               new link, whatever there was before.
+    questions  FETCH(source, epoch) goes to the answering rank of each mirror that this rank keeps, if it does not
+               receive it already: for a living source when its link is new, for a lost one when the view has come.
+    answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` sends that gateway later stores. Of
                a lost rank of this host: all, and END. A question of a view that is not known here yet waits for it, as
-               does one about who has come by a view that waits here, and is lost again.
+               does one about a rank that joined by a view that waits here, and is lost again.
 
-    newcomers  A view that takes somebody in waits until the engine has taken it over (`adopted`), which waits until all
-               who stay need nothing of those who were lost by then (`gate.py`). Then there is a new placement, of its
-               members, with roles of its own; rows of newcomers are blank again, and on their hosts keepers ask for
-               everything once more, as words for them have not come there. A loss that is behind it in the meantime
-               changes who tells of the older losses, no more (`_hear_ahead`).
+    joiners    A view that takes a rank in waits until the engine has applied it (`adopted`), which waits until all
+               staying ranks need nothing of the ranks that were lost by then (`gate.py`). Then there is a new
+               placement, of its members, with roles of its own; rows of joiners are blank again, and on their hosts
+               gateways request everything once more, as words for joiners have not come there. A loss that is behind
+               it in the meantime changes which rank answers for the older losses, no more (`_hear_ahead`).
 
-What the ranks of this host must know of a mirror stands in the keeper's own outbox, which they map (field "mirrors"):
-there is one (MADE), its blob, and up to which view it says all that counts (SETTLED). MADE is stored when the first
-answer is complete (again where all was asked for again), SETTLED with the END of a lost source; each behind what it
-speaks of. A keeper of a source that nobody can tell of any more makes its mirror of what a former keeper had, if
-that one has said that it was all and this rank reads it; where all have mapped that, it stores SETTLED alone. Else what
-the others have mapped stands still.
+The state of a mirror that the ranks of this host need is in the gateway's own outbox, which they map (field "mirrors"):
+whether there is one (MADE), its blob, and up to which view it has all that counts (SETTLED). MADE is stored when the
+first answer is complete (again where all was requested again), SETTLED with the END of a lost source; each behind the
+data that it announces. If no rank can answer for a source any more, its gateway makes the mirror of the one that a
+former gateway had, if that one has published that it was complete and this rank reads it; if all have mapped that, it
+stores SETTLED alone. Else the mirror that the others have mapped no longer changes.
 
-Who writes: the thread of the links and, holding the lock of the links, whoever applies an END. A crash between two
-steps is the death of a keeper or teller: the next view has another, who begins with the question. A connection that is
-reset between two hosts while both live is made again, and all is asked for again; what is told twice changes nothing.
+The thread of the links writes and, holding the lock of the links, the thread that applies an END. A crash between two
+steps is the death of a gateway or answering rank: the next view has another, which begins with the question. A
+connection that is reset between two living hosts is made again, and all is requested again; data sent twice changes
+nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ _RETRY_S = 0.2  # after a shortage
 
 
 class Newcomer(NamedTuple):
-    """Who comes into a lane: its rank, the key of its host, where its links are made (None: it is gone again)."""
+    """A process that joins a group: its rank, the key of its host, where its links are made (None: it has left
+    already).
+    """
 
     rank: int
     host: str
@@ -83,13 +87,13 @@ class Newcomer(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A view as it concerns one lane.
+    """A view as it concerns one group.
 
     Attributes:
-        epoch: that it began.
+        epoch: the epoch that it began.
         present: the ranks that take part.
-        left: those of the ones that it removed which had left in order.
-        newcomers: that it takes in; a view that removes others as well is told as two.
+        left: the ranks, of those that it removed, that had left in order.
+        newcomers: the joiners that it takes in; a view that removes others as well is delivered as two.
     """
 
     epoch: int
@@ -99,7 +103,9 @@ class Turn(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """What a mirror waits for: who is asked, about which epoch, and on which link (None: there is none yet)."""
+    """The question of a mirror: the rank that is asked, about which epoch, and on which link (None: there is none
+    yet).
+    """
 
     teller: int
     epoch: int
@@ -110,16 +116,16 @@ class Ways:
     """The links, mirrors and answers of one rank.
 
     Args:
-        topology: who is where.
+        topology: the host of each rank.
         box: the outboxes of all ranks; this rank's own, and those of its host, are mapped.
         links: without a link so far.
         meeting: makes connections.
-        owners: per rank what its outbox, and mirrors of it, say.
+        owners: per rank the owner named in its outbox and mirrors.
         maker: makes a link of each connection.
 
     Attributes:
-        box, owners: see above.
-        exports: tells the others.
+        box, owners: as the arguments.
+        exports: sends stores to the others.
         mirrors: that this rank keeps, by source.
         epoch: of the newest view whose roles are played.
         port: where links with this rank are made.
@@ -140,10 +146,10 @@ class Ways:
         self.box, self.owners = box, owners
         self._links, self._meeting, self._maker = links, meeting, maker
         self._roles = Roles(topology, [rank for rank, host in enumerate(topology.host_of) if host >= 0])
-        self._ahead: Roles | None = None  # in which the lost are told of, while a view with newcomers waits
-        self._heard = 0  # epoch of the last view that was heard ahead
-        self._adopted = 0  # of the newest view with newcomers that the engine has taken over
-        self._joined: dict[int, int] = {}  # rank -> epoch, of those who came while this rank was there, and itself
+        self._ahead: Roles | None = None  # roles by which lost ranks are answered for, while a view with joiners waits
+        self._heard = 0  # epoch of the last view that was received ahead
+        self._adopted = 0  # of the newest view with joiners that the engine has applied
+        self._joined: dict[int, int] = {}  # rank -> epoch, of ranks that joined while this rank was there, and itself
         self._ears: dict[int, Ear] = {}
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
@@ -170,48 +176,48 @@ class Ways:
 
     @property
     def topology(self) -> Topology:
-        """Who is where, in the view whose roles are played."""
+        """The placement of the ranks, in the view whose roles are played."""
         return self._roles.topology
 
     def begin(self, epoch: int, since: Mapping[int, int], joined: bool = False) -> None:
-        """Take the epoch in which the group begins, or this rank comes in, and since when its ranks take part."""
+        """Take the epoch in which the group begins, or this rank joins, and since when its ranks take part."""
         self.epoch = epoch
         self._roles = Roles(self._roles.topology, self._roles.present, since)
         if joined:
             self._joined[self._roles.topology.rank] = self._own[GENERATION] = epoch
 
     def adopted(self, epoch: int) -> None:
-        """Hear that the engine has taken over a view with newcomers; the engine's lock is held."""
+        """Note that the engine has applied a view with joiners; the engine's lock is held."""
         self._adopted = epoch
         self._links.ring()
 
     def decided(self, turn: Turn) -> None:
-        """Hear of a view, from the agent thread, in order."""
+        """Receive a view, from the agent thread, in order."""
         self._news.append(turn)
         self._links.ring()
 
     @property
     def is_told(self) -> bool:
-        """True when all other hosts are told what this rank stores."""
+        """True when all other hosts receive the stores of this rank."""
         return self._roles.gateways().keys() <= self.exports.routes.keys()
 
-    # ---- what comes over links; the lock of the links is held
+    # ---- data that comes over links; the lock of the links is held
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
-        """As `Keeper.fetched`."""
+        """Implement `Keeper.fetched`."""
         if not 0 <= source < self.box.capacity:
             raise ProtocolError(f"rank {peer} asks for rank {source} of {self.box.capacity}; the connection ends")
         self._fetches[peer, source] = epoch  # a newer question about the same is asked because the older is void
         self._links.ring()
 
     def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """As `Keeper.opened`."""
+        """Implement `Keeper.opened`."""
         question = self._questions.get(source)
         is_wanted = question is not None and question.ear is ear and question.epoch == epoch
         return self.mirrors.get(source) if is_wanted else None
 
     def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """As `Keeper.ended`."""
+        """Implement `Keeper.ended`."""
         own = self.mirrors.get(ear.peer) if self._is_fed_by(ear) else None
         if epoch == FINAL and source == ear.peer:
             if own is not None and has_left(own.words):
@@ -228,26 +234,26 @@ class Ways:
         return question is not None and question.ear is ear
 
     def _complete(self, mirror: Mirror, epoch: int = 0) -> None:
-        """Tell the ranks of this host where the mirror of a source is; `epoch`: made for this view, 0: for the last."""
+        """Announce the mirror of a source to the ranks of this host; `epoch`: made for this view, 0: for the last."""
         base, blob = self.box.mirror_base[mirror.source], mirror.region.blob
         if mirror.is_whole and self._own[base + MIRROR_MADE] >= self._own[GENERATION]:
-            return  # else all was asked for again as somebody has come here
+            return  # else all was requested again as a rank has joined here
         mirror.is_whole = True
         first = base + MIRROR_BLOB
         self._own[first : first + len(blob) // 8] = memoryview(blob).cast("Q")
         fence()
-        is_had_by_all = mirror.is_from_birth and not self._own[GENERATION]  # who came here since has not mapped it
+        is_had_by_all = mirror.is_from_birth and not self._own[GENERATION]  # later joiners have not mapped it
         self._own[base + MIRROR_MADE] = FROM_BIRTH if is_had_by_all else epoch or self.epoch
 
     def _settle(self, source: int, epoch: int) -> None:
-        """Tell the ranks of this host that the mirror of a source has all that counts of it in a view."""
+        """Announce to the ranks of this host that the mirror of a source has all that counts of it in a view."""
         fence()
         index = self.box.mirror_base[source] + MIRROR_SETTLED
         if self._own[index] < epoch:
             self._own[index] = epoch
 
     def _lost(self, peer: int) -> None:
-        """Hear that the link to a peer has ended."""
+        """Note that the link to a peer has ended."""
         self._unlink(peer)
         self._links.ring()
 
@@ -262,7 +268,7 @@ class Ways:
     # ---- the thread of the links
 
     def serve(self) -> bool:
-        """Do what there is to do; True: come again soon."""
+        """Do the pending work; True: call again soon."""
         if time.monotonic() < self._retry_at:
             return True
         try:
@@ -283,7 +289,7 @@ class Ways:
         return self._meeting.is_busy
 
     def _take_over(self, turn: Turn) -> None:
-        """Play the roles of a view from now on; may be run again where it was broken off."""
+        """Play the roles of a view from now on; may be run again where it was interrupted."""
         if turn.newcomers:
             self._bring_in(turn)
             return
@@ -305,13 +311,15 @@ class Ways:
                 self._make(source, _Question(source, turn.epoch, None))
             is_silent = source not in roles.present and (source not in turn.left or not self._says_goodbye(source))
             is_mine = source in lost or source in self._questions or not before.is_kept_here(source)
-            if is_silent and is_mine:  # it is lost now, or its teller or keeper is another now
+            if is_silent and is_mine:  # it is lost now, or its answering rank or gateway is another now
                 self._inherit(source, turn.epoch, roles, source in lost)
         with self._links.lock:
             self._roles, self.epoch = roles, turn.epoch
 
     def _hear_ahead(self) -> None:
-        """While a view with newcomers waits: find others who tell of the lost, where those of before are lost, too."""
+        """Find other ranks that answer for lost ones while a view with joiners waits, if the previous ones are lost,
+        too.
+        """
         if self._ahead is None:
             self._ahead, self._heard = self._roles, self._news[0].epoch
         for turn in list(self._news):
@@ -327,11 +335,11 @@ class Ways:
                 self._ahead, self._heard = after, turn.epoch
 
     def _judging(self, source: int) -> Roles:
-        """Return the roles in which a source is told of."""
+        """Return the roles in which a source is answered for."""
         return self._ahead if self._ahead is not None and source not in self._roles.present else self._roles
 
     def _bring_in(self, turn: Turn) -> None:
-        """Begin a new placement, with newcomers; may be run again where it was broken off."""
+        """Begin a new placement, with joiners; may be run again where it was interrupted."""
         before, new = self._roles, {one.rank: one for one in turn.newcomers}
         keys = {rank: new[rank].host if rank in new else before.topology.key_of(rank) for rank in turn.present}
         since = {**before.since, **dict.fromkeys(new, turn.epoch)}
@@ -358,7 +366,7 @@ class Ways:
             self._own[GENERATION] = turn.epoch
 
     def _welcome(self, rank: int, one: Newcomer, epoch: int) -> None:
-        """Let a newcomer call; nothing is left of who had its rank. The lock of the links is held."""
+        """Allow a joiner to call; nothing is left of the previous owner of its rank. The lock of the links is held."""
         self._meeting.forget(rank)
         self._unlink(rank)
         self._links.drop(rank)
@@ -371,7 +379,7 @@ class Ways:
         self._own[row + MIRROR_MADE] = self._own[row + MIRROR_SETTLED] = self._own[row + MIRROR_CUT] = 0
 
     def _discard(self, source: int) -> None:
-        """Keep a mirror no more; those who read it may go on. The lock of the links is held."""
+        """Stop keeping a mirror; its readers may continue. The lock of the links is held."""
         mirror = self.mirrors.pop(source)
         self._questions.pop(source, None)
         for ear in self._ears.values():
@@ -387,12 +395,12 @@ class Ways:
             self._questions[source] = question
 
     def _says_goodbye(self, source: int) -> bool:
-        """Return whether a rank that has left tells on its link, or has told, that nothing more comes."""
+        """Return whether a rank that has left sends on its link, or has sent, that nothing more comes."""
         question = self._questions.get(source)
         return question is not None and question.teller == source and question.ear is not None
 
     def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool) -> None:
-        """See to it that the mirror of a lost source comes to say all that counts; `is_new`: it is lost in `epoch`."""
+        """Ensure that the mirror of a lost source gets all that counts; `is_new`: it is lost in `epoch`."""
         row, question = self.box.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
         settled = self._own[row + MIRROR_SETTLED]
@@ -409,7 +417,7 @@ class Ways:
                 ):
                     self._settle(source, epoch)
                     return
-                # what counts is said by the view that lost it, else by this one: nobody here has been told all
+                # the view that lost it determines what counts, else this one: no rank here has received all
                 self._own[row + MIRROR_CUT] = 0 if source in self._alone else epoch
                 self._settle(source, epoch)
             return
@@ -421,9 +429,9 @@ class Ways:
             self._make(source, question)
 
     def _settled_words(self, source: int) -> memoryview | None:
-        """Return the words of a former keeper whose mirror of a source has all that counts; None: there is none.
+        """Return the words of a former gateway whose mirror of a source has all that counts; None: there is none.
 
-        Any of this host in the present placement: who took over from it may have gone before it was told anything.
+        Any of this host in the present placement: its successor may have left before it received anything.
         """
         row = self.box.mirror_base[source]
         for rank in self.topology.here:
@@ -434,9 +442,10 @@ class Ways:
         return None
 
     def _take_on(self, source: int, words: memoryview, epoch: int) -> bool:
-        """Keep a copy of the mirror that a former keeper has said to be whole; False: this rank does not read that one.
+        """Keep a copy of the mirror that a former gateway has declared complete; False: this rank does not read that
+        one.
 
-        It is as if that keeper had told this one all. The lock of the links is held.
+        It is as if that gateway had sent all to this one. The lock of the links is held.
         """
         region, first = self.box.regions[source], self.box.mirror_base[source] + MIRROR_BLOB
         blob = words[first : first + BLOB_BYTES // 8].tobytes()
@@ -448,7 +457,7 @@ class Ways:
         mirror = self.mirrors[source]
 
         def write(offset: int, data: Any, word: int, value: int, note: int) -> None:
-            """Store in the mirror, as an ear does."""
+            """Store in the mirror, as a link reader does."""
             mirror.checked(offset, len(data), word)[:] = data
             if note:
                 mirror.words[CONSUMED] = mirror.words[CONSUMED_TOO] = note
@@ -460,14 +469,14 @@ class Ways:
         return True
 
     def _mourn(self) -> None:
-        """Have an heir tell of those that have left in order, where their links have ended before their goodbye."""
+        """Have a successor answer for ranks that left in order, where their links have ended before their goodbye."""
         for source, question in list(self._questions.items()):
             if question.teller == source and question.ear is None and source not in self._roles.present:
                 epoch = self.epoch if self._ahead is None else self._heard
                 self._inherit(source, epoch, self._ahead or self._roles, True)
 
     def _meet(self) -> None:
-        """Have links with all who are needed."""
+        """Have links with all needed ranks."""
         if self.topology.rank in self._roles.present:
             partners = self._roles.partners()
             tellers = {question.teller for question in self._questions.values() if question.ear is None}
@@ -479,7 +488,7 @@ class Ways:
             self._take(peer, connected)
 
     def _take(self, peer: int, connected: Connected) -> None:
-        """Use a connection with a peer, in the place of the one that there was."""
+        """Use a connection with a peer, replacing the previous one."""
         with self._links.lock:
             ear = Ear(peer, self.box, self._links, self)
             link = self._maker.make(peer, connected, ear)
@@ -489,7 +498,7 @@ class Ways:
             self._links.add(link)
 
     def _ask(self) -> None:
-        """Ask whoever tells, where nobody has been asked yet and there is a link."""
+        """Ask the answering rank, where none has been asked yet and there is a link."""
         for source, question in list(self._questions.items()):
             if question.ear is not None or not self._links.has(question.teller):
                 continue
@@ -505,7 +514,7 @@ class Ways:
                     continue
                 is_mine = peer in self._roles.present and self._tells(source, peer)
                 if not is_mine and self._is_coming(source, epoch):
-                    continue  # it is about who has come and is lost again: the peer has the view that waits here
+                    continue  # about a rank that joined and is lost again: the peer has the view that waits here
                 if is_mine:
                     self._tell(peer, source, epoch)
                 self._fetches.pop((peer, source), None)
@@ -515,11 +524,11 @@ class Ways:
         return any(turn.epoch <= epoch and source in {one.rank for one in turn.newcomers} for turn in list(self._news))
 
     def _newest(self, source: int) -> int:
-        """Return the newest view by which this rank knows who tells of a source."""
+        """Return the newest view by which this rank knows the answering rank of a source."""
         return self.epoch if self._judging(source) is self._roles else self._heard
 
     def _tells(self, source: int, peer: int) -> bool:
-        """Return whether this rank tells a peer of `source`, by the newest view."""
+        """Return whether this rank answers a peer for `source`, by the newest view."""
         host, roles = self.topology.host_of[peer], self._judging(source)
         if source >= len(self.topology.host_of) or host == self.topology.host or not self.topology.is_here(source):
             return False
@@ -528,8 +537,8 @@ class Ways:
     def _tell(self, peer: int, source: int, epoch: int) -> None:
         """Answer a question. The lock of the links is held, so the answer is not mixed with anything.
 
-        Half an answer ends the link: what came behind it would be taken for a part of it. On the next one all is asked
-        for again.
+        A partial answer ends the link: later data would be taken for a part of it. On the next one all is requested
+        again.
         """
         host = self.topology.host_of[peer]
         readers = self._judging(source).living(host)
@@ -539,7 +548,7 @@ class Ways:
             self._links.write(peer, offset, data, word, value, note)
 
         if source == self.topology.rank:
-            self.exports.route(host, peer)  # first: what is stored from here on is told behind the answer
+            self.exports.route(host, peer)  # first: stores from here on are sent behind the answer
         self._links.say(peer, BEGIN, source, epoch)
         try:
             tell_all(write, self.box, source, self.box.regions[source], readers, self._joined)

@@ -1,1 +1,1 @@
-"""How a group begins, and how a process joins one."""
+"""The creation of a group, and the joining of a process."""

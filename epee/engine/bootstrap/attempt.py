@@ -1,14 +1,15 @@
-"""One attempt of one rank to make a group: its place in the store, and how the others learn that it failed.
+"""One attempt of one rank to make a group: its records in the store, and the report of its failure to the others.
 
-A rank that cannot make its part (bad options, no memory, a time-out) puts an error record under the key of every rank:
-its own, and those that others may be waiting for. Then it sets LIFE_FAILED in its outbox, if it has one, for those who
+A rank that cannot make its part (bad options, no memory, a timeout) puts an error record under the key of every rank:
+its own, and those that others may be waiting for. Then it sets LIFE_FAILED in its outbox, if it has one, for ranks that
 have read all records and wait for words. So all ranks fail at once and name the rank and its reason, wherever they
-wait. What all ranks find in the records by themselves (another version, another host) is not told again.
+wait. Errors that all ranks find in the records by themselves (another version, another host) are not reported again.
 
 An error record is JSON of three fields, of bounded length, checked before use; a fourth one names the ranks that have
 died, where that is the error, so that ranks which cannot see it (those of other hosts) raise the same. Writers race and
-may overwrite each other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all
-ranks. It needs no proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of it.
+may overwrite each other's error or a good record of the same attempt; that is harmless, because this attempt is lost on
+all ranks. It needs no proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MAX_RECORD_BYTES = 16 << 10
 WHATS = ("", "/hello", "/folder", "/token")  # the records of one rank, see `birth.py`, `hosts/birth.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
-TWIN_LOOK_S = 0.5  # between two looks for another process with this rank
+TWIN_LOOK_S = 0.5  # between two checks for another process with this rank
 TWIN_GRACE_S = 5.0  # a process that leaves its group is given this time, so that another one can have its rank
 MAX_TWINS = 8
 REASON_WAIT_S = 2.0  # a store may be slower than shared memory
@@ -55,10 +56,10 @@ _REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)
 
 
 class BootstrapAttempt:
-    """One rank's attempt to make a group: the place of its records, and its failure.
+    """One rank's attempt to make a group: its records, and its failure.
 
     Attributes:
-        number: how often this rank was born in this store; the same on all ranks of one birth.
+        number: how often this rank began in this store; the same on all ranks of one creation.
         region: this rank's outbox, once there is one.
         others_know: an error that is raised now is found by every rank in the same records.
     """
@@ -70,7 +71,7 @@ class BootstrapAttempt:
         self.region: HostRegion | None = None
         self.others_know = False
         self._over = False
-        self._twin = 0  # the process that has this rank, as was last seen; 0 for none
+        self._twin = 0  # the process that has this rank, at the last check; 0 for none
         self.number = store.add(_counter(rank), 1)
 
     def key(self, rank: int) -> str:
@@ -78,7 +79,7 @@ class BootstrapAttempt:
         return f"epee/{self.number}/{rank}"
 
     def read(self, peer: int, what: str, deadline: float) -> bytes:
-        """Return a record of `peer`; raise what it tells instead if it has failed."""
+        """Return a record of `peer`; raise the error that it reports instead if it has failed."""
         try:
             self._await(self.key(peer) + what, deadline)
             raw = bytes(self.store.get(self.key(peer) + what))
@@ -109,7 +110,7 @@ class BootstrapAttempt:
         return raw
 
     def _await(self, key: str, deadline: float) -> None:
-        """Wait for a record. Where this rank was begun before in this store, look for a process that has it already.
+        """Wait for a record. If this rank was begun before in this store, check for a process that has it already.
 
         Raises:
             SlotTakenError: there is one, in a group that runs, which this process has no part in.
@@ -122,7 +123,7 @@ class BootstrapAttempt:
                 return
             except RuntimeError:
                 if time.monotonic() - asked < TWIN_LOOK_S / 2:
-                    raise  # it is not the time: the store has gone
+                    raise  # it is not the time: the store no longer exists
             self._twin = self._find_twin()
             if self._twin and time.monotonic() - began > TWIN_GRACE_S:
                 raise self._twice()
@@ -131,14 +132,14 @@ class BootstrapAttempt:
     def _find_twin(self) -> int:
         """Return the process that has this rank in the group that was made before in this store; 0: it is over.
 
-        That a process leaves a group and another one takes its rank is in order, and so is it that ranks are numbered
-        anew: then this process, or nobody, is in the group that was made before.
+        It is valid that a process leaves a group and another one takes its rank, and that ranks are numbered anew: then
+        this process, or none, is in the group that was made before.
         """
         try:
             for number in range(self.number - 1, max(0, self.number - 1 - MAX_TWINS), -1):
                 keys = [f"epee/{number}/{rank}" for rank in range(self.num_ranks)]
                 if not self.store.check(keys):
-                    continue  # a twin of the twin, say
+                    continue  # a twin of the twin, for example
                 found = [json.loads(read_fields(bytes(self.store.get(key)), 0)["record"]) for key in keys]
                 pids = [(fields["boot_id"], fields["namespace"], fields["pid"]) for fields in found]
                 here = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
@@ -153,13 +154,13 @@ class BootstrapAttempt:
                 return 0 if is_over else int(pid)
         except (EpeeError, OSError, ValueError, TypeError, KeyError):  # it has ended; or what is there cannot be read
             return 0
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # the store no longer exists
             return self._twin
         return 0
 
     def _twice(self) -> SlotTakenError:
         """Return the error of a process whose rank another one has, and let that one's group be made again later."""
-        self.others_know = True  # they have a group, and wait for nobody
+        self.others_know = True  # they have a group, and wait for no rank
         with contextlib.suppress(RuntimeError):
             if self.store.add(_counter(self.rank), 0) == self.number:
                 for what in WHATS:
@@ -171,10 +172,10 @@ class BootstrapAttempt:
         )
 
     def explain(self, error: BaseException, watch: DeathWatch) -> BaseException:
-        """Return what to raise for `error`: what `heard` says if that is more.
+        """Return the error to raise for `error`: the result of `heard` if that has more information.
 
-        Who fails takes its memory, its folder and its part in the job away, and its process may end: each of these is
-        an error of its own here. A rank that ends while its memory is opened here is dead.
+        A rank that fails removes its memory, its folder and its part in the job, and its process may end: each of these
+        is an error of its own here. A rank that ends while its memory is opened here is dead.
         """
         if isinstance(error, OwnerEndedError):
             watch.note_end(error.pid, error.start_time)
@@ -183,13 +184,13 @@ class BootstrapAttempt:
         return self.heard(watch) or error
 
     def fail(self, error: BaseException) -> None:
-        """Tell the peers about `error`, unless they know it or it is their own. The first error counts."""
+        """Report `error` to the peers, unless they know it or it is their own. The first error counts."""
         if not (self._over or self.others_know or _of_a_peer(error)):
             self._tell(error)
         self._over = True
 
     def _tell(self, error: BaseException) -> None:
-        """Put an error record where every rank looks next."""
+        """Put an error record under the keys that the ranks read next."""
         record: dict[str, Any] = {
             "failed": self.rank,
             "kind": _plain(type(error).__name__, MAX_KIND_CHARS),
@@ -197,7 +198,7 @@ class BootstrapAttempt:
         }
         if isinstance(error, RankFailedError):
             record["dead"] = list(error.ranks)
-        with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is what counts
+        with contextlib.suppress(RuntimeError):  # the store no longer exists: the error itself counts
             for rank in range(self.num_ranks):
                 for what in WHATS:
                     self.store.set(self.key(rank) + what, json.dumps(record))
@@ -215,7 +216,7 @@ class BootstrapAttempt:
             fields = read_fields(bytes(self.store.get(self.key(peer))), peer)
         except ProtocolError as exc:
             return exc
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # the store no longer exists
             return None
         return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
 
@@ -250,13 +251,13 @@ def time_left(deadline: float) -> timedelta:
 
 
 def _of_a_peer(error: BaseException) -> bool:
-    """Say whether `error` is what a peer has told, so that all know it. Nobody tells that it has died."""
+    """Return whether `error` is a peer's report, so that all know it. No rank reports its own death."""
     return isinstance(error, (MismatchError, PeerError)) and not isinstance(error, RankFailedError)
 
 
 @contextlib.contextmanager
 def attempt(store: Any, rank: int, num_ranks: int) -> Iterator[BootstrapAttempt]:
-    """Tell the peers about whatever goes wrong inside: the check of the options, and `create_engine`."""
+    """Report every failure inside to the peers: the check of the options, and `create_engine`."""
     this = BootstrapAttempt(store, rank, num_ranks)
     try:
         yield this
@@ -284,7 +285,7 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
 
 
 def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
-    """Return what to raise on `rank` for a peer's error record."""
+    """Return the error to raise on `rank` for a peer's error record."""
     failed, kind, reason = (fields.get(name) for name in ("failed", "kind", "reason"))
     dead = fields.get("dead", [])
     good = type(failed) is int and 0 <= failed < num_ranks and isinstance(kind, str) and isinstance(reason, str)
@@ -307,7 +308,7 @@ def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
 
 
 def died(rank: int, peers: tuple[int, ...]) -> RankFailedError:
-    """Return what to raise on `rank` when peers have died on the way."""
+    """Return the error to raise on `rank` when peers have died on the way."""
     names = ", ".join(map(str, peers))
     return RankFailedError(
         f"init (rank={rank}): rank {names} died while the group was made; see its own output, then start all ranks",

@@ -1,16 +1,16 @@
-"""How a group comes into being, and how it goes when the process does.
+"""The creation of a group, and its end with the process.
 
-Each rank makes its outbox and puts one record into the group's store: version, size of the group, staging size, who and
-where it is, and the blob of its outbox. It reads everybody's record, checks it and who wrote it (`proof.py`), and maps
-the outbox, which must say that it is this rank's. The last step needs
-no store: a rank sets its LIFE word when it has mapped all outboxes and waits for everybody's, so after birth nobody
-depends on anybody's file descriptor or on the store, which is never used again.
+Each rank makes its outbox and puts one record into the group's store: version, size of the group, staging size, its
+identity and address, and the blob of its outbox. It reads all ranks' records, checks each and its writer (`proof.py`),
+and maps the outbox, which must name this rank as its owner. The last step needs no store: a rank sets its LIFE word
+when it has mapped all outboxes and waits for those of all others, so after the creation no rank depends on another's
+file descriptor or on the store, which is never used again.
 
-The key of a record (`record.py`) holds how often this rank was born in this store, so a group that is destroyed and
+The key of a record (`record.py`) holds how often this rank began in this store, so a group that is destroyed and
 made again with the same store does not meet old records.
 
-A rank that fails on the way tells the others (`attempt.py`). One that dies leaves a key that nobody misses or a
-time-out that names it.
+A rank that fails on the way reports it to the others (`attempt.py`). One that dies leaves an unused key or a timeout
+that names it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def create_engine(
 
 
 class _Birth:
-    """One rank's part of a birth; see above, and `hosts/birth.py` for what several hosts need beside."""
+    """One rank's part of the creation; `hosts/birth.py` has the additional steps for several hosts."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Birth:
         self._leave = greeting.withdraw if greeting is not None else int
 
     def run(self, timeout_s: float) -> Engine:
-        """Do it; tell the others if it fails."""
+        """Create the engine; report a failure to the others."""
         watch = self._watch
         with contextlib.ExitStack() as undo:
             undo.callback(watch.close)
@@ -144,7 +144,7 @@ class _Birth:
         this, greeting = self._this, self._greeting
         capacity = greeting.capacity if greeting is not None else this.num_ranks
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
-        self._helper = helper = acquire()  # now, so that all ranks are told where the system gives no thread
+        self._helper = helper = acquire()  # now, so that all ranks are notified if the system gives no thread
         undo.callback(helper.release)
         this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
@@ -193,7 +193,9 @@ class _Birth:
         return box
 
     def _lost(self) -> tuple[int, ...]:
-        """Return the ranks that are in the view no more, and have not left it: who fails leaves, and says why."""
+        """Return the ranks that are no longer in the view and did not leave it: a rank that fails leaves, and reports
+        why.
+        """
         assert self._seat is not None
         view = self._seat.job.runtime.view()
         self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}
@@ -201,7 +203,7 @@ class _Birth:
         return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
 
     def _sit_down(self, greeting: Greeting, region: HostRegion, port: int, half_made: contextlib.ExitStack) -> None:
-        """Take the seat in the job, and write into this rank's outbox whose it is."""
+        """Take the job handle, and write the owner into this rank's outbox."""
         this, topology = self._this, self._topology
         rank = this.rank
 
@@ -212,7 +214,7 @@ class _Birth:
             return greeting.directory or JobDirectory.open(greeting.folder)
 
         def listen_to_hosts() -> socket.socket | None:
-            """Return what listens for the agents of other hosts."""
+            """Return the listener for the agents of other hosts."""
             return None if topology is None else listen(own_address(this.store))
 
         self._seat = seat = take_seat(greeting, rank, region.blob, port, enter, listen_to_hosts, half_made)
@@ -231,7 +233,7 @@ class _Birth:
     def _map(
         self, region: HostRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
     ) -> list[HostRegion]:
-        """Watch the ranks of this host and map their outboxes; those of others have this rank's own in their place."""
+        """Watch the ranks of this host and map their outboxes; this rank's own stands for those of other hosts."""
         regions = [region] * self._this.num_ranks
         for peer, record in enumerate(records):
             if peer != self._this.rank and (self._topology is None or self._topology.is_here(peer)):
@@ -248,7 +250,7 @@ class _Birth:
         return member
 
     def _begin(self, seat: Seat, records: list[RankRecord]) -> None:
-        """Found the job, if this group does, and begin with its view."""
+        """Create the job, if this group does, and begin with its view."""
         if seat.is_founder:
             start_job(seat, [self._founder(peer, record) for peer, record in enumerate(records)])
             self._follow(seat)
@@ -279,7 +281,7 @@ def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
 
 
 def _greeted(this: BootstrapAttempt, deadline: float) -> Greeting:
-    """Do as `_greet`; tell the peers if it fails."""
+    """Run `_greet`; report a failure to the peers."""
     try:
         return _greet(this, deadline)
     except BaseException as exc:
@@ -291,7 +293,7 @@ def _greeted(this: BootstrapAttempt, deadline: float) -> Greeting:
 
 
 def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
-    """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
+    """Read from all ranks which jobs they are in; all reach the same choice for the group."""
     mine, directory = own_hello(this.rank, this.num_ranks, own_host_key(), env.get_bool("EPEE_OVER_HOSTS"))
     try:
         told = [json.dumps(asdict(mine)).encode()] * this.num_ranks
@@ -304,7 +306,7 @@ def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
             this.others_know = True
             hellos.append(parse_hello(read_fields(told[peer], peer), peer, this.num_ranks))
             this.others_know = False
-        this.others_know = True  # every rank has heard the same
+        this.others_know = True  # every rank has read the same
         check_spans(hellos)
         this.others_know = False
         folder = hellos[0].folder
@@ -345,4 +347,4 @@ os.register_at_fork(after_in_child=_mark_forked)
 
 
 def _no_more() -> None:
-    """Nothing is heard but what the outboxes say."""
+    """Do nothing: no records are read any more, only the outboxes."""

@@ -1,11 +1,11 @@
-"""A group of one host, in a job over several, takes in nobody of another host: who asks and who waits hear of it.
+"""The refusal of processes of other hosts by a group of one host, in a job over several: both sides are notified.
 
-Members of a group show their offers beside its lane (`home.Offer`), and agents bring them to other hosts. A process
-that is about to ask reads there on which host the group is. Where that is another one it does not ask: it raises, and
-shows with what it would have asked beside a lane that is there for nothing else, as long as it is in the job. Members
+Members of a group show their offers beside its row (`home.Offer`), and agents bring them to other hosts. A process
+that is about to ask reads there on which host the group is. If that is another one it does not ask: it raises, and
+shows the offer with which it would have asked in a row that serves nothing else, as long as it is in the job. Members
 that wait for it find that, and raise too, once for each time that it has tried: another process may still come.
 
-Who writes: each process its own row. What is read is checked as any offer. A crash takes the row away.
+Each process writes its own row. Rows are checked as any offer. A crash removes the row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _rows: weakref.WeakKeyDictionary[Runtime, dict[int, LaneRow]] = weakref.WeakKeyD
 
 
 def require_host(runtime: Runtime, lane: int, offer: Offer, timeout_s: float) -> None:
-    """Check that a group of one host is on this one, as far as its members show; else tell them so.
+    """Check that a group of one host is on this one, as far as its members show; else notify them.
 
     Args:
         runtime: of the job.
@@ -44,7 +44,7 @@ def require_host(runtime: Runtime, lane: int, offer: Offer, timeout_s: float) ->
     if all(member.host == own for member in runtime.view().members):
         return
     while True:
-        is_all = not runtime.unheard()  # first: what is told is read behind it
+        is_all = not runtime.unheard()  # first: the offers are read behind it
         shown = parse_offers(runtime.told(lane))
         hosts = {runtime.host_of(slot) for slot, other in shown.items() if other.state != ASKS} - {""}
         if hosts or is_all or time.monotonic() > deadline:
@@ -80,7 +80,7 @@ def refused(runtime: Runtime, lane: int) -> dict[int, Refusal]:
 
 
 def _lane_of(lane: int) -> int:
-    """Return the lane beside which it is shown who was refused by a group."""
+    """Return the row in which a group's refused processes are shown."""
     return (lane ^ _SALT) & ((1 << 62) - 1)
 
 
@@ -89,7 +89,7 @@ def _tell(runtime: Runtime, lane: int, offer: Offer) -> None:
     if lane not in known:
         try:
             known[lane] = runtime.register_board(lane)
-        except InvalidArgument as error:  # too many lanes: then members wait until their time-out
+        except InvalidArgument as error:  # too many rows: then members wait until their timeout
             logger.warning("the members of a group are not told that this process was refused: %s", error)
             return
     number = _attempts[lane] = _attempts.get(lane, 0) + 1

@@ -1,16 +1,16 @@
-"""What a process must know to join a running group, in the place of a lost rank or beyond, and where it finds it.
+"""The note about a running group that a joining process needs, for the rank of a lost process or a new one.
 
-The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
-the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path and host in the store. Each process tells
-the blob of its outbox, for which lane it is, and how many ranks it was told that the group has, in its
-`Member.endpoint` (`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
-(`OutboxEndpoint`).
+The first group of a job is its *home*: a process that joins the job joins that group. Rank 0 of the initial members
+leaves a note in the job's folder (`Home`: id of the group, sizes, mode) and the folder's path and host in the store.
+Each process publishes the blob of its outbox, the group that it is for, and the number of ranks that it was started
+with, in its `Member.endpoint` (`extra`), so every decision has the addresses of all, and a joiner's shows how far the
+group has grown by it (`OutboxEndpoint`).
 
-Into any group of the job, the first one included, a process that is in the job already comes by an `Offer`, which it
-shows on its board beside the lane's row: where its outbox is, as which rank it asks to come in. Members of a group show
-theirs, too. Who wants it taken in puts what was offered into the want, and that of the members who are there since the
-group began; so the decision has it all (`Part.locator`), and nobody reads an offer of somebody else then. Rank 0 of a
-group that is made later leaves the note about it in the group's store.
+A process that is in the job already joins any group of the job, the first one included, by an `Offer`, which it shows
+on its board beside the group's row: where its outbox is, as which rank it asks to join. Members of a group show theirs,
+too. A member that wants it taken in puts the offer into the request, and the offers of the members that are there since
+the group began; so the decision has it all (`Part.locator`), and no rank reads another's offer then. Rank 0 of a group
+that is made later leaves the note about it in the group's store.
 
 All are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
 """
@@ -30,19 +30,19 @@ from ..outbox import OutboxOwner
 
 VERSION = 4
 FOLDER_KEY = "epee/job"
-HOSTS = "hosts"  # in that record, of a group over several: on how many it began
+HOSTS = "hosts"  # in that record, of a group over several: the number of hosts at creation
 LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
 _OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQ")
 _LOCATOR = struct.Struct(f"<II{BLOB_BYTES}sI")
-FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
+FOUNDER, ASKS, IN = 1, 2, 3  # states of an outbox's owner: there since the group began, asks to join, has joined
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
 _MAX_PORT = (1 << 16) - 1
 
 
 class Home(NamedTuple):
-    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode.
+    """The first group of a job: id of the group, number of ranks at creation, bytes of a staging buffer, mode.
 
     Attributes:
         spans: it runs over several hosts.
@@ -59,13 +59,13 @@ class Home(NamedTuple):
 
 
 class OutboxEndpoint(NamedTuple):
-    """A process's outbox in a lane, as its endpoint tells it.
+    """A process's outbox in a group, as its endpoint describes it.
 
     Attributes:
         blob: of its outbox.
         pid: with `start_time` the process.
         num_ranks: the world size that it was started with.
-        owner: what the outbox must say.
+        owner: the owner that the outbox must name.
         host: key of the process's host.
         address, port: where its links with other hosts are made; port 0 where it has none.
     """
@@ -81,12 +81,12 @@ class OutboxEndpoint(NamedTuple):
 
 
 def pack_place(folder: str, host: str) -> str:
-    """Return what rank 0 writes into the store: the job's folder, and the host that it is on."""
+    """Return the text that rank 0 writes into the store: the job's folder, and the host that it is on."""
     return f"{folder}\n{host}"
 
 
 def parse_place(text: str) -> tuple[str, str]:
-    """Return folder and host of a record in the store; "" for a host that it does not tell."""
+    """Return folder and host of a record in the store; "" for an unknown host."""
     folder, _, host = text.partition("\n")
     return folder, host
 
@@ -117,16 +117,16 @@ def parse_home(raw: bytes) -> Home:
 
 
 def pack_extra(lane: int, num_ranks: int, blob: bytes, port: int = 0) -> bytes:
-    """Return what a process tells in its endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
+    """Return the extra part of a process's endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
     return _EXTRA.pack(lane, num_ranks, blob, port)
 
 
 def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
-    """Return a member's part in `lane`, None when it has none or tells what cannot be."""
+    """Return a member's part in `lane`, None when it has none or an invalid one."""
     try:
         endpoint = parse_endpoint(member.endpoint)
     except EpeeError:
-        return None  # an endpoint that cannot be right is nobody's outbox
+        return None  # an invalid endpoint is no outbox
     if len(endpoint.extra) != _EXTRA.size:
         return None
     told, num_ranks, blob, port = _EXTRA.unpack(endpoint.extra)
@@ -143,11 +143,11 @@ def takes_part(lane: int, member: Member) -> bool:
 
 
 class OutboxLocator(NamedTuple):
-    """A process's outbox in a lane, as a decision tells it (`Part.locator`).
+    """A process's outbox in a group, as a decision describes it (`Part.locator`).
 
     Attributes:
         rank: in the group.
-        num_ranks: how many ranks the group has, as this process was told.
+        num_ranks: the number of ranks of the group that this process was given.
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
     """
@@ -158,11 +158,11 @@ class OutboxLocator(NamedTuple):
     port: int
 
     def pack(self) -> bytes:
-        """Return the bytes for a want."""
+        """Return the bytes for a request."""
         return _LOCATOR.pack(*self)
 
     def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
-        """Return the outbox of `member`, whose it is."""
+        """Return the outbox of `member`, its owner."""
         process = parse_endpoint(member.endpoint)
         owner = OutboxOwner(member.nonce, lane, member.slot)
         where = member.host, process.address, self.port
@@ -170,7 +170,7 @@ class OutboxLocator(NamedTuple):
 
 
 def locators_of(decision: Decision, lane: int) -> dict[int, OutboxLocator]:
-    """Return what a decision tells of outboxes of a lane, by slot of the member; what cannot be right is left out."""
+    """Return the locators of a group's outboxes in a decision, by slot of the member; invalid ones are left out."""
     members = {member[:2] for member in decision.members}
     told = {part.slot: part.locator for part in decision.parts if part.lane == lane and part[1:3] in members}
     found = {slot: OutboxLocator(*_LOCATOR.unpack(data)) for slot, data in told.items() if len(data) == _LOCATOR.size}
@@ -182,16 +182,16 @@ def locators_of(decision: Decision, lane: int) -> dict[int, OutboxLocator]:
 
 
 class Offer(NamedTuple):
-    """A process's outbox in a lane, as its board tells it.
+    """A process's outbox in a group, as its board describes it.
 
     Attributes:
         state: FOUNDER, ASKS or IN.
         rank: in the group.
-        num_ranks: how many ranks the group has, as this process was told.
+        num_ranks: the number of ranks of the group that this process was given.
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
         turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
-        next_seq, heard, before: of which waiting ranks the process has heard (`local_state.Mark`).
+        next_seq, heard, before: the waiting ranks that the process knows (`local_state.Mark`).
     """
 
     state: int
@@ -210,12 +210,12 @@ class Offer(NamedTuple):
 
     @property
     def locator(self) -> OutboxLocator:
-        """What a decision is to tell of it."""
+        """The locator for a decision."""
         return OutboxLocator(self.rank, self.num_ranks, self.blob, self.port)
 
 
 def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
-    """Return the offers among what boards tell of a lane, by slot; what cannot be right is no offer."""
+    """Return the offers on the boards of a group, by slot; invalid ones are left out."""
     found = {slot: Offer(*_OFFER.unpack(data)) for slot, data in told.items() if len(data) == _OFFER.size}
     return {
         slot: offer

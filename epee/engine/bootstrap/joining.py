@@ -1,14 +1,15 @@
-"""A process joins a running group (`is_extension=True`), in the place of a lost rank or where nobody has been before.
+"""The joining of a running group by a process (`is_extension=True`), in the rank of a lost process or a new one.
 
-It finds the job's folder through the store or, when the store is gone, among this user's running jobs; reads the note
-about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do so when one of them calls
-`recover_ranks`. The decision that has this process as a member says who the others are and where their outboxes lie,
-and from which call on it takes part. Nobody waits for it before that decision, and a crash on the way disturbs nobody.
+The process finds the job's folder through the store or, when the store does not exist any more, among this user's
+running jobs; reads the note about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do
+so when one of them calls `recover_ranks`. The decision that has this process as a member lists the others and the
+addresses of their outboxes, and the call from which on it takes part. No rank waits for it before that decision, and a
+crash on the way disturbs none.
 
-Into a group made with `new_group`, or back into one that it was put out of, a process comes that is in the job already
-(`come_in`): it shows its offer on its board (`home.Offer`), members ask the agents for a view with it (`Want`), and all
-else is as above. Which group that is, it learns from the note that the group's rank 0 has left in the group's store, or
-it knows (`Place`).
+A process that is in the job already joins a group made with `new_group`, or returns into one that it was excluded from,
+by `come_in`: it shows its offer on its board (`home.Offer`), members ask the agents for a view with it (`Want`), and
+all else is as above. It learns which group that is from the note that the group's rank 0 has left in the group's store,
+or it knows (`Place`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def find_job(store: Any) -> Found:
     except (AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
         raise
     except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
-        jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for ours
+        jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for this one
         if len(jobs) != 1:
             raise InvalidState(
                 f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
@@ -118,7 +119,7 @@ def _open_told(raw: bytes, store: Any) -> Found:
 
 
 def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
-    """Take `rank`'s place; returns when the members have taken this process in.
+    """Join as `rank`; returns when the members have taken this process in.
 
     Args:
         num_ranks: the world size that this process was started with; the group has at least so many ranks then.
@@ -160,7 +161,7 @@ class Place(NamedTuple):
     """A group that runs, and this process's rank in it.
 
     Attributes:
-        home: what a note says about it.
+        home: the note about it.
         slots: in the job, of the ranks with which it was made and maybe of more; of the first group, of all ranks.
         rank: of this process.
         is_home: it is the first group of its job.
@@ -173,14 +174,14 @@ class Place(NamedTuple):
 
 
 def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
-    """Return whether a process that was told so is one more for a running group that was begun with fewer ranks."""
+    """Return whether a process is a joiner for a running group that was begun with fewer ranks."""
     if rank == 0 or not store.check([FOLDER_KEY]):
         return False
     try:
         directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
     except (EpeeError, OSError):
         return False  # what is there is over, or not ours to read: who begins a group needs none of it
-    directory.leave()  # and with it the folder, if nobody is there any more
+    directory.leave()  # and with it the folder, if no process uses it any more
     return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
 
 
@@ -190,7 +191,7 @@ def names_job(store: Any) -> bool:
 
 
 def place_of(engine: Engine, mode: str) -> Place | None:
-    """Return this process's place in a group that it is in, None in one that takes nobody in."""
+    """Return the slot of this process in a group that it is in, None in one that takes no joiners."""
     if engine.survival is None:
         return None
     box, (lane, slots, is_home) = engine.box, engine.survival.place
@@ -200,17 +201,17 @@ def place_of(engine: Engine, mode: str) -> Place | None:
 
 
 def leave_note(store: Any, place: Place | None) -> None:
-    """Have processes that come later find a group, of which this process is rank 0, in its store."""
+    """Publish, in the store of a group of which this process is rank 0, the note by which later processes find it."""
     job = own_job()
     if place is None or place.is_home or place.rank or job is None:
         return
-    with contextlib.suppress(RuntimeError):  # the store is gone: then nobody comes
+    with contextlib.suppress(RuntimeError):  # the store no longer exists: then no process joins
         note = prove(job.directory.token, pack_home(place.home).hex(), LANE_KEY.encode())
         store.set(LANE_KEY, note)
 
 
 def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
-    """Return the place of this process in the running group of these global ranks, or of the first of them.
+    """Return the slot of this process in the running group of these global ranks, or of the first of them.
 
     Raises:
         InvalidState: this process is in no job yet.
@@ -244,9 +245,9 @@ def come_in(
     """Take this process, which is in the job, into a running group; returns when its members have taken it in.
 
     Args:
-        num_ranks: the size of the group that this process was told.
+        num_ranks: the size of the group that this process was given.
         timeout_s: how long to wait for them.
-        before: the engine of this process's place in the group so far, if it had one; it is closed.
+        before: the engine of this process in the group so far, if it had one; it is closed.
         extra_bytes: as of `create_engine`; those of the members.
     Raises:
         InvalidState: this process is not in the group's job (any more).
@@ -271,7 +272,7 @@ def come_in(
         if not home.spans:
             require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
         if before is not None:
-            before.close()  # it has the lane
+            before.close()  # it has the group's membership
         region = HostRegion.create(
             outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
         )
@@ -314,11 +315,12 @@ def _start(
     door: Entrance | None,
     extra_bytes: int = 0,
 ) -> Engine:
-    """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes.
+    """Map the outboxes of all ranks and make the engine. Excluded ranks get a blank one that no process writes.
 
-    The group counts as many ranks as its newcomers were told, and has room for all who are there. The others may count
-    more, if it has lost ranks beyond: lists are a rank's own affair. Over several hosts those of others are blank for
-    the time being, too, and this rank is ready when it reads their mirrors (`hosts/coming.py`).
+    The group counts the largest number of ranks that its joiners were given, and has room for all present ranks. The
+    others may count more, if it has lost ranks beyond: the length of lists is a rank's own matter. Over several hosts
+    those of others are blank for the time being, too, and this rank is ready when it reads their mirrors
+    (`hosts/coming.py`).
     """
     nbytes = region.nbytes
     parts = survival.parts(decision)
@@ -329,7 +331,7 @@ def _start(
     for peer in range(size):
         part = parts.get(peer)
         if peer != rank and door is not None and part is not None and not door.is_here(part):
-            regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read in its place
+            regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read instead
         elif peer != rank:
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
     box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)

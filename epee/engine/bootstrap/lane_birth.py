@@ -1,10 +1,10 @@
-"""How a rank comes into a lane: it is there from the birth, has been taken in by a view, or asks to be.
+"""The start of a rank's membership in a group: from its creation, by a view that took it in, or by a request.
 
-Order: the lane is registered before anything is asked of the view, so every decision after that is heard; the view in
-which it begins is looked for then. Until the lane has an engine (`Survival.attach`) decisions are kept, and who
-freezes it is told that nothing has been called (`membership/lane_hooks.py`).
+Order: the membership is registered before anything is asked of the view, so every later decision is received; then the
+view in which it begins is determined. Until there is an engine (`Survival.attach`) decisions are kept, and a freeze is
+answered with no calls made (`membership/lane_hooks.py`).
 
-Who writes: this process its own board, when it asks. A crash on the way is the death of a member, or of nobody.
+This process writes its own board, when it asks. A crash on the way is the death of a member, or of no member.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ ASK_SLICE_S = 0.2
 
 
 class LaneBirth:
-    """A lane up to the view in which it begins here.
+    """A group's membership up to the view in which it begins here.
 
     Attributes:
         runtime: the control plane of this process.
-        hooks: what the agent thread calls.
+        hooks: the hooks that the agent thread calls.
     """
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later.
 
-        `asks`: this process, which is in the job, asks to be taken into the lane (`ask`).
+        `asks`: this process, which is in the job, asks to be taken into the group (`ask`).
         """
         fault_mode, _, self._on_stall = mode.partition("/")
         self.runtime = seat.job.runtime
         self._takes_part = partial(takes_part, seat.lane)  # for buffers, which must not keep the group alive
         self._job = seat.job
         self._raises = fault_mode == "raise"
-        self._slots = seat.slots  # of the ranks that this process was told of
+        self._slots = seat.slots  # of the ranks that this process was given
         self._is_joiner = asks or joined_by is not None
         self._occupants = Occupants(seat, joined_by or self.runtime.view(), self._is_joiner)
         self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
@@ -58,11 +58,11 @@ class LaneBirth:
 
     @property
     def epoch(self) -> int:
-        """The epoch that this process knew when the lane began; it learns all that follow."""
+        """The epoch that this process knew when the membership began; it receives all that follow."""
         return self._occupants.known.epoch
 
     def begin(self, epoch: int, timeout_s: float) -> None:
-        """Wait until the view of `epoch`, in which the lane begins on all ranks, is known here.
+        """Wait until the view of `epoch`, in which the group begins on all ranks, is known here.
 
         Raises:
             CommTimeoutError: it does not come.
@@ -81,10 +81,10 @@ class LaneBirth:
             raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
 
     def ask(self, offer: Offer, timeout_s: float) -> Decision:
-        """Show that this process, which is in the job, asks to come in; return the decision that takes it in.
+        """Show that this process, which is in the job, asks to join; return the decision that takes it in.
 
         Raises:
-            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
+            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent reports.
         """
         deadline = time.monotonic() + timeout_s
         self.hooks.enter_as(self._job.slot, offer.locator.pack())
@@ -108,17 +108,19 @@ class LaneBirth:
             self.runtime.await_decision(epoch, ASK_SLICE_S)
 
     def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
-        """Return the outboxes of those who take part in the view that took this process in, by rank."""
+        """Return the outboxes of the members of the view that took this process in, by rank."""
         ranks = self._occupants.ranks_in(decision)
         return {ranks[slot]: part for slot, part in self._occupants.parts(decision).items()}
 
     def is_new(self, rank: int, decision: Decision) -> bool:
-        """Return whether `rank` comes into the group by this very decision."""
+        """Return whether `rank` joins the group by this very decision."""
         return self._occupants.since_in(decision).get(rank) == decision.epoch
 
     @property
     def place(self) -> tuple[int, list[int], bool]:
-        """The lane's id, its founders' slots (in the first group of a job those of all ranks), whether it is that."""
+        """The group's id, the slots of its initial members (in the first group of a job those of all ranks), whether it
+        is that.
+        """
         occupants = self._occupants
         return occupants.lane, occupants.slot_of if occupants.is_home else [*occupants.founders], occupants.is_home
 
@@ -128,13 +130,13 @@ class LaneBirth:
         return self._job.directory.token
 
     def join(self, decision: Decision) -> None:
-        """Begin with the view that took this process in, and learn what was decided since."""
+        """Begin with the view that took this process in, and fetch the decisions since."""
         self.hooks.join(decision)
 
     def since(self) -> dict[int, int]:
-        """Return since which epoch each rank takes part, in the view in which the lane begins here."""
+        """Return since which epoch each rank takes part, in the view in which the group begins here."""
         return self._occupants.since_in(self._occupants.known)
 
     def span(self, decision: Decision) -> None:
-        """Say that the lane runs over several hosts; `decision` has taken this process in."""
+        """Record that the group runs over several hosts; `decision` has taken this process in."""
         self.hooks.hosts = {member.slot: member.host for member in decision.members}

@@ -1,17 +1,17 @@
-"""What one process knows of the ranks of its group, without a call: who takes part, and for whom a process waits.
+"""The state of a group's ranks as one process knows it, without a call: members, and ranks for which a process waits.
 
 Mooncake's `get_peer_state` and `get_num_synced_ranks` ask here; one rank may ask alone. A rank takes part if it is in
-the newest view and there is no proof of its death. A waiting rank counts when all members' agents have heard of it.
+the newest view and there is no proof of its death. A waiting rank counts when all members' agents know of it.
 
 Programs also ask in a loop with calls in it, on all ranks, and leave the loop by the answer. So that they leave it
-between the same two calls, each rank publishes beside its row on the board of which waiting ranks it has heard, and
-which of its calls comes next (`Mark`). A call completes only when all members have begun it. So when call n has ended,
-everybody sees which ranks all members had heard of before they began call n, and that is the answer until call n + 1
-has ended. Where nobody makes calls there is nothing to agree on: after `ALONE_S` a rank that all have heard of counts.
+between the same two calls, each rank publishes beside its row on the board which waiting ranks it knows, and which of
+its calls comes next (`Mark`). A call completes only when all members have begun it. So when call n has ended, every
+rank sees which ranks all members knew before they began call n, and that is the answer until call n + 1 has ended. If
+no member makes calls there is nothing to agree on: after `ALONE_S` a rank that all members know counts.
 
-Who writes, who reads: the agent thread when it hears of somebody, and the thread that asks, write this process's mark,
-with the engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a
-writer. Between hosts marks come a moment later, and ranks of several hosts may then leave their loops one call apart.
+The agent thread when it learns of a waiting rank, and the thread that asks, write this process's mark, with the
+engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a writer.
+Between hosts marks come a moment later, and ranks of several hosts may then leave their loops one call apart.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SEQ_MASK = (1 << SEQ_BITS) - 1
 
 
 class Mark(NamedTuple):
-    """Of which waiting ranks a process has heard, as bits.
+    """The waiting ranks that a process knows, as bits.
 
     Attributes:
-        next_seq: the call that came next here when it heard of the last of them.
+        next_seq: the call that came next here when it learned of the last of them.
         heard: all of them.
-        before: those of which it had heard before it began the call before `next_seq`.
+        before: those that it knew before it began the call before `next_seq`.
     """
 
     next_seq: int = 0
@@ -51,20 +51,20 @@ class Mark(NamedTuple):
     before: int = 0
 
     def moved(self, heard: int, again: int, next_seq: int) -> Mark:
-        """Return the mark of a process that has heard of these now; `again`: of these of another process."""
+        """Return the mark of a process that knows these now; `again`: the ranks among them with another process."""
         return Mark(next_seq, heard, (self.before if next_seq == self.next_seq else self.heard) & ~again)
 
     def has(self, rank: int) -> bool:
-        """Return whether the process has heard of a rank."""
+        """Return whether the process knows a rank."""
         return bool(self.heard >> rank & 1)
 
     def has_before(self, rank: int, seq: int) -> bool:
-        """Return whether it had heard of a rank before it began call `seq`."""
+        """Return whether it knew a rank before it began call `seq`."""
         return bool((self.heard if self.next_seq <= seq else self.before) >> rank & 1)
 
 
 class LocalState:
-    """See above.
+    """The state of the ranks of one group, as this process knows it.
 
     Args:
         read_marks: returns the marks of the members that have one, by slot, this process's among them.
@@ -91,7 +91,7 @@ class LocalState:
         self._heard_at: dict[int, float] = {}
 
     def states(self, ranks: Sequence[int]) -> list[bool]:
-        """Return for each rank whether it takes part, or a process waits for it of which all members have heard."""
+        """Return for each rank whether it takes part, or a process waits for it that all members know."""
         asking = self.note()
         view = self._runtime.view()
         alive = self.alive(view)
@@ -100,7 +100,7 @@ class LocalState:
         return [rank in alive or rank in heard for rank in ranks]
 
     def alive(self, view: Decision) -> dict[int, int]:
-        """Return who takes part in a view, has not left the group and is not known to be dead: rank -> slot."""
+        """Return the members of a view that have not left the group and are not known to be dead: rank -> slot."""
         members = {member.slot: member for member in view.members}
         present, left = self._occupants.present(view), self._left(view)
         return {rank: slot for rank, slot in present.items() if rank not in left and self._is_alive(members[slot])}
@@ -119,7 +119,7 @@ class LocalState:
         ]
 
     def note(self) -> set[int]:
-        """Publish for whom processes wait, as far as this one has heard; return these ranks. Any thread."""
+        """Publish for which ranks processes wait, as far as this one knows; return these ranks. Any thread."""
         asking = {*self._admission.waiting()}
         now, heard_at = time.monotonic(), self._heard_at
         self._heard_at = {rank: heard_at.get(rank, now) for rank in asking}
@@ -130,7 +130,7 @@ class LocalState:
                 again = asking.intersection(self._joined_at)
                 heard = _bits(asking) | _bits(self._joined_just_now(asking))
                 if heard != self._mark.heard or again:
-                    # A thread that keeps the lock for so long is in the midst of a call, and may begin another one.
+                    # A thread that keeps the lock for so long is inside a call, and may begin another one.
                     next_seq = self._engine.seq + (1 if has_lock else 2)
                     self._mark = self._mark.moved(heard, _bits(again), next_seq)
                     self._publish(self._mark)
@@ -140,14 +140,16 @@ class LocalState:
         return asking
 
     def _joined_just_now(self, asking: set[int]) -> set[int]:
-        """Return who asks no more since the last call that has ended here: others may still ask about them."""
+        """Return the ranks that ask no more since the last call that has ended here: others may still ask about
+        them.
+        """
         engine = self._engine
         silent = [rank for rank in range(self._mark.heard.bit_length()) if self._mark.has(rank) and rank not in asking]
         self._joined_at = {rank: self._joined_at.get(rank, engine.seq) for rank in silent}
         return {rank for rank, seq in self._joined_at.items() if engine.num_retired <= seq}
 
     def _left(self, view: Decision) -> set[int]:
-        """Return who has left the group, of those whose outboxes calls have been planned with."""
+        """Return the ranks that have left the group, of those whose outboxes calls have been planned with."""
         box, since = self._engine.members, self._occupants.since_in(view)
         pairs = zip(box.members, box.words, strict=True)
         return {rank for rank, words in pairs if since.get(rank, 0) <= box.epoch and has_left(words)}
@@ -180,7 +182,7 @@ class LocalState:
         is_alone = time.monotonic() - self._heard_at.get(rank, 0.0) >= ALONE_S
         is_known = len(has_heard) == len(marks)
         if not is_known and (not is_alone or self._admission.is_joiner(rank)):
-            return False  # who is in the job already shows its request to all at once, and to no agent
+            return False  # a process in the job shows its request to all at once, and to no agent
         ended = self._engine.num_retired
         if all(mark.has_before(rank, ended) for mark in has_heard):
             return True

@@ -1,17 +1,17 @@
-"""Records that prove who wrote them: what goes through a store, where anybody may write, under the job's token.
+"""Records that prove their writer: data that goes through a store, where any process may write, under the job's token.
 
-A store has no users: whoever reaches it may set any key, before or after the rank whose key it is. So a record is
-believed only with a MAC (HMAC-SHA256 under the job's token, `view/transport/auth.py`), which covers what the record is
-for (an attempt, a rank) and all that the ranks had told each other before (`transcript`). Every rank's greeting has
-random bytes, so a record of an earlier attempt or of another group fits nowhere else, and a greeting that was exchanged
-on the way is noticed with the first record.
+A store has no users: any process that reaches it may set any key, before or after the rank whose key it is. So a record
+is accepted only with a MAC (HMAC-SHA256 under the job's token, `view/transport/auth.py`), which covers the purpose of
+the record (an attempt, a rank) and everything that the ranks had sent each other before (`transcript`). Every rank's
+greeting has random bytes, so a record of an earlier attempt or of another group fits nowhere else, and a greeting that
+was exchanged on the way is noticed with the first record.
 
 The token itself never goes through a store. It lies in the job's folder, which only this user can read (0700, checked
-when it is opened), and a rank learns of the store which folder that is. A wrong one leads to another job of the same
-user, whose token fits no MAC, or is refused because somebody else could write there. Greetings are read before there
-is a token; nothing is opened because of them but that folder.
+when it is opened), and a rank learns from the store which folder that is. A wrong one leads to another job of the same
+user, whose token fits no MAC, or is refused because another user could write there. Greetings are read before there
+is a token; they cause nothing to be opened but that folder.
 
-Anybody who can write into the store can still prevent a birth; the ranks then fail in words.
+A process that can write into the store can still prevent the creation of a group; the ranks then fail with an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAC_DIGITS = 64
 
 
 def transcript(number: int, told: Sequence[bytes]) -> bytes:
-    """Return 32 bytes that stand for attempt `number` and everything in `told`, in its order."""
+    """Return 32 bytes that represent attempt `number` and everything in `told`, in its order."""
     digest = hashlib.sha256(number.to_bytes(8, "little"))
     for part in told:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,4 +1,6 @@
-"""The last step of a birth, which needs no store: a rank says that it has mapped all outboxes, and waits for all."""
+"""The last step of a creation, which needs no store: a rank publishes that it has mapped all outboxes, and waits for
+all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .attempt import BootstrapAttempt, died
 def await_all(
     this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline: float, check: Callable[[], None]
 ) -> None:
-    """Say that this rank has mapped all outboxes; wait until all have. `check` raises what is heard otherwise."""
+    """Publish that this rank has mapped all outboxes; wait until all have. `check` raises errors reported meanwhile."""
     publish_word(box, LIFE, LIFE_READY)
     pause = 0.0001
     for peer in box.peers:

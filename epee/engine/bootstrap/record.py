@@ -1,6 +1,6 @@
-"""What each rank tells about itself before there is a group: one record in the group's store, checked before use.
+"""The record of each rank before there is a group: one entry in the group's store, checked before use.
 
-Records are JSON of a fixed set of fields; nothing is unpickled. Each proves who wrote it (`proof.py`).
+Records are JSON of a fixed set of fields; nothing is unpickled. Each proves its writer (`proof.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROTOCOL = 3
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank's facts about itself, for the others."""
+    """The fields that a rank publishes about itself."""
 
     protocol: int
     num_ranks: int
@@ -42,7 +42,7 @@ class RankRecord:
     blob: str  # hexadecimal
     mode: str
     nonce: str  # of the process, hexadecimal
-    member: str  # of a job that this group founds, else ""
+    member: str  # of a job that this group creates, else ""
     epoch: int  # that this rank knows, in a job that runs already
     address: str  # where its links are made, in a group over several hosts, else ""
     port: int
@@ -89,18 +89,18 @@ def own_record(
 
 
 class Proof(NamedTuple):
-    """What the records of an attempt are proved with: the job's token, and what was told before."""
+    """The inputs of the proof of an attempt's records: the job's token, and the transcript before."""
 
     token: Token
     told: bytes
 
     def purpose(self, rank: int) -> bytes:
-        """Return what `rank`'s record is for."""
+        """Return the purpose of `rank`'s record."""
         return self.told + rank.to_bytes(4, "little")
 
 
 def exchange(this: BootstrapAttempt, mine: RankRecord, proof: Proof, deadline: float) -> list[RankRecord]:
-    """Put this rank's record into the store and return everybody's, proved and checked."""
+    """Put this rank's record into the store and return all ranks' records, proved and checked."""
     own = json.dumps(asdict(mine))
     this.store.set(this.key(this.rank), prove(proof.token, own, proof.purpose(this.rank)))
     records = []

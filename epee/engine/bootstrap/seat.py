@@ -1,6 +1,6 @@
-"""Which job a group of the backend takes its place in, and where the ranks of a later group find each other.
+"""The job of a group of the backend, and the store in which the ranks of a later group find each other.
 
-`view/job.py` has the protocol; what the ranks tell each other goes through the group's store.
+`view/job.py` has the protocol; the ranks exchange their data through the group's store.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .home import pack_extra
 
 
 class Greeting(NamedTuple):
-    """What all ranks of a group have told before it has a job.
+    """The greetings of all ranks of a group before it has a job.
 
     Attributes:
         directory: the folder of a new job that rank 0 has made, in case; None on the others.
         folder: of the new job, if one is needed.
-        told: stands for all that (`proof.transcript`).
+        told: represents all of that (`proof.transcript`).
     """
 
     hellos: list[Hello]
@@ -34,16 +34,16 @@ class Greeting(NamedTuple):
 
     @property
     def spans(self) -> bool:
-        """Whether the group is one over several hosts even where all its ranks are on one: others may come."""
+        """Whether the group is one over several hosts even if all its ranks are on one: others may join."""
         return self.hellos[0].spans
 
     @property
     def capacity(self) -> int:
-        """For how many ranks outboxes need room: groups may grow."""
+        """The number of ranks for which outboxes need room: groups may grow."""
         return MAX_RANKS
 
     def withdraw(self) -> None:
-        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
+        """Remove a folder that will not be used. After `take_seat` the job does that."""
         if self.directory is not None:
             self.directory.leave()
 
@@ -57,13 +57,13 @@ def take_seat(
     listen: Callable[[], socket.socket | None],
     undo: contextlib.ExitStack,
 ) -> Seat:
-    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
+    """Return this rank's job handle, in the common job or in a new one; `blob` is that of its outbox.
 
     Args:
         port: where its links with other hosts are made; 0 on one host.
         enter: returns the folder of a new job.
-        listen: returns what listens for agents of other hosts of a new job; None on one host.
-        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
+        listen: returns the listener for agents of other hosts of a new job; None on one host.
+        undo: gets the cleanup if a new job cannot be made here, once the peers have been notified of the reason.
     Raises:
         ResourceError: the system gives no memory or descriptor.
     """
@@ -91,8 +91,8 @@ def own_job() -> Job | None:
 def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
     """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
 
-    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
-    somebody has joined the name is made of what all members know alike.
+    torch names groups by counting those that a process has made. A joiner has made fewer than the others, so if any
+    rank has joined the name is made of data that all members have alike.
     """
     for job in reversed(jobs()):
         name_later = None if job.name_later is None else job.name_later()

@@ -1,7 +1,8 @@
 """A `torch.distributed` backend for CPU tensors of ranks on one host or on several.
 
-The job in four files: `group.py` (what torch calls), `backend/cuda/arguments.py` (arguments to plans), `engine.py`
-(order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p/channel.py`.
+The main path in four files: `group.py` (the methods that torch calls), `backend/cuda/arguments.py` (arguments to
+plans), `engine.py` (order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point
+in `p2p/channel.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def register(name: str = "epee", creator: Any = None) -> None:
 
 
 def create(dist_opts: Any, options: Any, default: Callable[[], BackendOptions] = BackendOptions) -> Any:
-    """Make a group: what torch calls with its own description of it and the user's `BackendOptions` or None.
+    """Make a group, called by torch with its own description of it and the user's `BackendOptions` or None.
 
-    `default` makes the options where the user gave none; what it raises is told to the other ranks.
+    `default` makes the options if the user gave none; an error that it raises is reported to the other ranks.
     """
     from .group import ProcessGroup  # the data path is imported when a group is made, not at `import epee`
 

@@ -1,23 +1,19 @@
-"""The process group that torch sees: a thin front that checks arguments, makes plans and hands them to the engine.
+"""The process group that torch sees: it checks arguments, makes plans and hands them to the engine.
 
 torch calls these methods from Python (`dist.*`) and from C++ (functional collectives, DDP). Names: torch up to 2.11
 calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into_tensor_coalesced` forms, later versions
-`all_gather_single` and its kin; both sets are here, one implementation each. Every method returns a Work, never None:
-a C++ caller would crash on it.
+`all_gather_single` and similar names; both sets are here, one implementation each. Every method returns a Work, never
+None: a C++ caller would crash on it.
 
-What a group says of its view, and how ranks come back, are calls of epee's own (`view_calls.py`).
+The state of a group's view, and the return of ranks, are calls of epee's own (`view_calls.py`).
 
-Device dispatch is in one place (`group.py`): a collective on a GPU's tensors is made there (`backend/cuda`). What
-is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
-tensors in host memory (`staging.py`). Calls on CPU tensors pay next to nothing for that. A call whose arguments are
-refused raises `InvalidArgument` here, and the peers of a collective are told (`group.py`).
+Device dispatch is in one place (`group.py`): a collective on a GPU's tensors is made there (`backend/cuda`). A call
+that is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
+tensors in cpu memory (`staging.py`). Calls on CPU tensors pay next to nothing for that.
 
-What becomes of a collective whose arguments are refused, or whose tensors lie on a GPU.
-
-A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
-`MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is made
-there (`backend/cuda`), or run again on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A
-profiler sees each call as a range.
+A call whose arguments are refused here raises `InvalidArgument`, and its sequence number is used up all the same: the
+peers get a `MismatchError` with the reason, so no rank waits for a call that does not come. A profiler sees each call
+as a range.
 """
 
 from __future__ import annotations
@@ -94,7 +90,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class HasCollectives(Protocol):
-    """What has collectives: the process group."""
+    """The interface of an object with collectives: the process group."""
 
     _engine: Engine
     _staging: Staging
@@ -102,10 +98,10 @@ class HasCollectives(Protocol):
 
 
 def collective(name: str) -> Callable[[_Method], _Method]:
-    """Tell the peers when the arguments of a collective are refused."""
+    """Notify the peers when the arguments of a collective are refused."""
 
     def decorate(method: _Method) -> _Method:
-        """Return `method` with that, and with the way of tensors on a GPU."""
+        """Return `method` with that, and with the path of tensors on a GPU."""
 
         @functools.wraps(method)
         def entered(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +138,7 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                     return Ended(self._engine, exc)
                 raise
             except Exception as exc:
-                # numpy's or torch's own word about an argument, or no memory
+                # numpy's or torch's own error about an argument, or no memory
                 if self._engine.seq == seq and not is_of_handler(exc):
                     self._engine.refuse(name, exc)
                 raise
@@ -212,7 +208,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     def _checked(self, options: Any, default: Callable[[], BackendOptions]) -> BackendOptions:
-        """Return the options in force; they fit the group. Reads the environment, too: others hear what is wrong."""
+        """Return the options in force; they fit the group. Reads the environment, too: errors are reported to the
+        others.
+        """
         self._default_timeout_s = env.get_seconds("EPEE_TIMEOUT_S", self._default_timeout_s)
         return _checked(options, default, self._num_ranks)
 
@@ -229,7 +227,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._show_name()
         if self._engine.survival is not None:
             self._engine.survival.remember(self._store)
-            self._engine.survival.local_state.note()  # for whom processes have been waiting before the group was made
+            self._engine.survival.local_state.note()  # ranks for which processes were waiting before the group was made
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         if self._engine.survival is not None and self._engine.mask.shows_at_once:
@@ -252,7 +250,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         if self._messages is not None:
             self._ends.append(weakref.finalize(self, self._messages.close, False))
 
-    # ---- what torch asks about a group
+    # ---- torch's queries about a group
 
     def getRank(self) -> int:
         """Return this process's rank in the group."""
@@ -267,7 +265,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         return self._rank
 
     def size(self) -> int:
-        """Return the number of ranks: that at birth, unless the options have it follow who takes part."""
+        """Return the number of ranks: that at creation, unless the options have it follow the ranks that take part."""
         engine = self._engine
         if not self._counts_present or engine.survival is None:
             return self._num_ranks
@@ -275,7 +273,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         return size
 
     def _expected_size(self) -> int:
-        """Return how many entries the lists of the next call have most likely; `fitted` looks at others, too."""
+        """Return how many entries the lists of the next call have most likely; `fitted` accepts others, too."""
         engine = self._engine
         return self._num_ranks if engine.survival is None else engine.mask.told
 
@@ -306,7 +304,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._show_name()
 
     def _show_name(self) -> None:
-        """Let errors and hang reports call the group what torch calls it."""
+        """Use torch's name of the group in errors and hang reports."""
         self._engine.box.label.text = text = group_label(self._group_name, self._group_desc)
         if self._engine.survival is not None:
             self._engine.survival.call_it(text)
@@ -317,9 +315,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The CPU, once torch has entered the group in its books.
+        """The CPU, once torch has registered the group.
 
-        While it makes the group, torch 2.15 takes a list that is not empty as the word that a backend in C++ is there
+        While it makes the group, torch 2.15 takes a list that is not empty as the sign that a backend in C++ is there
         for its flight recorder, and fails.
         """
         return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
@@ -340,7 +338,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def set_p2p_timeout(self, timeout: timedelta) -> None:
-        """Set how long sends and receives issued from now on wait for the other rank; collectives keep their time-out.
+        """Set how long sends and receives issued from now on wait for the other rank; collectives keep their timeout.
 
         Until it is called messages wait as long as collectives do.
         """
@@ -408,7 +406,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @collective("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """`opts.rootRank`'s tensor goes to all ranks."""
+        """Send `opts.rootRank`'s tensor to all ranks."""
         root = opts.rootRank if opts is not None else 0
         is_root = root == self._rank
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "broadcast")
@@ -442,14 +440,14 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def allgather(
         self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Everybody's tensor goes to everybody, one output tensor per rank."""
+        """Send each rank's tensor to all ranks, one output tensor per rank."""
         tensor = calls.one(tensors, "all_gather")
         outputs = output_lists[0] if len(output_lists) == 1 else []
         return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists, tensors)
 
     @collective("all_gather")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """Everybody's tensor goes to everybody, one output tensor in rank order."""
+        """Send each rank's tensor to all ranks, one output tensor in rank order."""
         return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output], tensor)
 
     _allgather_base = all_gather_single
@@ -458,7 +456,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `all_gather_single` calls of one dtype as one, all or none."""
+        """Make several `all_gather_single` calls of one dtype as one, all or none."""
         calls.check_one_dtype(inputs)
         return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs, inputs)
 
@@ -468,7 +466,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it returns."""
+        """Make several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it
+        returns.
+        """
         size = len(output_lists) if self._counts_present else self.num_slots
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
@@ -479,7 +479,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @collective("gather")
     def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        """Everybody's tensor goes to `opts.rootRank`."""
+        """Send each rank's tensor to `opts.rootRank`."""
         outputs = output_lists[0] if output_lists else []
         tensor = calls.one(tensors, "gather")
         root = opts.rootRank
@@ -487,7 +487,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
-        """Tensor r of `opts.rootRank`'s list goes to rank r."""
+        """Send tensor r of `opts.rootRank`'s list to rank r."""
         inputs = input_lists[0] if input_lists else []
         output = calls.one(outputs, "scatter")
         root = opts.rootRank
@@ -497,7 +497,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
-        """The reduction of everybody's tensor r goes to rank r."""
+        """Reduce all ranks' tensor r to rank r."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         inputs = input_lists[0] if len(input_lists) == 1 else []
         output = calls.one(outputs, "reduce_scatter")
@@ -505,7 +505,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """`reduce_scatter` with one input that holds the segments in rank order."""
+        """Reduce as `reduce_scatter` with one input that holds the segments in rank order."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output], tensor)
 
@@ -515,7 +515,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
+        """Make several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         calls.check_one_dtype(inputs)
         return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs, inputs)
@@ -524,7 +524,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     @collective("all_to_all")
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Tensor j of rank i goes to rank j's output i; sizes may differ."""
+        """Send tensor j of rank i to rank j's output i; sizes may differ."""
         return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs, inputs)
 
     @collective("all_to_all")
@@ -536,14 +536,14 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """`all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
+        """Exchange as `all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
         splits = output_splits, input_splits
         return self._go(lambda box: calls.all_to_all_single(box, output, tensor, *splits), opts, [output], tensor)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
-        """Everybody waits for everybody; with `waits_for_streams` first for what the GPU's current stream has to do."""
+        """Wait for all ranks; with `waits_for_streams` first for the pending work of the GPU's current stream."""
         if self.waits_for_streams:
             self._staging.await_stream("barrier")
         if not is_profiling():  # here, as `ranged` would make the shortest calls 2 % longer; so with messages
@@ -605,7 +605,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         return self._recv(tensor, src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
-        """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
+        """Receive a message with this tag from any rank; `Work.source_rank()` returns the rank."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
         if tensor.is_cuda and self._messages is not None:
             work: Any = self._on_gpus(False, tensor, ANY, tag)
@@ -638,29 +638,29 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             return self._ended(exc)
         try:
             return Work(self._engine, [message], tensors)
-        except BaseException as exc:  # an interrupt: nobody will hold the request
+        except BaseException as exc:  # an interrupt: no thread will hold the request
             self._engine.take_back(message, exc)
             raise
 
     def _ended(self, error: PeerError) -> Ended:
-        """Return what stands for a message that a loss has ended, or raise the error."""
+        """Return the work of a message that a loss has ended, or raise the error."""
         named(error, self._engine.box.label.text)
         if self._engine.reports_losses and is_loss(error) and is_own(error):
             return Ended(self._engine, error)
         raise error
 
-    # ---- coming in
+    # ---- joining
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Come into the running group, for a process that works alone, or that was put out; returns when it is in.
+        """Join the running group, for a process that works alone, or that was excluded; returns when it is in.
 
-        Nothing happens where it takes part already. Calls of this process that are open end with `AbortedError`.
+        Nothing happens if it takes part already. Calls of this process that are open end with `AbortedError`.
 
         Args:
             timeout_s: how long to wait until a member calls `recover_ranks`; None: that of `init_process_group`.
         Raises:
-            CommTimeoutError: nobody has taken it in; it may call again.
-            InvalidState: there is no such group to come into.
+            CommTimeoutError: no member has taken it in; it may call again.
+            InvalidState: there is no such group to join.
             SlotTakenError: another process has this rank.
         """
         limit_s = self._birth_timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
@@ -684,11 +684,11 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         except InvalidArgument:
             if is_born:
                 with attempt(meeting_place(self._store, self._ranks), self._rank, self._num_ranks):
-                    raise  # and the others are told
+                    raise  # and the error is reported to the others
             raise
         job = own_job()
         if self._place is not None and self._held is None and job is not None:
-            job.retain()  # should nobody take it in now, it stays in the job, and may ask again
+            job.retain()  # if no member takes it in now, it stays in the job, and may ask again
             self._held = job
         engine = come_in(place, self._num_ranks, timeout_s, mode, None if self._place is None else self._engine)
         self._let_go()
@@ -700,12 +700,12 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             held.release()
 
     def _meet(self) -> None:
-        """A call of all members."""
+        """Make a call of all members."""
         options: Any = dist.BarrierOptions()
         options.asyncOp = False
         self.barrier(options)
 
-    # ---- what torch makes impossible, and ends
+    # ---- torch methods that are not possible, and ends
 
     def _start_coalescing(self, device: Any) -> None:
         """Collect the messages between GPUs that are made from now on."""
@@ -744,7 +744,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         _alive.discard(self)
 
     def abort(self) -> None:
-        """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
+        """Leave the group as `shutdown`, and notify the peers that it was not planned. Idempotent."""
         end_group(id(self))
         for half in (self._on_device, self._messages):
             if half is not None:

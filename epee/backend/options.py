@@ -1,4 +1,4 @@
-"""`BackendOptions`: what a user may set when a group is made."""
+"""`BackendOptions`: the settings of a group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class BackendOptions(_CBackend.Options):
             GPU it is written on the current stream of the thread whose call meets the loss, without waiting. What a
             program writes into it is not read. Ranks beyond its end are shown by `group.active_ranks()` only. None: the
             backend keeps the mask for itself.
-        is_extension: this process joins a running group in the place of a lost rank, or beyond its last one.
-        max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at birth. It is
+        is_extension: this process joins a running group in the rank of a lost process, or beyond its last one.
+        max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at creation. It
+        is
             no limit: a group may grow to 64 ranks.
         fault_mode: "raise": the call that loses a rank raises `RankFailedError` on all survivors, the next one runs
             without it. "mask": the call itself succeeds over those who are left. With `active_ranks` it is "mask".
-        on_stall: what becomes of a rank that lives but does not come until a call's time-out. "error": the call raises
-            `CommTimeoutError`, nobody leaves. "evict": it is voted out, like a dead one. "wait": the call waits on and
+        on_stall: the handling of a living rank that does not come until a call's timeout. "error": the call raises
+            `CommTimeoutError`, no rank leaves. "evict": it is voted out, like a dead one. "wait": the call waits on and
             a warning names the rank. None: "evict" in mode "mask", else "error".
         op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: EPEE_TIMEOUT_S, else torch's
             `timeout`, which in any case is how long the ranks wait for each other while the group is made.
@@ -41,14 +42,15 @@ class BackendOptions(_CBackend.Options):
         InvalidArgument: a value breaks its rule; the message names it.
 
     Attributes:
-        reports_losses: a call that a loss ends raises nothing; its `Work` tells (`lost_ranks`, `exception`). This and
+        reports_losses: a call that a loss ends raises nothing; its `Work` reports it (`lost_ranks`, `exception`). This
+        and
             what follows is there for other libraries' names, and False.
         counts_present: the group's size is 1 + the highest rank that takes part (or is still shown, `keeps_lost`),
-            lists have so many entries, and those of absent ranks are filled with zeros.
+            lists have so many entries, and those of excluded ranks are filled with zeros.
         joins_later: with `is_extension`: the process works alone until it calls `join`.
         shows_at_once: that tensor, the size of the group and `shown_epoch` show a loss as soon as this process knows of
             it, not with the call that meets it.
-        keeps_lost: the tensor `active_ranks` keeps the 1 of a lost rank until the program puts it out.
+        keeps_lost: the tensor `active_ranks` keeps the 1 of a lost rank until the program removes it.
     """
 
     reports_losses = False
@@ -82,11 +84,11 @@ class BackendOptions(_CBackend.Options):
 
     @property
     def mode(self) -> str:
-        """`fault_mode` and `on_stall` as one word of `MODES`: what all ranks of a group must agree on."""
+        """`fault_mode` and `on_stall` as one word of `MODES`, on which all ranks of a group must agree."""
         return f"{self.fault_mode}/{self.on_stall}"
 
     def check_group(self, num_ranks: int) -> None:
-        """Check what depends on the group's size.
+        """Check the options that depend on the group's size.
 
         Raises:
             InvalidArgument: the group is larger than it may be, or the mask has another length.

@@ -1,26 +1,26 @@
-"""CUDA tensors on a group: through pinned host memory, where calls do not run on the GPUs (`backend/cuda`).
+"""CUDA tensors on a group: staged through pinned cpu memory, if calls do not run on the GPUs (`backend/cuda`).
 
 Data path: each tensor of a call that lies on a GPU gets a *twin*, a contiguous pinned tensor of the same shape. The
-call then runs on the twins like any other, and what it has written goes back. The twin of a sparse tensor is a sparse
-CPU tensor, made in step 1 by a copy for which the host waits; results replace the entries of the caller's tensor.
+call then runs on the twins like any other, and its results are copied back. The twin of a sparse tensor is a sparse
+CPU tensor, made in step 1 by a copy for which the cpu waits; results replace the entries of the caller's tensor.
 
 Order, for one call:
 1. On the caller's current stream: values are copied into the twins, and a mark is put behind the copies. The stream
    reaches the mark when everything before the call is done, so the values are those that the caller means.
-2. The host waits for the mark (bounded by the group's time-out), then issues the call. This is the price of staging:
-   a call, asynchronous ones too, is issued only when the GPU has come to it.
+2. The cpu waits for the mark (bounded by the group's timeout), then issues the call. This is the price of staging:
+   a call, asynchronous ones too, is issued only when the GPU has reached it.
 3. The call ends. Twins are copied back on the caller's current stream when the call was synchronous, else on a stream
-   of our own that waits for the mark first. `Work.wait` makes the stream that is current *then* wait for that copy, as
-   NCCL's does; `is_completed` is true when the copy is done; a future carries the copy's event to who uses its value.
+   of epee's own that waits for the mark first. `Work.wait` makes the stream that is current *then* wait for that copy,
+   as NCCL's does; `is_completed` is true when the copy is done; a future carries the copy's event to its user.
 
-Twins are filled before every call, so what a call leaves untouched (rows of lost ranks, everything after an error)
-stays what it was. A twin's memory is not used again before the copies from and to it are done: torch's pinned allocator
-remembers the streams, and the caller's tensors are noted on our stream (`record_stream`).
+Twins are filled before every call, so entries that a call leaves untouched (rows of lost ranks, everything after an
+error) keep their values. A twin's memory is not used again before the copies from and to it are done: torch's pinned
+allocator remembers the streams, and the caller's tensors are noted on epee's stream (`record_stream`).
 
 Calls on overlapping memory (`Staging`). Twins are memory of their own, so for GPUs the ranges (`ranges.py`) are
-compared here, before the twins are filled: a call whose tensors meet what an earlier call of the group still has to
-write waits on the host for the end of that one, and on its stream for the copy of the results. What a call reads has
-been read when it is issued (step 2), so nobody waits for readers.
+compared here, before the twins are filled: a call whose tensors meet memory that an earlier call of the group still has
+to write waits on the cpu for the end of that one, and on its stream for the copy of the results. The inputs of a call
+have been read when it is issued (step 2), so no call waits for readers.
 
 A rank whose copies fail refuses its call: the peers get `MismatchError` with the reason, as for any other argument.
 """
@@ -51,14 +51,14 @@ NAP_S = 50e-6
 
 
 class Twin(NamedTuple):
-    """A tensor of the caller and its place in pinned memory."""
+    """A tensor of the caller and its copy in pinned memory."""
 
     tensor: torch.Tensor
     host: torch.Tensor
 
 
 class Device(Protocol):
-    """What staging asks of a kind of device; the tests have one whose streams run when they please."""
+    """The interface of a kind of device for staging; the tests have one whose streams run when they please."""
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return contiguous pinned memory for `tensor`, uninitialised; of a sparse tensor a copy on the CPU.
@@ -71,10 +71,12 @@ class Device(Protocol):
         """Put a copy on the current stream of the GPU tensor among the two."""
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
-        """Return a mark behind what is on the current stream of each GPU of the tensors."""
+        """Return a mark behind the pending work on the current stream of each GPU of the tensors."""
 
     def here(self) -> list[Any]:
-        """Return a mark behind what is on the current stream of the current GPU; none where no GPU is in use."""
+        """Return a mark behind the pending work on the current stream of the current GPU; none where no GPU is in
+        use.
+        """
 
     def is_done(self, mark: Any) -> bool:
         """Whether a stream has come to the mark."""
@@ -186,7 +188,7 @@ _device: Device = Cuda()
 
 
 def await_marks(marks: Sequence[Any], engine: Engine, name: str) -> None:
-    """Let the host wait until streams have come to the marks, at most for the group's time-out."""
+    """Let the cpu wait until streams have reached the marks, at most for the group's timeout."""
     started = time.monotonic()
     for mark in marks:
         while not _device.is_done(mark):
@@ -236,7 +238,7 @@ class Staged:
         return arg
 
     def await_values(self, engine: Engine, name: str) -> None:
-        """Let the host wait until the twins hold the caller's values."""
+        """Let the cpu wait until the twins hold the caller's values."""
         if self._is_read:
             await_marks(self.marks, engine, name)
 
@@ -265,7 +267,7 @@ class Staged:
 
 @untraced_methods
 class StagedWork(Work):
-    """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them.
+    """An asynchronous call on twins. Its results are copied back when it ends, also when no thread asks for them.
 
     It is a `Work`, to torch and to the engine (`overlap.batch_mates`): the same call, whose end is later.
     """
@@ -297,12 +299,12 @@ class StagedWork(Work):
         return super().is_success() and self.is_completed()
 
     def settle_in(self, result: Result) -> None:
-        """Have `result` know when the call has ended and where its copies are."""
+        """Note in `result` when the call has ended and where its copies are."""
 
         def settle(op: Any) -> None:
             """Copy the results back and note that the call has ended."""
             if op.error is None:
-                with contextlib.suppress(RuntimeError):  # whoever waits is told
+                with contextlib.suppress(RuntimeError):  # the waiter gets the error
                     result.marks = self._staged.copy_back()
             result.work = None
 
@@ -314,14 +316,14 @@ class StagedWork(Work):
             self.engine.wait(self.ops[-1], None)
         except EpeeError as exc:
             if self.ops[-1].error is None:
-                raise  # it goes on: the wait for it was ended
+                raise  # it continues: the wait for it was ended
             if is_read:
                 raise not_run(told, exc) from exc
             return
         _device.join(self._staged.copy_back())
 
     def get_future(self) -> Any:
-        """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
+        """Return a future of the output tensors; a user of its value waits on its streams, not on the cpu."""
         if self._future is None:
             if self.engine.helper.is_current():
                 with contextlib.suppress(EpeeError):  # the future raises it
@@ -333,7 +335,7 @@ class StagedWork(Work):
 
     def _copy_back(self, op: Any) -> None:
         if op.error is None:
-            with contextlib.suppress(RuntimeError):  # whoever waits is told
+            with contextlib.suppress(RuntimeError):  # the waiter gets the error
                 self._staged.copy_back()
 
     def _fulfil(self, future: Any) -> None:
@@ -345,15 +347,15 @@ class StagedWork(Work):
 
     def _value(self, ended: Any) -> Any:
         if super().exception() is None:
-            self._staged.copy_back()  # raises what the copies met
+            self._staged.copy_back()  # raises the error of the copies
         return super()._value(ended)
 
 
 class Result:
-    """Where a staged call writes. It keeps the call only until that has ended, and no tensor afterwards.
+    """The memory that a staged call writes. It keeps the call only until that has ended, and no tensor afterwards.
 
     Attributes:
-        work: the call, while it is under way.
+        work: the call, while it is in progress.
         marks: behind the copies of its results, from then on.
     """
 
@@ -375,11 +377,11 @@ class Staging:
         self._results: list[Result] = []
 
     def run(self, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a call (`method` of the group) on twins; the first of its arguments is what it writes.
+        """Run a call (`method` of the group) on twins; it writes the first of its arguments.
 
         Raises:
-            AbortedError, CommTimeoutError: the GPU did not come to the call.
-            InvalidArgument: what is written overlaps itself. Else as the call does.
+            AbortedError, CommTimeoutError: the GPU did not reach the call.
+            InvalidArgument: the written memory overlaps itself. Else as the call does.
         """
         engine = self._engine
         roots = [opts.rootRank for opts in (*args, *kwargs.values()) if hasattr(opts, "rootRank")]
@@ -405,10 +407,10 @@ class Staging:
         return work
 
     def await_stream(self, name: str) -> None:
-        """Let the host wait until the current stream of the current GPU has done what is on it now.
+        """Let the cpu wait until the current stream of the current GPU has done its present work.
 
         Raises:
-            AbortedError, CommTimeoutError: the GPU did not come to it; the call is refused on all ranks.
+            AbortedError, CommTimeoutError: the GPU did not reach it; the call is refused on all ranks.
         """
         try:
             await_marks(_device.here(), self._engine, name)
@@ -417,7 +419,9 @@ class Staging:
             raise
 
     def _add(self, staged: Staged, work: StagedWork | None) -> None:
-        """Note what a call writes: `work` when it is asynchronous, else its copies are on the current streams."""
+        """Note the memory that a call writes: `work` when it is asynchronous, else its copies are on the current
+        streams.
+        """
         if not staged.written:
             return
         result = Result(staged, work)
@@ -426,10 +430,10 @@ class Staging:
             work.settle_in(result)
 
     def _let_end(self, tensors: Any, told: str, is_read: bool) -> None:
-        """Wait until nobody will write to `tensors` any more; current streams wait for copies that are under way.
+        """Wait until no call will write to `tensors` any more; current streams wait for copies that are in progress.
 
         Raises:
-            EpeeError: a call has failed that was to write what the new one reads, and what it ended with.
+            EpeeError: a call has failed that was to write the input of the new one, with its error.
         """
         self._results = [result for result in self._results if not result.is_settled()]
         if not self._results:

@@ -1,7 +1,7 @@
-"""What a group says about its view, how lost ranks come back and how it grows: a group's methods beside torch's.
+"""The methods of a group for its view beside torch's: its state, the return of lost ranks, growth.
 
-They read what the group's own calls have made of the view (`membership/epochs.py`), so all answers are those of this
-rank's last call, except where a method says otherwise. Nothing here writes to shared memory.
+They read the state that the group's own calls have derived from the view (`membership/epochs.py`), so all answers are
+those of this rank's last call, unless a method states otherwise. Nothing here writes to shared memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @untraced_methods
 class CallsOfView:
-    """The part of a process group that asks about its view, and changes it.
+    """The part of a process group that reads its view, and changes it.
 
-    Who inherits from it has torch's calls (`allreduce`), and `_meet`, a call of all members.
+    A class that inherits from it has torch's calls (`allreduce`), and `_meet`, a call of all members.
     """
 
     options: BackendOptions
@@ -63,15 +63,16 @@ class CallsOfView:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call waits for silent ranks when it names no time-out, in seconds."""
+        """How long a call waits for silent ranks when it names no timeout, in seconds."""
         return self._engine.timeout_s
 
     @property
     def num_slots(self) -> int:
-        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
+        """The number of ranks that the group counts in this rank's next call: the length of lists with one element per
+        rank.
 
         Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
-        `get_world_size()` stays what this process was started with.
+        `get_world_size()` keeps the value with which this process was started.
         """
         return self._engine.members.group_size
 
@@ -91,10 +92,10 @@ class CallsOfView:
         """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
 
         All ranks get the same answer. A rank takes part if it took part in this call itself, so one that had died
-        before is False; a rank is ready when every member has heard of a process that waits for it.
+        before is False; a rank is ready when every member knows of a process that waits for it.
 
         Args:
-            ranks: 0 ... 63; those that have never been there may ask to come in, too.
+            ranks: 0 ... 63; ranks that never existed may ask to join, too.
         """
         _check_ranks(ranks, "get_peer_state")
         survival = self._engine.survival
@@ -115,7 +116,7 @@ class CallsOfView:
         """Return for each rank whether it takes part or is ready to, as far as this process knows; no communication.
 
         False at once for a rank of whose death there is proof. True for a rank for which a process waits when all
-        members have heard of it; programs that ask on all ranks, between calls, get it between the same two calls
+        members know of it; programs that ask on all ranks, between calls, get it between the same two calls
         (`bootstrap/local_state.py`).
 
         Args:
@@ -129,7 +130,7 @@ class CallsOfView:
         return survival.local_state.states(ranks)
 
     def take_in(self, ranks: Sequence[int]) -> int:
-        """Take in the processes that wait for those of `ranks` that are lost or were never there.
+        """Take in the processes that wait for those of `ranks` that are lost or never existed.
 
         Returns:
             A rank for which no process waits, and then nothing has been done; -1 when all take part.
@@ -155,19 +156,19 @@ class CallsOfView:
             raise InvalidState("the process group was destroyed or aborted; it has no ranks any more")
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
+        """Return the group's part in the view of its job, for objects built on it; None for a group of one rank."""
         survival = self._engine.survival
         return None if survival is None else survival.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
-        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
+        """Return the ranks, lost or new, for which a process waits, as far as this rank knows; no communication."""
         survival = self._engine.survival
         return () if survival is None else survival.admission.waiting()
 
     def ready_ranks(self) -> set[int]:
         """Return the ranks that take part, and those for which a process waits or has just been taken in.
 
-        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
+        As far as this rank knows; no communication. `get_peer_state` returns what all members know.
         """
         survival = self._engine.survival
         return {*self._engine.members.members, *(() if survival is None else survival.admission.ready())}
@@ -181,10 +182,10 @@ class CallsOfView:
 
         Args:
             ranks: 0 ... 63; those that take part already are left alone.
-            timeout_s: how long to wait for all of them; None: the group's time-out.
+            timeout_s: how long to wait for all of them; None: the group's timeout.
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
-            InvalidState: a group that takes nobody in: of one rank.
+            InvalidState: a group that takes no process in: of one rank.
         """
         _check_ranks(ranks, "recover_ranks")
         admission = self._admission()
@@ -197,15 +198,15 @@ class CallsOfView:
         """Let the group count `size` ranks from the next call on. All members call it at the same point.
 
         A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
-        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
+        one: the ranks beyond must have left or died; where some still count, a barrier determines their state.
         Lost ranks below stay lost (`recover_ranks`).
 
         Args:
             size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
-            timeout_s: how long to wait for newcomers; None: the group's time-out.
+            timeout_s: how long to wait for joiners; None: the group's timeout.
         Raises:
             InvalidArgument: ranks beyond `size` take part.
-            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
+            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The joiners are in;
                 call it again.
             CommTimeoutError, InvalidState, UnsupportedError: as `recover_ranks`.
         """
@@ -216,7 +217,7 @@ class CallsOfView:
         self._limit(timeout_s)  # before anything is done
         beyond = self._beyond(size)
         if beyond:
-            self._meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
+            self._meet()  # they may have left: a call agrees on that, then all ranks see the same here
             beyond = self._beyond(size)
         if beyond:
             raise InvalidArgument(
@@ -228,24 +229,24 @@ class CallsOfView:
         admission = self._admission()
         admission.recover(range(present, size), self._limit(timeout_s))
         self._engine.look(admission.show_joined)
-        while not admission.is_settled():  # a loss must be reported first, by a call among those who were there
+        while not admission.is_settled():  # a loss must be reported first, by a call among the previous members
             self._meet()
         self._engine.look(lambda: admission.set_size(size))
         self._engine.mask.told = self._engine.mask.span
 
     def put_out(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Have ranks leave the group, this one too if it is named; they stay in the job, and may come back (`join`).
+        """Have ranks leave the group, this one too if it is named; they stay in the job, and may return (`join`).
 
-        One member suffices, all may call it, also the ranks that go. The next call of this rank runs without them,
-        unless another rank has begun that call; those of the ranks that went raise `EvictedError`. It is no loss: no
+        One member suffices, all may call it, also the ranks that leave. The next call of this rank runs without them,
+        unless another rank has begun that call; those of the excluded ranks raise `EvictedError`. It is no loss: no
         call fails because of it.
 
         Args:
             ranks: 0 ... 63; those that take no part already are left alone.
-            timeout_s: how long to wait for the members' agreement; None: the group's time-out.
+            timeout_s: how long to wait for the members' agreement; None: the group's timeout.
         Raises:
             CommTimeoutError: the members do not agree in time.
-            InvalidState: nobody would be left, or a group of one rank.
+            InvalidState: no rank would be left, or a group of one rank.
             UnsupportedError: a group with `fault_mode="raise"`.
         """
         if self.options.fault_mode != "mask":
@@ -265,7 +266,7 @@ class CallsOfView:
         """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
 
         A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
-        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
+        derives from it (a new root, for example) is the same everywhere. A rank that has left the group shows at once.
         """
         engine = self._engine
         if engine.flags & ENDED:
@@ -278,23 +279,23 @@ class CallsOfView:
         return active
 
     def shown_ranks(self) -> torch.Tensor:
-        """Return the tensor that shows who takes part, as `active_ranks` of the options, and is kept up to date.
+        """Return the tensor that shows which ranks take part, as `active_ranks` of the options, and is kept up to date.
 
         int32, as long as that is, or as the group now. It is the user's, if that is long enough, and not to be written.
         """
-        self.active_ranks()  # who has left shows at once
+        self.active_ranks()  # a rank that has left shows at once
         self._engine.mask.told = self._engine.mask.span
         return self._engine.mask.live(self.num_slots)
 
     def put_out_lost(self, ranks: Sequence[int]) -> None:
-        """Show no more those of `ranks` that are lost, where what is shown keeps them (`BackendOptions.keeps_lost`)."""
+        """Hide those of `ranks` that are lost, if the shown tensor keeps them (`BackendOptions.keeps_lost`)."""
         self._engine.mask.put_out(ranks)
 
     def memory_pool(self, nbytes: int) -> Any:
-        """Return memory on this rank's GPU from which tensors are allocated that large collectives read where they lie.
+        """Return memory on this rank's GPU for tensors that large collectives read directly, without a copy.
 
-        All members call it, as a collective; sizes may differ. Who calls it again gets the pool that there is; after a
-        process has taken the place of one that was lost, all call it again, and the newcomer gets its own. What makes a
+        All members call it, as a collective; sizes may differ. A repeated call returns the existing pool; after a
+        process has taken a lost rank, all call it again, and the joiner gets its own. What makes a
         call copy-free, how long memory lives, and what a failure leaves: `epee.backend.cuda.pool.MemoryPool`, which it
         returns: `pool.empty(4096, 7168, dtype=torch.bfloat16)`. Where a rank cannot map the pool of another one all
         get theirs, with a warning, and make calls as without pools; calling it again tries again.
@@ -303,8 +304,8 @@ class CallsOfView:
             nbytes: of this rank's pool, which does not grow. The first call's GPU is that of later calls.
 
         Raises:
-            InvalidArgument: `nbytes` is below 1, or above those of the pool that there is. UnsupportedError: the
-                group's calls on CUDA tensors go through host memory, or it has `fault_mode="mask"`. ResourceError, on
+            InvalidArgument: `nbytes` is below 1, or above those of the existing pool. UnsupportedError: the
+                group's calls on CUDA tensors go through cpu memory, or it has `fault_mode="mask"`. ResourceError, on
                 all alike: a rank has no such memory; may be tried again. Else as any collective.
         """
         if self._on_device is None:
@@ -312,7 +313,7 @@ class CallsOfView:
         return self._on_device.memory_pool(nbytes)
 
     def _is_out(self) -> bool:
-        """Return whether this process was put out of the group."""
+        """Return whether this process was excluded from the group."""
         survival = self._engine.survival
         if survival is None or self._engine.flags & ENDED:
             return True
@@ -336,9 +337,9 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
     """
     box = engine.box
     if 0 <= peer < box.num_ranks and peer != rank and not box.blanks:
-        return  # what nearly every message finds
+        return  # the case of nearly every message
     if peer >= box.num_ranks or peer in box.blanks:
-        engine.look(lambda: None)  # it may have come just now
+        engine.look(lambda: None)  # it may have joined just now
     size, epoch = max(box.num_ranks, engine.members.group_size), engine.members.epoch
     if peer == rank or not 0 <= peer < size:
         raise InvalidArgument(

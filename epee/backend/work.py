@@ -1,4 +1,4 @@
-"""What an asynchronous call returns: a `dist.Work` over one or more calls of the engine.
+"""The result of an asynchronous call: a `dist.Work` over one or more calls of the engine.
 
 torch's C++ side forwards only `wait` and `get_future`. Futures never get `set_exception`: torch's DDP completes with a
 value whatever the future holds and crashes on an empty one, so an error is raised by a chained callback instead.
@@ -26,20 +26,20 @@ _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
 
 
 class EngineOfWork(Protocol):
-    """What is asked here of an engine."""
+    """The part of an engine that a work uses."""
 
     box: Outboxes
     reports_losses: bool
 
     @property
     def helper(self) -> Background:
-        """The thread for calls that nobody waits for."""
+        """The thread for calls that no thread waits for."""
 
     def wait(self, op: Driven, timeout_s: float | None) -> None:
         """Drive until `op` is done; raise its error."""
 
     def take_back(self, op: Driven, exc: BaseException) -> None:
-        """Give up a message out of whose blocking call `exc` comes."""
+        """Abort a message whose blocking call `exc` leaves."""
 
     def await_shown(self, ranks: Collection[int]) -> None:
         """Wait a moment until it is shown that these ranks are lost."""
@@ -50,7 +50,7 @@ class EngineOfWork(Protocol):
 
 @untraced_methods
 class Done(_WorkBase):  # type: ignore[misc]
-    """Stands for a call that has completed before it returned."""
+    """The work of a call that has completed before it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True."""
@@ -84,11 +84,11 @@ class Done(_WorkBase):  # type: ignore[misc]
 
 @untraced_methods
 class Ended(Done):
-    """Stands for a call that a loss has ended before it was issued, where losses are reported, not raised.
+    """The work of a call that a loss has ended before it was issued, in groups that report losses without raising.
 
     Attributes:
         engine: of the group.
-        error: says why.
+        error: the reason.
     """
 
     def __init__(self, engine: EngineOfWork, error: PeerError) -> None:
@@ -119,15 +119,15 @@ class Ended(Done):
 
 
 def is_loss(error: object) -> bool:
-    """Return whether an error says that ranks are lost, or have left: others than this one, and for good."""
+    """Return whether an error reports that ranks are lost, or have left: others than this one, and for good."""
     return type(error) in (PeerError, RankFailedError)
 
 
 @untraced_methods
 class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
-    """A call on its way (several for a coalesced call with several dtypes).
+    """A call in progress (several for a coalesced call with several dtypes).
 
-    After an error the tensors are as they were; the group can be used again unless the error says otherwise.
+    After an error the tensors are unchanged; the group can be used again unless the error says otherwise.
 
     Attributes:
         engine: drives them.
@@ -150,12 +150,12 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         """Drive the call to its end; may be called again, also after it raised.
 
         Args:
-            timeout: give up waiting (not the call) after this time; None or 0 leaves only the call's own time-out.
+            timeout: stop waiting (the call continues) after this time; None or 0 leaves only the call's own timeout.
         Raises:
             CommTimeoutError: the time has passed. Any other `EpeeError` ended the call itself.
 
         An exception from a signal handler leaves the request open and waits may be repeated, except inside torch's
-        blocking `send` and `recv`: nobody could wait for that request again, so it is taken back.
+        blocking `send` and `recv`: no thread could wait for that request again, so it is aborted.
         """
         try:
             return self._drive(timeout)
@@ -166,7 +166,7 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
             raise
 
     def _drive(self, timeout: timedelta | None) -> bool:
-        """The body of `wait`, which is the only one to call it."""
+        """Run the body of `wait`, its only caller."""
         seconds = 0.0 if timeout is None else waiting_time(timeout)
         try:
             for op in self.ops:
@@ -191,14 +191,16 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         return all(op.done and op.error is None for op in self.ops)
 
     def exception(self) -> BaseException | None:
-        """Return what it ended with, if that was an error."""
+        """Return its error, if it ended with one."""
         error = next((op.error for op in self.ops if op.error is not None), None)
         if error is not None:
             named(error, self.engine.box.label.text)
         return error
 
     def lost_ranks(self) -> set[int]:
-        """Return the ranks that the call has lost on its way or failed because of; not those that were asked to go."""
+        """Return the ranks that the call has lost in progress or failed because of; not those that were excluded on
+        request.
+        """
         found: set[int] = set()
         for op in self.ops:
             found.update(getattr(op.error, "ranks", ()))
@@ -229,7 +231,7 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the output tensors; the background thread completes it if nobody waits.
+        """Return a future of the output tensors; the background thread completes it if no thread waits.
 
         In a callback that runs on that thread (PowerSGD's waits for such a future) the call is driven to its end first.
         """

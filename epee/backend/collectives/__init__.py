@@ -1,1 +1,1 @@
-"""What each collective moves: plans for `operation.py`. They know layouts and arithmetic, nothing about waiting."""
+"""The plans of the collectives for `operation.py`. They contain layouts and arithmetic, and no waiting."""

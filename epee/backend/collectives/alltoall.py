@@ -1,7 +1,8 @@
 """all_to_all with even and uneven splits.
 
-Every rank puts, before its data, how many elements it sends to and expects from each rank. All ranks read all of these
-lists, so a pair that disagrees is a `MismatchError` everywhere, and everybody knows how many rounds it takes.
+Every rank puts, before its data, the number of elements that it sends to and expects from each rank. All ranks read all
+of these lists, so a pair that disagrees is a `MismatchError` everywhere, and all ranks derive the same number of
+rounds.
 
 A rank whose data fits into two staging buffers lays its segments one behind the other. Otherwise each segment gets an
 equal part of each half and rounds follow (a rank that has sent everything has empty rounds).
@@ -23,7 +24,7 @@ from .rounds import CHUNK_BYTES
 
 
 class AllToAll(Plan):
-    """Segment j of `segments` goes to rank j; what rank i sends here goes to `sinks[i].array`."""
+    """Segment j of `segments` goes to rank j; the data that rank i sends here goes to `sinks[i].array`."""
 
     def __init__(self, signature: int, segments: Sequence[Array], sinks: Sequence[Any], box: Outboxes) -> None:
         super().__init__("all_to_all", signature)
@@ -78,7 +79,7 @@ class AllToAll(Plan):
         return [(place, length * itemsize) for place, length in zip(places, lengths, strict=True)]
 
     def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
-        """Compare everybody's lists and derive the rounds and the places."""
+        """Compare all ranks' lists and derive the rounds and the offsets."""
         if self._agreed:
             return
         num_ranks, itemsize, me = box.num_ranks, self._dtype.itemsize, self._rank
@@ -123,7 +124,7 @@ class AllToAll(Plan):
             raise ProtocolError(f"{op.describe(box)}: the block of rank {rank} passes the end of its outbox")
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Copy round `k` of what every rank sends here."""
+        """Copy round `k` of the data that every rank sends here."""
         itemsize, length = self._dtype.itemsize, self._length
         views = box.views[self._dtype]
         for rank, sink in enumerate(self._sinks):
@@ -151,7 +152,7 @@ class AllToAll(Plan):
             sink.finish()
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the places of what each rank sends here."""
+        """Return the destinations of the data that each rank sends here."""
         return self._sinks
 
     def detach(self) -> None:

@@ -1,6 +1,6 @@
-"""From the arguments of a collective to its plan: every check of user input is here.
+"""The checks of user arguments, and the plan of each collective: every check of user input is here.
 
-A check that fails raises `InvalidArgument` before anything was sent; the group then tells the peers (`group.py`).
+A check that fails raises `InvalidArgument` before anything was sent; the group then notifies the peers (`group.py`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def one(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    """A coalesced call is one call with one signature; several dtypes would be several, and ranks could differ."""
+    """Check that a coalesced call has one dtype: it is one call with one signature; several dtypes could differ by
+    rank.
+    """
     if not tensors:
         raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")
     kinds = {str(tensor.dtype) for tensor in tensors}
@@ -136,7 +138,7 @@ def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
 def check_root(root: int, box: Outboxes, name: str) -> int:
     """Return the position of rank `root` among the members."""
     if 0 <= root < box.group_size == len(box.members):
-        return root  # what nearly every call finds
+        return root  # the case of nearly every call
     num_ranks = max(box.group_size, box.num_roots)
     if not 0 <= root < num_ranks:
         raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {num_ranks - 1}, got {root}")
@@ -161,7 +163,7 @@ def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[
 
 
 def _in_vain(like: torch.Tensor) -> torch.Tensor:
-    """Return what stands for the tensor of a lost member for which the user's list has no entry."""
+    """Return the stand-in for the tensor of a lost member for which the user's list has no entry."""
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -173,36 +175,36 @@ def _part(array: Array, rank: int, count: int, box: Outboxes) -> Array:
 
 
 def _absent(box: Outboxes) -> list[int]:
-    """Return the ranks whose places in the results are filled with zeros."""
+    """Return the ranks whose entries in the results are filled with zeros."""
     num_entries = box.num_entries or box.group_size
     return [rank for rank in range(num_entries) if rank not in box.members] if box.zeroes else []
 
 
 def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Any:
-    """Return the last sink of a call, which also fills the outputs of absent ranks with zeros."""
+    """Return the last sink of a call, which also fills the outputs of excluded ranks with zeros."""
     absent = _absent(box)
     targets = [target(outputs[rank], carrier, f"{name}[{rank}]") for rank in absent]
     return ZeroAfter(sink, [place.array for place in targets], targets) if absent else sink
 
 
 def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
-    """Return the place for everybody's rows; those of lost ranks keep what they hold."""
+    """Return the destination for all ranks' rows; those of lost ranks are kept."""
     is_filled = box.num_ranks == box.group_size and not box.num_entries
     return (target if is_filled else in_place)(output, carrier, name)
 
 
 def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Target:
-    """Return the place for results, a private one when the output shares memory with an input."""
+    """Return the destination for results, a private one when the output shares memory with an input."""
     if not any(overlap(output, tensor) for tensor in inputs):
         return _gathered(output, carrier, name, box)
-    return private(output, carrier, name)  # what lost ranks would fill stays as it is
+    return private(output, carrier, name)  # the entries of lost ranks stay as they are
 
 
 # ---- one function per collective
 
 
 def broadcast(box: Outboxes, tensor: torch.Tensor, root: int) -> Plan:
-    """Rank `root`'s tensor goes to all."""
+    """Send rank `root`'s tensor to all ranks."""
     carrier = carrier_of(tensor, "broadcast: tensor")
     position = check_root(root, box, "broadcast")
     signature = _signature("broadcast", tensor.dtype, tensor.numel(), root=root)
@@ -261,7 +263,7 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
 
 
 def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
-    """Everybody's tensor goes to everybody, one output per rank; sizes may differ from rank to rank."""
+    """Send each rank's tensor to all ranks, one output per rank; sizes may differ from rank to rank."""
     carrier = carrier_of(tensor, "all_gather: input")
     count, dtype = tensor.numel(), tensor.dtype
     sinks: dict[int, Any] = {}
@@ -311,12 +313,12 @@ def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
 
 
 def _with_zeros(whole: Target, parts: Sequence[Array]) -> Any:
-    """Return what finishes an output, of which some parts are filled with zeros before."""
+    """Return the sink that finishes an output, some parts of which are filled with zeros before."""
     return ZeroAfter(whole, parts, (), first=True) if parts else whole
 
 
 def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
-    """Like `all_gather` with one output, filled in rank order."""
+    """Gather as `all_gather` with one output, filled in rank order."""
     carrier = carrier_of(tensor, "all_gather: input")
     carrier_of(output, "all_gather: output")
     count = tensor.numel()
@@ -327,7 +329,7 @@ def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor)
 
 
 def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
-    """Several `all_gather_single` of one dtype as one call."""
+    """Plan several `all_gather_single` of one dtype as one call."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
     if len(outputs) != len(inputs):
@@ -361,7 +363,7 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
 def all_gather_lists(
     box: Outboxes, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
 ) -> Plan:
-    """Everybody's list of tensors goes to everybody: `output_lists[r][i]` gets rank r's `inputs[i]`."""
+    """Send each rank's list of tensors to all ranks: `output_lists[r][i]` gets rank r's `inputs[i]`."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
     num_entries = box.num_entries or box.group_size
@@ -391,7 +393,7 @@ def all_gather_lists(
 
 
 def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
-    """Everybody's tensor goes to `root`, whose `outputs` are one per rank."""
+    """Send each rank's tensor to `root`, whose `outputs` are one per rank."""
     carrier = carrier_of(tensor, "gather: input")
     sinks: dict[int, Any] = {}
     if check_root(root, box, "gather") == box.rank:
@@ -410,7 +412,7 @@ def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor,
 
 
 def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:
-    """Tensor r of `root`'s `inputs` goes to rank r."""
+    """Send tensor r of `root`'s `inputs` to rank r."""
     carrier = carrier_of(output, "scatter: output")
     position = check_root(root, box, "scatter")
     segments: list[Array] = []
@@ -427,7 +429,7 @@ def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor],
 
 
 def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
-    """The reduction of everybody's `inputs[r]` goes to rank r; sizes may differ from entry to entry."""
+    """Reduce all ranks' `inputs[r]` to rank r; sizes may differ from entry to entry."""
     carrier = carrier_of(output, "reduce_scatter: output")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     segments, count, dtype = [], output.numel(), output.dtype
@@ -450,7 +452,7 @@ def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.T
 
 
 def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
-    """Like `reduce_scatter` with one input that holds the segments in rank order."""
+    """Reduce as `reduce_scatter` with one input that holds the segments in rank order."""
     carrier = carrier_of(output, "reduce_scatter: output")
     carrier_of(tensor, "reduce_scatter: input")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
@@ -468,7 +470,7 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
 def reduce_scatter_coalesced(
     box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: int
 ) -> Plan:
-    """Several `reduce_scatter_single` of one dtype as one call."""
+    """Plan several `reduce_scatter_single` of one dtype as one call."""
     name = "reduce_scatter_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
     reducer = _reducer(op, inputs[0].dtype, name)
@@ -494,7 +496,7 @@ def reduce_scatter_coalesced(
 
 
 def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
-    """Tensor j of rank i's `inputs` goes to `outputs[i]` of rank j; sizes may differ from pair to pair."""
+    """Send tensor j of rank i's `inputs` to `outputs[i]` of rank j; sizes may differ from pair to pair."""
     all_outputs = outputs
     outputs = _list_of(outputs, box, "all_to_all: outputs")
     inputs = _list_of(inputs, box, "all_to_all: inputs")
@@ -518,7 +520,7 @@ def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[
 def all_to_all_single(
     box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Plan:
-    """Like `all_to_all` with one tensor each way, split along dimension 0."""
+    """Exchange as `all_to_all` with one tensor each way, split along dimension 0."""
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
     _same(output, tensor, output.numel(), "all_to_all: output")
@@ -535,7 +537,7 @@ def all_to_all_single(
         _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == inside[-1] else None)
         for rank in inside
     ]
-    for _ in box.members[len(inside) :]:  # lost, and without a place here: as much as with the first rank
+    for _ in box.members[len(inside) :]:  # lost, and without an entry here: as much as with the first rank
         segments.append(np.zeros(sent[0], carrier.dtype))
         sinks.append(_Piece(np.empty(expected[0], carrier.dtype), None))
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
@@ -559,5 +561,5 @@ def _split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, n
 
 
 def barrier(box: Outboxes) -> Plan:
-    """Everybody waits for everybody."""
+    """Return a plan in which every rank waits for all others."""
     return Barrier("barrier", _prefix("barrier", None))

@@ -1,8 +1,8 @@
-"""broadcast, all_gather, gather, scatter and barrier: bytes from one place to others, no arithmetic.
+"""broadcast, all_gather, gather, scatter and barrier: copies of bytes without arithmetic.
 
 A rank that sends puts its block (scatter: one segment per destination), the others copy out of it. A rank that has
-nothing to send puts only its header; everybody still waits for everybody's header, which is what finds mismatches and
-makes each of these calls a barrier.
+nothing to send puts only its header; every rank still waits for all headers, which detects mismatches and makes each of
+these calls a barrier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .segments import Segmented
 
 
 class Barrier(Plan):
-    """Only headers."""
+    """A plan of headers only."""
 
 
 class Spread(Plan):
@@ -92,7 +92,7 @@ class Spread(Plan):
             sink.finish()
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the places of the blocks that this rank gets."""
+        """Return the destinations of the blocks that this rank gets."""
         return list(self._sinks.values())
 
     def detach(self) -> None:

@@ -32,7 +32,7 @@ class PackedTensors:
             pack([source(tensor, carrier) for tensor in tensors], self.array)
 
     def finish(self) -> None:
-        """Copy the parts to where they belong."""
+        """Copy the parts to their tensors."""
         first = 0
         for end, part in zip(self.ends, self._targets, strict=True):
             part.array[...] = self.array[first:end]
@@ -81,13 +81,13 @@ class FinishAfter:
 
 
 class ZeroAfter:
-    """The last sink of a list, or an output that is one tensor: fills places of absent ranks with zeros as well.
+    """The last sink of a list, or an output that is one tensor: also fills the entries of excluded ranks with zeros.
 
     Args:
-        sink: finishes the results of those who are there.
+        sink: finishes the results of the present ranks.
         places: to be filled.
         targets: whose write-backs follow.
-        first: fill before `sink` finishes: what is filled is part of its output.
+        first: fill before `sink` finishes: the filled entries are part of its output.
     """
 
     def __init__(self, sink: Any, places: Sequence[Array], targets: Sequence[Target], first: bool = False) -> None:

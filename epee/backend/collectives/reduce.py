@@ -3,7 +3,7 @@
 The order is fixed, so float results are bit-identical on all ranks and between runs. bfloat16 and float16 are summed
 in float32 and rounded once. Work goes block by block, so the running sum stays in the cache.
 
-Results are written when the peers count on it already (COMPLETES), so a reduction allocates nothing: a call takes its
+Results are written when the peers already rely on it (COMPLETES), so a reduction allocates nothing: a call takes its
 scratch (`Reducer.scratch`, two blocks at most) when it is planned.
 
     SUM, AVG, PRODUCT, MIN, MAX   integers and floats
@@ -86,9 +86,9 @@ def _quietly(function: Callable[..., Any], *args: Any) -> None:
 
 
 def _quietly_in_context(function: Callable[..., Any], *args: Any) -> None:
-    """The same where numpy keeps its error state in a context variable; takes 0.1 us instead of 1.1.
+    """Call as `_quietly` where numpy keeps its error state in a context variable; takes 0.1 us instead of 1.1.
 
-    A copy, as threads and signal handlers cannot be in one context at once.
+    It runs in a copy of the context, as threads and signal handlers cannot be in one context at once.
     """
     _context.copy().run(function, *args)
 
@@ -150,7 +150,9 @@ class Reducer:
         self.reduce = reduce
 
     def scratch(self, count: int) -> Scratch:
-        """Return what reductions of up to `count` elements work in: the running sum and the next summand of a block."""
+        """Return the working memory of reductions of up to `count` elements: the running sum and the next summand of a
+        block.
+        """
         if self._wide is None:
             return None
         length = min(count, BLOCK_BYTES // self._wide.itemsize)

@@ -1,23 +1,23 @@
 """Reductions of more data over several hosts: a sum inside each host first, which then crosses the network.
 
 Two steps, as on one host, but each host makes a sum of its own: of its n ranks the i-th reduces the i-th of n shares of
-a round, over the values of this host alone (nothing of them leaves it), and tells its share to the other hosts
-(MERGED). Whoever takes the result reduces, piece by piece, the shares of all hosts. So a host sends to every other one
-as many bytes as the tensor has, where n / R of everybody's values and then the sums would be (n + 1) / H times that; it
-is done where it is less (`is_less`), as between few hosts with many ranks.
+a round, over the values of this host alone (nothing of them leaves it), and sends its share to the other hosts
+(MERGED). A rank that takes the result reduces, piece by piece, the shares of all hosts. So a host sends to every other
+one as many bytes as the tensor has, where n / R of all ranks' values and then the sums would be (n + 1) / H times that;
+it is done where it is less (`is_less`), as between few hosts with many ranks.
 
 In a reduce_scatter a rank of another host gets one row from each host: the sum over the ranks of that host, made by the
 one of them that is at its own position (modulo their number).
 
 Order: inside a host ranks ascending, rounded to the tensor's dtype; then hosts ascending (by their lowest rank at
-birth), rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit; with
-another placement of the ranks they may be rounded otherwise. The oracle is in `tests/hosts/test_sums.py`. A mean is not
-made so: it is the exact sum, divided.
+creation), rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit;
+with another placement of the ranks they may be rounded otherwise. The oracle is in `tests/hosts/test_sums.py`. A mean
+is not made so: it is the exact sum, divided.
 
 all_reduce, reduce and reduce_scatter.
 
 all_reduce of little data is one step: every rank puts its values and every rank reduces all of them. Of more data it is
-two: rank r reduces the r-th share of each round (MERGED) and everybody fetches the shares. A rank does not put its own
+two: rank r reduces the r-th share of each round (MERGED) and all ranks fetch the shares. A rank does not put its own
 share, it reads it from the tensor. reduce is the same call in which only the root fetches. reduce_scatter is one step:
 a rank puts the segments of the others and reduces its own.
 
@@ -146,7 +146,7 @@ class AllReduce(Plan):
         self._fetch(box, k, offsets, out[first : min(first + self._length, self._count)])
 
     def _fetch(self, box: Outboxes, k: int, offsets: list[int], out: Array) -> None:
-        """Fill `out`, the elements of round `k`, from everybody's shares."""
+        """Fill `out`, the elements of round `k`, from all ranks' shares."""
         for rank, view in enumerate(box.views[self._array.dtype]):
             low, high = self._part(k, rank)
             if low < high:
@@ -162,7 +162,7 @@ class AllReduce(Plan):
             self._sink.finish()
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the place of the result, where this rank gets it."""
+        """Return the destination of the result, if this rank gets it."""
         return (self._sink,) if self._takes else ()
 
     def detach(self) -> None:
@@ -193,7 +193,7 @@ class ReduceScatter(Segmented):
         self._reducer.reduce(parts, out, self._scratch)
 
 
-SMALL_BYTES = 64 << 10  # of all values of a host: less is told to everybody at once
+SMALL_BYTES = 64 << 10  # of all values of a host: less is sent to all ranks at once
 
 Hosts = Sequence[tuple[int, ...]]
 
@@ -210,7 +210,7 @@ def plan_reduction(
 
 
 def is_less(hosts: Hosts, nbytes: int) -> bool:
-    """Return whether sums inside the hosts first are fewer bytes on the network than shares of everybody."""
+    """Return whether sums inside the hosts first send fewer bytes on the network than shares of all ranks."""
     num_ranks = sum(len(host) for host in hosts)
     return num_ranks * nbytes > SMALL_BYTES * len(hosts) and num_ranks >= len(hosts) ** 2
 
@@ -238,7 +238,7 @@ def plan_reduce_scatter(
 
 
 class HostsAllReduce(AllReduce):
-    """all_reduce, or reduce, with a sum per host; see above."""
+    """The all_reduce, or reduce, with a sum per host."""
 
     one_step_bytes = 0
 
@@ -271,7 +271,7 @@ class HostsAllReduce(AllReduce):
         return ()
 
     def _fetch(self, box: Outboxes, k: int, offsets: list[int], out: Array) -> None:
-        """Reduce the shares of all hosts, between the places where a host's share ends."""
+        """Reduce the shares of all hosts, between the offsets where a host's share ends."""
         views = box.views[self._array.dtype]
         ends = sorted({end for rank in self._place_of for end in self._part(k, rank)})
         for low, high in itertools.pairwise(ends):
@@ -284,7 +284,7 @@ class HostsAllReduce(AllReduce):
 
 
 class HostsReduceScatter(ReduceScatter):
-    """reduce_scatter with a sum per host; see above."""
+    """The reduce_scatter with a sum per host."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class HostsReduceScatter(ReduceScatter):
         self._reducer.reduce(rows, out[first:last], self._scratch)
 
     def _values(self, box: Outboxes, rank: int, offset: int, peer: int, first: int, last: int) -> Array:
-        """Return what a rank of this host gives for `peer` in the round whose block lies at `offset`."""
+        """Return the values of a rank of this host for `peer` in the round whose block lies at `offset`."""
         if rank == self._rank:
             return self._segments[peer][first:last]
         place = offset // self._itemsize + peer * self._length

@@ -1,4 +1,4 @@
-"""How a call is cut into rounds.
+"""The division of a call into rounds.
 
 Small: one round. Up to two staging buffers: rounds of CHUNK_BYTES with room for all of them, taken when everything has
 arrived. Larger: two halves in turn, results in a private copy until the end (the price: as much memory as the results).

@@ -1,4 +1,4 @@
-"""What scatter and reduce_scatter share: a rank's block holds one segment per destination, read by that rank only."""
+"""The common part of scatter and reduce_scatter: a block holds one segment per destination, read by that rank only."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Segmented(Plan):
             self._make(box, offsets, out[first:last], first)
 
     def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
-        """Fill `out`, the elements from `first` on of this rank's result; subclasses say how."""
+        """Fill `out`, the elements from `first` on of this rank's result; subclasses implement it."""
 
     def _part(self, box: Outboxes, rank: int, offsets: list[int], out: Array, first: int) -> Array:
-        """Return what `rank` contributes to `out`."""
+        """Return the contribution of `rank` to `out`."""
         if rank == self._rank:
             return self._segments[rank][first : first + len(out)]
         place = offsets[rank] // out.itemsize + self._rank * self._length
@@ -88,7 +88,7 @@ class Segmented(Plan):
         self._sink.finish()
 
     def sinks(self) -> Sequence[Sink]:
-        """Return the place of this rank's result."""
+        """Return the destination of this rank's result."""
         return (self._sink,)
 
     def detach(self) -> None:

@@ -1,13 +1,13 @@
 """all_reduce of sparse COO tensors: the sum, or the mean, of all ranks' entries, in place.
 
 Each rank puts one block: the indices of its entries (int64, a row for each sparse dimension), then their values. The
-entries are coalesced: sorted, each index once. How many there are stands in the preamble of the call, so they may
+entries are coalesced: sorted, each index once. Their number is in the preamble of the call, so they may
 differ from rank to rank, and every rank knows how many rounds the longest block takes; shape and dtype must agree.
 
-Every rank copies all blocks and adds them up (`merge`) before it says so (MERGED), and takes nothing before all have:
-memory for the result is there before any rank completes the call, and a rank that has none fails the call for all. A
-commit only replaces the entries of the caller's tensor. Sums run in ascending rank order from zero, in float32 for
-float16 and bfloat16, as those of dense tensors do; the result is coalesced and has the same bits on all ranks.
+Every rank copies all blocks and adds them up (`merge`) before it publishes that (MERGED), and takes nothing before all
+have: memory for the result is there before any rank completes the call, and a rank that has none fails the call for
+all. A commit only replaces the entries of the caller's tensor. Sums run in ascending rank order from zero, in float32
+for float16 and bfloat16, as those of dense tensors do; the result is coalesced and has the same bits on all ranks.
 
 A block that fits into two staging buffers is put in one piece. Otherwise its rounds alternate between two halves, as in
 `alltoall.py`.
@@ -37,7 +37,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class SparseSink(Sink):
-    """The tensor whose entries are replaced by those of `result`; none for a call that nobody waits for any more."""
+    """The tensor whose entries are replaced by those of `result`; none for a call that no thread waits for any more."""
 
     result: torch.Tensor | None = None
 
@@ -72,9 +72,9 @@ def plan_sparse(box: Outboxes, tensor: torch.Tensor, op: int, label: str) -> Spa
 
 
 class SparseReduction(Plan):
-    """See above."""
+    """An all_reduce of a sparse COO tensor."""
 
-    merge_bytes = ALIGN_BYTES  # the phase that says that this rank has its result; nobody reads bytes of it
+    merge_bytes = ALIGN_BYTES  # the phase that publishes that this rank has its result; no rank reads bytes of it
     num_halves = 2
 
     def __init__(self, tensor: torch.Tensor, op: int, label: str, box: Outboxes) -> None:
@@ -136,7 +136,7 @@ class SparseReduction(Plan):
         return ()
 
     def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
-        """Take memory for everybody's blocks, as long as their preambles say, and derive the rounds."""
+        """Allocate memory for all ranks' blocks, of the lengths in their preambles, and derive the rounds."""
         if self._blocks:
             return
         blocks, rounds = [], 1
@@ -176,7 +176,7 @@ class SparseReduction(Plan):
         return (self._sink,)
 
     def detach(self) -> None:
-        """Part from the tensor; its entries were copied before."""
+        """Detach from the tensor; its entries were copied before."""
         result, self._sink = self._sink.result, SparseSink(None)
         self._sink.result = result
 

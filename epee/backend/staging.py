@@ -79,7 +79,7 @@ class Device(Protocol):
         """
 
     def is_done(self, mark: Any) -> bool:
-        """Whether a stream has come to the mark."""
+        """Return whether a stream has reached the mark."""
 
     def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
         """Copy twins back on streams of our own, behind the marks; returns the marks behind the copies."""
@@ -138,7 +138,7 @@ class Cuda:
         return [(torch.cuda.current_device(), event)]
 
     def is_done(self, mark: Any) -> bool:
-        """Whether the event has come."""
+        """Return whether the event has completed."""
         return bool(mark[1].query())
 
     def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
@@ -255,7 +255,7 @@ class Staged:
             if self._back is None:
                 try:
                     self._back = _device.copy_back(self.written, self.marks)
-                except RuntimeError as exc:  # CUDA's word; the thread that comes first may not be the one to tell
+                except RuntimeError as exc:  # CUDA's message; another thread may report it
                     self._broken = exc
                     raise
             return self._back

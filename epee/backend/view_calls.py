@@ -45,7 +45,7 @@ class CallsOfView:
         raise NotImplementedError
 
     def _limit(self, timeout_s: float | None) -> float:
-        """Return for how long a call of the view waits: what its caller says, else the group's time-out."""
+        """Return for how long a call of the view waits: the caller's timeout, else the group's."""
         return self._engine.timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
 
     @property
@@ -63,7 +63,7 @@ class CallsOfView:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call waits for silent ranks when it names no timeout, in seconds."""
+        """The time that a call waits for silent ranks when it names no timeout, in seconds."""
         return self._engine.timeout_s
 
     @property

@@ -176,7 +176,7 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
             named(exc, self.engine.box.label.text)
             if caller() == "torch.distributed.distributed_c10d":
                 for op in self.ops:
-                    is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
+                    is_open = op.error is None and isinstance(op, Message)  # no quorum, for example: not its own end
                     if is_open or not is_own(exc):
                         self.engine.take_back(op, exc)
             raise

@@ -135,7 +135,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
         return False
     if engine.flags:
         return False
-    if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was looked at when nothing was missing
+    if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was checked when nothing was missing
         return False
     own[cell + GAVE_UP] = COMPLETES
     op.writing = True
@@ -510,7 +510,7 @@ class Engine:
             except BaseException as exc:
                 if self.is_interrupt(exc):
                     raise
-                op.fail(exc)  # a peer's impossible word, say: it belongs to that message
+                op.fail(exc)  # a peer's impossible word, for example: it belongs to that message
                 self.mail.cancel(op)
                 self.retire(op)
                 self.messages.pop(op, None)
@@ -667,7 +667,7 @@ class Engine:
         eviction = None if self.survival is None else self.survival.eviction
         if self.flags & TROUBLED and eviction is not None:
             for op in self.queue:
-                op.fail(eviction)  # nobody may be waiting, only a future
+                op.fail(eviction)  # no thread may be waiting, only a future
             self.retire_heads()
         return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
 

@@ -117,7 +117,7 @@ class Entry:
             self.queue_up()
 
     def stop_calls(self, timeout_s: float) -> bool:
-        """Take the lock for a hook that must see the calls stand still, whatever `flags` say; False: not in time."""
+        """Take the lock for a hook that needs the calls stopped, independently of `flags`; False: not in time."""
         return bool(self._lock.acquire(timeout=timeout_s))
 
     def let_calls(self) -> None:

@@ -99,7 +99,7 @@ class Operation:
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
-    withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
+    withdrawal: Withdrawal | None = None  # this rank's timeout, or another's, has passed
     before: Sequence[Any] = ()  # calls that it waits for before it is published, see `overlap.py`
     was_held_by = ""
     holds_back = ""  # names of the calls that wait for this one, once it is late

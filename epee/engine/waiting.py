@@ -20,7 +20,7 @@ from .entry import CHANGING, Entry, Guarded
 from .operation import Block
 from .outbox import CORE, SLEEPERS
 
-STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
+STOLEN_S = 5e-6  # a yield to no other task takes 0.5 us
 NAP_ROUNDS = 64  # yields before a wait without a word of its own starts to sleep
 LOADS_OWN_CORE, LOADS_SHARED_CORE = 300, 50  # polls before the first yield; 300 take about 10 us
 

@@ -65,7 +65,7 @@ def create_engine(
     Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`).
 
     Raises:
-        AuthError: a record was written by somebody else, or the ranks run as different users.
+        AuthError: a record was written by another process, or the ranks run as different users.
         CommTimeoutError: a rank did not come within `timeout_s`.
         RankFailedError: a rank died on the way.
         MismatchError: a rank refused its options, or the ranks have variables unlike that must be alike.

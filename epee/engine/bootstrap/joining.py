@@ -72,7 +72,7 @@ def find_job(store: Any) -> Found:
     """Return the running job.
 
     Raises:
-        InvalidState: there is no running job, or there are several and the store does not say which.
+        InvalidState: there is no running job, or there are several and the store does not name one.
         UnsupportedError: the ranks run on another host than this process, and on one alone.
         AuthError: the job's secret is in a file (EPEE_TOKEN_FILE), and this process has none or another one.
     """

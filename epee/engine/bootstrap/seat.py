@@ -34,7 +34,7 @@ class Greeting(NamedTuple):
 
     @property
     def spans(self) -> bool:
-        """Whether the group is one over several hosts even if all its ranks are on one: others may join."""
+        """Return whether the group is one over several hosts even if all its ranks are on one: others may join."""
         return self.hellos[0].spans
 
     @property

@@ -245,7 +245,7 @@ class Admission:
 
         Raises:
             CommTimeoutError: the view did not change in time.
-            InvalidState: nobody would be left.
+            InvalidState: no rank would be left.
         """
         deadline = time.monotonic() + timeout_s
         while True:

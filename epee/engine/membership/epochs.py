@@ -461,7 +461,7 @@ class Survival(LaneBirth):
         through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
         if not through or any(box.words[peer][VIEW] > self._occupants.epoch for peer in through):
             return []
-        self.heed(op)  # the last decision may not have been looked at for this call
+        self.heed(op)  # the last decision may not have been applied to this call
         return [box.members[peer] for peer in through] if op.box is box and not op.done else []
 
     def has_lost_one_of(self, box: Outboxes) -> bool:
@@ -511,7 +511,7 @@ class Survival(LaneBirth):
     def show(self, call: Operation | Message, ranks: Iterable[int]) -> None:
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
         if self._engine.flags & ENDED:
-            return  # the board may be gone
+            return  # the board may be removed
         slots = self._occupants.slots_of(ranks).values()
         self._awaited.show(call.name, call.seq, self._engine.members.epoch, slots)
 

@@ -84,9 +84,9 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
 
 
 def counting(box: Outboxes, group_size: int) -> Outboxes:
-    """Return the same outboxes for the plan of a call with `group_size` entries in its lists, zeros for absent ranks.
+    """Return the same outboxes for the plan of a call with `group_size` entries in its lists, zeros for excluded ranks.
 
-    They must be as many as the highest member needs; where they are fewer the plan's own checks say so.
+    They must be as many as the highest member needs; if they are fewer the plan's own checks fail.
     """
     if box.num_ranks == box.group_size == group_size:
         return box
@@ -162,8 +162,8 @@ def _shortened(box: Outboxes, num_entries: int) -> Outboxes:
 def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
     """Map the outbox of a process; None when it no longer exists: its owner is dying or dead, or has closed it.
 
-    A blank one in its place says the same as the real one to those who have mapped it: nobody puts anything into a call
-    that a newcomer takes part in before all have (`Survival.may_publish`).
+    A blank one instead has the same content as the real one for ranks that have mapped it: no rank puts data into a
+    call with a joiner before all ranks have mapped (`Survival.may_publish`).
 
     Raises:
         ResourceError: it cannot be mapped now, and its owner lives. To be tried again.
@@ -186,7 +186,7 @@ def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
 
 
 def make_blank(nbytes: int) -> HostRegion:
-    """Return an outbox that nobody writes; it costs addresses and a descriptor, no pages.
+    """Return an outbox that no process writes; it costs addresses and a descriptor, no pages.
 
     Raises:
         ResourceError: there is no memory.
@@ -201,7 +201,7 @@ def make_blank(nbytes: int) -> HostRegion:
 def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
     """Read `rank`'s outbox in `region` from now on; `box` has all ranks. Regions narrowed before keep the old one.
 
-    A rank above those that `box` has makes it longer; places between them are blank until somebody comes. May be
+    A rank above those that `box` has makes it longer; ranks between them are blank until a process joins. May be
     repeated where it was broken off.
 
     Raises:

@@ -207,7 +207,7 @@ class IncomingMessage:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of it is to come any more."""
+        """Return whether the message is complete: nothing more of it is to come."""
         return self.cancelled or self.bytes_seen == self.total
 
 

@@ -9,13 +9,13 @@ in.
                creation and others when they have been taken in. Each entry is proved by the job's token, and one that
                is damaged or forged is passed over. The entry of a former member does no harm.
     in         The decision that takes a process in names all members, their hosts, and where their links are made, so
-               from then on the store may be gone. The process makes a placement of them (`link/topology.py`), its
+               from then on the store may be lost. The process makes a placement of them (`link/topology.py`), its
                mirrors and its part of the links, and reads blanks until mirrors are whole. It is ready (LIFE) when it
                reads all others; no rank publishes a call that it has a part in before.
 
 Each process writes its own keys and its own outbox. A crash before the decision leaves a key and perhaps a folder that
 the next job removes; one after it is the loss of a member. If the store's host dies before all is read, each read takes
-as long as the store's own time-out, and the search ends with an error, or with the only job of this rendezvous that has
+as long as the store's own timeout, and the search ends with an error, or with the only job of this rendezvous that has
 a folder here; if it dies later, no process notices. If the coordinator dies, the others take a joiner in: it has asked
 all members that it knows, and continues asking.
 """

@@ -1,9 +1,9 @@
-"""How far each rank of a group over several hosts is, read from outside on one of its hosts, without its help.
+"""The progress of each rank of a group over several hosts, read from outside on one of its hosts, without its help.
 
 Data path: the mappings of one process (`/proc/PID/maps`) name the outboxes of its host's ranks and the mirrors of the
 others. The process that holds such a memory open for writing is the rank that made it, or the gateway that keeps the
 mirror; there the words are read: how many calls the rank has ended, whether it has made the next one. For a process the
-report says whether it exists, and whether it is stopped. The boards of this host's ranks say more of these
+report says whether it exists, and whether it is stopped. The boards of this host's ranks have more about these
 (`view/report.py`); of ranks elsewhere nothing else is known here.
 
 Each rank writes its outbox, gateways their mirrors. The caller reads them while the words change: this is for people. A
@@ -55,7 +55,7 @@ class Progress(NamedTuple):
         pid: its process; 0 for one of another host, or one that has ended.
         health: "running", "stopped" or "dead"; of another host "elsewhere"; "left" for a rank that has left in order;
             "unknown" if the gateway that receives from it is dead.
-        num_ended: calls that have ended there; -1, as the next, where nobody is left to read that from.
+        num_ended: calls that have ended there; -1, as the next, if no process is left to read that from.
         num_made: calls that the rank has made, those included; they may be several beyond.
         op: the first of those that have not ended; "" where there is none.
         gateway: of a rank of another host, the process here that receives from it; else 0.
@@ -83,7 +83,7 @@ def look_at_groups(pid: int) -> list[tuple[Progress, ...]]:
     """Return the ranks of each group over several hosts that process `pid` is in, by rank; none: an empty list.
 
     Raises:
-        AuthError: it is another user's process. ResourceError: it has ended, or may not be looked into.
+        AuthError: it is another user's process. ResourceError: it has ended, or may not be read.
     """
     require_own(pid)
     lanes: dict[int, list[tuple[_Memory, bytes]]] = {}
@@ -141,7 +141,7 @@ def _memories_of(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _read(memory: _Memory, offset: int, nbytes: int) -> bytes:
-    """Return bytes of the memory as they are now; fewer if it is gone."""
+    """Return bytes of the memory as they are now; fewer if it no longer exists."""
     if not memory.path:
         return b""
     try:

@@ -44,9 +44,9 @@ class Settling:
     """The mirrors of one rank's host, as far as a change of the view concerns them.
 
     Args:
-        box: the outboxes of all ranks.
+        box: the peer regions of all ranks.
         roles: of the view in which the group begins.
-        owners: per rank what mirrors of it say.
+        owners: per rank the owner named in its mirrors.
         boxes: returns all peer regions with which calls run, or may.
 
     Attributes:

@@ -18,7 +18,7 @@ from ..waiting import Waiting
 from .exports import Exports
 
 AWAY_S = 2 * YIELD_S  # a rank of another host is later than one of this: its word has a longer path
-MOST_MOVES_S = 0.02  # however long bytes come: the caller must look at deadlines and deaths
+MOST_MOVES_S = 0.02  # however long bytes come: the caller must check deadlines and deaths
 _PUMPS = 40  # before the first yield; each takes some microseconds
 
 

@@ -117,7 +117,7 @@ class Ways:
 
     Args:
         topology: the host of each rank.
-        box: the outboxes of all ranks; this rank's own, and those of its host, are mapped.
+        box: the peer regions of all ranks; this rank's own, and those of its host, are mapped.
         links: without a link so far.
         meeting: makes connections.
         owners: per rank the owner named in its outbox and mirrors.

@@ -30,7 +30,7 @@ class BackendOptions(_CBackend.Options):
         is
             no limit: a group may grow to 64 ranks.
         fault_mode: "raise": the call that loses a rank raises `RankFailedError` on all survivors, the next one runs
-            without it. "mask": the call itself succeeds over those who are left. With `active_ranks` it is "mask".
+            without it. "mask": the call itself succeeds over the remaining ranks. With `active_ranks` it is "mask".
         on_stall: the handling of a living rank that does not come until a call's timeout. "error": the call raises
             `CommTimeoutError`, no rank leaves. "evict": it is voted out, like a dead one. "wait": the call waits on and
             a warning names the rank. None: "evict" in mode "mask", else "error".

@@ -263,12 +263,12 @@ class Engine:
         return consumed_of(self.box.own)
 
     def run(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING) -> Operation:
-        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with.
+        """Plan a collective and run it to its end in the caller's thread. Raises the call's error.
 
         Args:
             make: plans it.
             opts: torch's options of the call.
-            tensors: what the call writes and what it reads.
+            tensors: the tensors that the call writes and reads.
         """
         seen = overlap.glance(self) if self.queue or self.messages else None
         box = self.members

@@ -256,7 +256,7 @@ class Operation:
             self.withdrawal.is_over(self, self.box)
 
     def disown(self, cause: BaseException) -> None:
-        """Abort the call for a caller who gets `cause` and cannot reach it any more.
+        """Abort the call for a caller that gets `cause` and cannot reach it any more.
 
         Results that have completed, or still may, go to private copies, for the call's repetition.
 
@@ -323,7 +323,7 @@ class Operation:
         return self.plan.preamble is None or self.agreed
 
     def finish(self, box: Outboxes) -> None:
-        """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
+        """Write the results; everything has arrived. May be run again after an interrupt inside it."""
         plan = self.plan
         if not self.completing:
             box.own[self.cell + GAVE_UP] = COMPLETES  # from here on a rank that has aborted it waits for it

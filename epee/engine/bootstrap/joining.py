@@ -180,7 +180,7 @@ def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
     try:
         directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
     except (EpeeError, OSError):
-        return False  # what is there is over, or not ours to read: who begins a group needs none of it
+        return False  # obsolete or unreadable: a process that begins a group needs none of it
     directory.leave()  # and with it the folder, if no process uses it any more
     return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
 

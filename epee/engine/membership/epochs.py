@@ -84,7 +84,7 @@ class Survival(LaneBirth):
         self._ways: Ways | None = None
         self._settling: Settling | None = None
         self._gate: Gate | None = None
-        self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision that says so was taken over
+        self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
@@ -442,7 +442,7 @@ class Survival(LaneBirth):
         self._judge.raise_untold()
 
     def may_publish(self, op: Operation) -> bool:
-        """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes."""
+        """Return whether this rank may put its part of `op`: all its members can read each other's outboxes."""
         if self._gate is not None and (self._gate.epoch or self.unsettled() or not self._is_ready):
             return False
         return self._arrival.may_publish(op)

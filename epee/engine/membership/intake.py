@@ -110,12 +110,12 @@ class Arrival:
         self._full = full
         self._joined_in = joined_in
         self._is_adopted = not joined_in
-        for peer in full.peers if joined_in else ():  # for those who joined in the same epoch
+        for peer in full.peers if joined_in else ():  # for ranks that joined in the same epoch
             # Sent, not only stored: other hosts may have received everything else in this outbox a moment before.
             publish_word(full, full.verdict_base[peer], first_number(joined_in) - 1)
 
     def may_publish(self, op: Operation) -> bool:
-        """Return whether all who take part in `op` can read each other's outboxes."""
+        """Return whether all ranks that take part in `op` can read each other's outboxes."""
         if unready(op.box):
             return False
         if self._is_adopted:

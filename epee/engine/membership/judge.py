@@ -122,7 +122,7 @@ class Judge:
             return self._is_whole(past, slot, epoch)
 
         def has_root(epoch: int) -> bool:
-            is_before = epoch < past.box.epoch  # it was planned later, with who takes part there
+            is_before = epoch < past.box.epoch  # it was planned later, with the members there
             return past.root < 0 or is_before or past.root in self._boxes.box_for(epoch, past.seq).members
 
         return self._course.place(past.seq, is_whole, ran_in, has_root)

@@ -91,7 +91,7 @@ class LaneHooks:
             )
 
     def show_losses(self) -> None:
-        """Have the engine's mask show each loss from now on as soon as a decision says so."""
+        """Have the engine's mask show each loss from now on as soon as a decision reports it."""
         with self._lock:
             since, rank_of = self._occupants.since, self._occupants.rank_of
             self._shown = {slot: (when, rank_of[slot]) for slot, when in since.items()}

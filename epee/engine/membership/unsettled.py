@@ -117,7 +117,7 @@ class UnsettledCalls:
     def behind(self, box: Outboxes, lost: Collection[int] = ()) -> list[int]:
         """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls.
 
-        Those who are `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
+        Ranks in `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
         """
         return sorted({rank for past in self.calls for rank in _behind(past, box) if rank not in lost})
 

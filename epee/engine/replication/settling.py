@@ -58,7 +58,7 @@ class Settling:
         self, box: Outboxes, roles: Roles, owners: Mapping[int, OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
     ) -> None:
         self.roles = roles
-        self._newest = 0  # epoch of the last decision that was taken over
+        self._newest = 0  # epoch of the last decision that was applied
         self.unsettled: dict[int, int] = {}
         self._box, self._owners, self._boxes = box, owners, boxes
         self._moves: dict[int, int] = {}  # source -> the view since which it has another gateway

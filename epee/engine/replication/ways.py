@@ -520,7 +520,7 @@ class Ways:
                 self._fetches.pop((peer, source), None)
 
     def _is_coming(self, source: int, epoch: int) -> bool:
-        """Return whether a view up to that of an epoch takes in a process for the rank, and waits to be taken over."""
+        """Return whether a view up to that of an epoch takes in a process for the rank, and waits to be applied."""
         return any(turn.epoch <= epoch and source in {one.rank for one in turn.newcomers} for turn in list(self._news))
 
     def _newest(self, source: int) -> int:

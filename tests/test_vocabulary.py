@@ -87,9 +87,9 @@ IN_NAMES = frozenset(
 QUESTION = re.compile(r"(who|what|how|which|where|whoever|whatever|see above)\b", re.IGNORECASE)
 WORD = re.compile(r"\w+")
 NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-MAX_IN_PACKAGE = 9350
-MAX_IN_DOCS = 688
-MAX_OPENINGS = 370
+MAX_IN_PACKAGE = 8600
+MAX_IN_DOCS = 680
+MAX_OPENINGS = 0
 
 
 def private_words(text: str) -> int:

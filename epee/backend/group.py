@@ -208,8 +208,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     def _checked(self, options: Any, default: Callable[[], BackendOptions]) -> BackendOptions:
-        """Return the options in force; they fit the group. Reads the environment, too: errors are reported to the
-        others.
+        """Return the options in force; they fit the group.
+
+        Reads the environment, too: errors are reported to the others.
         """
         self._default_timeout_s = env.get_seconds("EPEE_TIMEOUT_S", self._default_timeout_s)
         return _checked(options, default, self._num_ranks)
@@ -466,8 +467,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Make several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it
-        returns.
+        """Make several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`.
+
+        Done when it returns.
         """
         size = len(output_lists) if self._counts_present else self.num_slots
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):

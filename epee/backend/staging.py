@@ -74,8 +74,9 @@ class Device(Protocol):
         """Return a mark behind the pending work on the current stream of each GPU of the tensors."""
 
     def here(self) -> list[Any]:
-        """Return a mark behind the pending work on the current stream of the current GPU; none where no GPU is in
-        use.
+        """Return a mark behind the pending work on the current stream of the current GPU.
+
+        The list is empty where no GPU is in use.
         """
 
     def is_done(self, mark: Any) -> bool:

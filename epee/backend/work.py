@@ -198,8 +198,9 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         return error
 
     def lost_ranks(self) -> set[int]:
-        """Return the ranks that the call has lost in progress or failed because of; not those that were excluded on
-        request.
+        """Return the ranks that the call has lost in progress or failed because of.
+
+        Not those that were excluded on request.
         """
         found: set[int] = set()
         for op in self.ops:

@@ -151,8 +151,9 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
 
 
 def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
-    """Note the offsets of the peers' parts, if all have called the same; False: a part is missing, or a word is
-    unexpected.
+    """Note the offsets of the peers' parts, if all have called the same.
+
+    False: a part is missing, or a word is unexpected.
 
     Args:
         op: the call.
@@ -341,8 +342,9 @@ class Engine:
             raise
 
     def _tell(self) -> None:
-        """Raise a loss that no call could report, once all data is here that decides whether it is one. The lock is
-        held.
+        """Raise a loss that no call could report, once all data is here that decides whether it is one.
+
+        The lock is held.
 
         Raises:
             CommTimeoutError: this host did not receive in time what lost ranks had sent to others; no number was used
@@ -432,8 +434,9 @@ class Engine:
             interrupts.tell(self, exc, op)
 
     def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
-        """End the messages of `rank`, without which a view has begun. Data sent before its death counts. The lock is
-        held.
+        """End the messages of `rank`, without which a view has begun. Data sent before its death counts.
+
+        The lock is held.
         """
         ending.end_with_others(self)  # a rank that had ended the group may end its process afterwards
         if absence.is_final and rank not in self.mail.out:
@@ -672,8 +675,9 @@ class Engine:
         return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
 
     def await_flags(self) -> None:
-        """Wait a moment, without the lock, for the state in `flags` to pass; raise the error that it implies for a
-        call.
+        """Wait a moment, without the lock, for the state in `flags` to pass.
+
+        Raise the error that it implies for a call.
         """
         survival = self.survival
         if self.flags & ENDED or survival is None:

@@ -55,8 +55,9 @@ class Guarded(Protocol):
         """Check `flags` with the lock held; False when a call must not run now."""
 
     def await_flags(self) -> None:
-        """Wait a moment, without the lock, for the state in `flags` to pass; raise the error that it implies for a
-        call.
+        """Wait a moment, without the lock, for the state in `flags` to pass.
+
+        Raise the error that it implies for a call.
         """
 
     def settle(self) -> None:

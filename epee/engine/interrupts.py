@@ -263,11 +263,10 @@ def disown(engine: EngineFace, op: Operation, exc: BaseException) -> None:
 
 
 def claim(engine: EngineFace, make: Make) -> Operation | None:
-    """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition; None: a new
-    call.
+    """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
 
-    The outcome of that call must be known first. A call of another kind repeats none of them: its caller continues
-    without their results, as do the other ranks that have them.
+    None: a new call. The outcome of that call must be known first. A call of another kind repeats none of them: its
+    caller continues without their results, as do the other ranks that have them.
 
     Raises:
         CommTimeoutError: the outcome is still open; nothing was issued, the call may be repeated.

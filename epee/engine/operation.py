@@ -61,8 +61,9 @@ from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
 
 class Block(NamedTuple):
-    """The condition that a call waits for: `words[rank][word] >= value` (rank of the group). Rank -1: no word, step
-    again.
+    """The condition that a call waits for: `words[rank][word] >= value` (rank of the group).
+
+    Rank -1: no word, step again.
     """
 
     rank: int
@@ -231,11 +232,10 @@ class Operation:
         return None
 
     def withdraw(self, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
-        """Abort the call, which `silent` ranks kept waiting (none: another rank has aborted it); `step` returns the
-        outcome.
+        """Abort the call, which `silent` ranks kept waiting (none: another rank has aborted it).
 
-        If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends here, and stays: no rank can
-        complete a call with it, and its reason is for ranks that arrive late.
+        `step` returns the outcome. If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends
+        here, and stays: no rank can complete a call with it, and its reason is for ranks that arrive late.
         """
         if isinstance(self.plan, RefusedPlan):
             told = f"{self.describe(box)}: refused here, and given up by another rank"

@@ -60,8 +60,9 @@ def _is_posted(message: Message) -> bool:
 
 
 def touched(call: Driven) -> Touched:
-    """Return the memory that a call writes and reads; measured once, so that a tensor may get other memory
-    afterwards.
+    """Return the memory that a call writes and reads.
+
+    Measured once, so that a tensor may get other memory afterwards.
     """
     found: Touched | None = call.touched
     if found is None:

@@ -112,8 +112,9 @@ class Withdrawal:
         publish_word(box, op.cell, 0)
 
     def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
-        """Check the call's outcome. True when it ends here: it has failed, or `op.completing` is set and it must
-        complete.
+        """Check the call's outcome.
+
+        True when it ends here: it has failed, or `op.completing` is set and it must complete.
         """
         look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
         if look.end is End.FAILED and box.exports is not None:

@@ -122,8 +122,9 @@ def one(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    """Check that a coalesced call has one dtype: it is one call with one signature; several dtypes could differ by
-    rank.
+    """Check that a coalesced call has one dtype: it is one call with one signature.
+
+    Several dtypes could differ by rank.
     """
     if not tensors:
         raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")

@@ -97,8 +97,9 @@ class Admission:
         return self._occupants.present(self._runtime.view())
 
     def since(self) -> dict[int, int]:
-        """Return since which epoch each rank takes part in the newest view; its owner in an earlier one is no
-        member.
+        """Return since which epoch each rank takes part in the newest view.
+
+        Its owner in an earlier one is no member.
         """
         return self._occupants.since_in(self._runtime.view())
 
@@ -226,10 +227,10 @@ class Admission:
         return True
 
     def _locators(self, view: Decision, members: Collection[int], coming: Collection[int]) -> list[Locator] | None:
-        """Return the locators that a view with joiners must carry in addition to `view`; None: not all of it is here
-        yet.
+        """Return the locators that a view with joiners must carry in addition to `view`.
 
-        Members that joined the first group with the job are described by their endpoints.
+        None: not all of it is here yet. Members that joined the first group with the job are described by their
+        endpoints.
         """
         told, known = self._told(), locators_of(view, self._occupants.lane)
         wanted = set(coming)
@@ -297,11 +298,10 @@ class Admission:
         ]
 
     def name_later(self, ranks: Sequence[int]) -> str:
-        """Return the name under which the members among global `ranks` meet to make a group now; "" if none ever
-        joined.
+        """Return the name under which the members among global `ranks` meet to make a group now.
 
-        All members ask at the same point of their program, so they have made equally many calls, and know of the same
-        joiners. The last part counts groups of the same ranks between two calls.
+        "" if none ever joined. All members ask at the same point of their program, so they have made equally many
+        calls, and know of the same joiners. The last part counts groups of the same ranks between two calls.
         """
         engine = self._engine
         if engine.flags & ENDED or not (engine.flags or self._intake.join_epoch):
@@ -324,8 +324,9 @@ class Admission:
         return self._boxes.box.epoch >= self._boxes.shown_epoch
 
     def show_joined(self) -> None:
-        """Plan this rank's next call with the processes that have been taken in, if they surely take part. The lock is
-        held.
+        """Plan this rank's next call with the processes that have been taken in, if they surely take part.
+
+        The lock is held.
         """
         self._boxes.show(self._intake.join_epoch)
 

@@ -96,8 +96,9 @@ class Boxes:
                 self._engine.mask.put(rank, is_in, is_asked, box.epoch)
 
     def retired(self, seq: int) -> bool:
-        """Note that calls up to `seq` have ended: later ones are planned for the remaining ranks. True: no change is
-        known to come.
+        """Note that calls up to `seq` have ended: later ones are planned for the remaining ranks.
+
+        True: no change is known to come.
         """
         self.sizes.forget(seq)
         self._plan_on()

@@ -182,8 +182,9 @@ class Survival(LaneBirth):
         self.hooks.await_thaw(timeout_s)
 
     def await_quorum(self) -> None:
-        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin. Without the
-        lock.
+        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin.
+
+        Without the lock.
         """
         self.hooks.await_quorum()
 
@@ -531,8 +532,9 @@ class Survival(LaneBirth):
         self._awaited.call_it(name)
 
     def close(self, failed: bool = False) -> None:
-        """End the membership, and this process's part in the job if it was the last; `failed`: as a rank that has
-        failed.
+        """End the membership, and this process's part in the job if it was the last.
+
+        `failed`: as a rank that has failed.
         """
         self.hide()
         if self.hooks.is_attached:

@@ -73,8 +73,9 @@ class Intake:
             self._occupants.take_in(one)
 
     def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
-        """Read the outbox of a process that has taken `rank`: the steps that may fail come first. None: it has left
-        already.
+        """Read the outbox of a process that has taken `rank`: the steps that may fail come first.
+
+        None: it has left already.
         """
         engine, nbytes = self._engine, self._boxes.full.payload_bytes
         is_here = part is not None and (not self._boxes.full.host_of or part.host == self._host)

@@ -127,11 +127,11 @@ class LaneHooks:
             engine.entry.let_calls()
 
     def _claimed(self, course: Course, issued: int) -> int:
-        """Return the number to report as the last call issued, where `issued` is the actual one. The engine's lock is
-        held.
+        """Return the number to report as the last call issued, where `issued` is the actual one.
 
-        It depends on the failures that no call has reported yet, hence on pending decisions too. They are not applied
-        here: that needs descriptors and memory, and a rank that is short of them must answer all the same.
+        The engine's lock is held. It depends on the failures that no call has reported yet, hence on pending decisions
+        too. They are not applied here: that needs descriptors and memory, and a rank that is short of them must answer
+        all the same.
         """
         course = copy.deepcopy(course) if self.decisions else course
         for decision in self.decisions:
@@ -196,8 +196,9 @@ class LaneHooks:
         self._has_news.set()
 
     def _show_lost(self, shown: dict[int, tuple[int, int]], decision: Decision) -> None:
-        """Show the ranks that the job has lost by a decision; calls show ranks that left, or were evicted. The lock is
-        held.
+        """Show the ranks that the job has lost by a decision; calls show ranks that left, or were evicted.
+
+        The lock is held.
         """
         assert self._engine is not None, "attach comes first"
         parts = parts_of(decision, self._occupants.lane)
@@ -275,8 +276,9 @@ class LaneHooks:
         self._engine.raise_flag(TROUBLED)
 
     def await_quorum(self) -> None:
-        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin. Without the
-        lock.
+        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin.
+
+        Without the lock.
         """
         assert self._engine is not None, "attach comes first"
         until = time.monotonic() + NO_QUORUM_PAUSE_S

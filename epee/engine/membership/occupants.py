@@ -89,8 +89,9 @@ class Occupants:
         self._joined, self._has_begun = joined, False
 
     def begin(self, ranks: Iterable[int]) -> list[int]:
-        """Begin with the known view; return the ranks of the group that are in it. `ranks`: those that have an
-        outbox.
+        """Begin with the known view; return the ranks of the group that are in it.
+
+        `ranks`: those that have an outbox.
         """
         known = self.known
         self.epoch = known.epoch

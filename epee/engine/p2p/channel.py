@@ -106,8 +106,9 @@ class Mailroom:
         return {message.peer} if message.peer != ANY else set(self._receiver.sources())
 
     def absence(self, message: Message) -> PeerError | None:
-        """Return the error of a message that cannot complete because of a rank that is not in the view; None: it
-        can.
+        """Return the error of a message that cannot complete because of a rank that is not in the view.
+
+        None: it can.
         """
         is_any = message.wanted == ANY
         if self._receiver.sources() if is_any else message.wanted not in self.out:
@@ -163,8 +164,9 @@ class Mailroom:
         message.is_known = message.verdict == MATCHED
 
     def state_of(self, message: Message) -> str:
-        """Return the note for a caller that gets an exception from the call of a message; "" when it is as if never
-        made.
+        """Return the note for a caller that gets an exception from the call of a message.
+
+        "" when it is as if never made.
         """
         if not message.is_send or not self._sender.is_open(message):
             return ""

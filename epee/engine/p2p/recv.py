@@ -161,8 +161,9 @@ class Receiver(Books):
         self._posted.clear()
 
     def step(self, message: Message) -> Block | None:
-        """Advance a receive; None when it is done, else the condition it waits for: a slot, or (any source) the BELL
-        word.
+        """Advance a receive.
+
+        None when it is done, else the condition it waits for: a slot, or (any source) the BELL word.
         """
         wanted = message.wanted
         if wanted != ANY:
@@ -200,8 +201,9 @@ class Receiver(Books):
     def _take_whole(
         self, peer: int, lane: RecvLane, number: int, user_tag: int, signature: int, total: int, nbytes: int, kind: int
     ) -> bool:
-        """Take a message of one fragment that the oldest receive matches, the usual case, in one go. False: not that
-        case.
+        """Take a message of one fragment that the oldest receive matches, the usual case, in one go.
+
+        False: not that case.
         """
         message = self._posted[0]
         slot = (lane.next_slot - 1) % NUM_LANE_SLOTS
@@ -331,8 +333,9 @@ class Receiver(Books):
             incoming.fragments.append(place)
 
     def _delivered(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
-        """Commit the channel's current message, which is complete, to its receive, if it has one; its slots are free
-        then.
+        """Commit the channel's current message, which is complete, to its receive, if it has one.
+
+        Its slots are free then.
         """
         message = incoming.message
         is_open = message is not None and not message.done
@@ -437,8 +440,9 @@ class Receiver(Books):
         self._open.pop(message, None)
 
     def _free(self, peer: int, lane: RecvLane) -> None:
-        """Publish that the slots read so far may be written again; the sender sleeps on that when the channel is
-        full.
+        """Publish that the slots read so far may be written again.
+
+        The sender sleeps on that when the channel is full.
         """
         box = self._box
         freed = lane.next_slot - 1

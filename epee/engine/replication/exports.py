@@ -97,8 +97,9 @@ class Exports:
             self.topology = topology
 
     def route(self, host: int, gateway: int) -> None:
-        """Send to a host from now on through this gateway, which has just received the present state. The links' lock
-        is held.
+        """Send to a host from now on through this gateway, which has just received the present state.
+
+        The links' lock is held.
         """
         self._told[gateway] = 0
         self.routes = {**self.routes, host: gateway}
@@ -170,8 +171,9 @@ class Exports:
                 self._held[gateway] = {}
 
     def _hold(self, gateway: int, offset: int, nbytes: int) -> None:
-        """Keep a copy of bytes of the outbox for the next word; bytes held already are sent before they become too
-        many.
+        """Keep a copy of bytes of the outbox for the next word.
+
+        Bytes held already are sent before they become too many.
         """
         if len(self._held.get(gateway, ())) >= MAX_PIECES:
             self._tell(gateway, NO_WORD, 0)

@@ -87,16 +87,18 @@ class Mirror:
 
 
 class Keeper(Protocol):
-    """The interface of a gateway that keeps mirrors and answers questions: `ways.Ways`. The lock of the links is
-    held.
+    """The interface of a gateway that keeps mirrors and answers questions: `ways.Ways`.
+
+    The lock of the links is held.
     """
 
     def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
         """Return the mirror for the answer to a FETCH that begins; None: the answer is not wanted any more."""
 
     def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Note that an answer is complete, or that a peer sends nothing more; return the mirror for its own frames
-        now.
+        """Note that an answer is complete, or that a peer sends nothing more.
+
+        Return the mirror for its own frames now.
         """
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:

@@ -116,8 +116,9 @@ def _mapped(pid: int) -> dict[int, _Memory]:
 
 
 def _opened(mapped: dict[int, _Memory]) -> list[_Memory]:
-    """Return the memories with the process that holds them open; of several the oldest, as others were forked from
-    it.
+    """Return the memories with the process that holds them open.
+
+    Of several the oldest, as others were forked from it.
     """
     holders: dict[int, list[tuple[int, _Memory]]] = {}
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc")) if mapped else ()):

@@ -124,8 +124,9 @@ class Settling:
         return sorted(rank for rank in keepers | tellers if rank is not None and rank != self.roles.topology.rank)
 
     def look(self) -> list[tuple[int, int]]:
-        """Apply the reports of gateways; return the ranks settled now, and the view whose cut counts for each (0:
-        none).
+        """Apply the reports of gateways.
+
+        Return the ranks settled now, and the view whose cut counts for each (0: none).
 
         Raises:
             ResourceError: a new mirror cannot be mapped; to be tried again.

@@ -442,10 +442,10 @@ class Ways:
         return None
 
     def _take_on(self, source: int, words: memoryview, epoch: int) -> bool:
-        """Keep a copy of the mirror that a former gateway has declared complete; False: this rank does not read that
-        one.
+        """Keep a copy of the mirror that a former gateway has declared complete.
 
-        It is as if that gateway had sent all to this one. The lock of the links is held.
+        False: this rank does not read that one. It is as if that gateway had sent all to this one. The lock of the
+        links is held.
         """
         region, first = self.box.regions[source], self.box.mirror_base[source] + MIRROR_BLOB
         blob = words[first : first + BLOB_BYTES // 8].tobytes()

@@ -68,8 +68,7 @@ class CallsOfView:
 
     @property
     def num_slots(self) -> int:
-        """The number of ranks that the group counts in this rank's next call: the length of lists with one element per
-        rank.
+        """The number of ranks that the group counts in this rank's next call: the length of lists with one entry each.
 
         Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
         `get_world_size()` keeps the value with which this process was started.

@@ -292,9 +292,7 @@ class Operation:
             self.agreed = True
 
     def _has_moved_on(self, box: Outboxes) -> bool:
-        """Return whether a peer has moved the call to a later epoch while its header was read: then the read is
-        void.
-        """
+        """Return whether a peer has moved the call to a later epoch while its header was read (void then)."""
         if self.completing or all(words[self.cell] == self.tag for words in box.peer_words):
             return False
         self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
@@ -414,9 +412,7 @@ class Operation:
                 return block
 
     def _fill_more(self, box: Outboxes) -> Block | None:
-        """Return the rank that the next round to fill waits for, if any: its half must be read by all, this rank
-        included.
-        """
+        """Return the rank that the next round to fill waits for, if any: all ranks must have read its half."""
         free_after = self.filled - self.plan.num_halves + 1  # rounds that must be drained
         if self.filled >= self.plan.rounds or free_after <= 0:
             return None

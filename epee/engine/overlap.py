@@ -2,8 +2,7 @@
 
 NCCL gives that by its stream. Here a call reads its input when it is published (a message: when it is posted), on the
 thread that issues it, and earlier calls may still have to write there. So a call notes at issue which earlier calls of
-its group are
-in its way (`before`), and begins when none of them is open:
+its group are in its way (`before`), and begins when none of them is open:
 
     it reads what an earlier call writes         until that one has ended; if it has failed, so does this call,
                                                  because its input would be undefined

@@ -266,9 +266,7 @@ class Helper:
         return time.monotonic() - min(op.started for op in open_ops)
 
     def _step(self, is_alone: bool) -> None:
-        """Drive everything that is pending, then sleep on the word that its first call waits for, with the lock
-        released.
-        """
+        """Drive all pending calls, then sleep on the word that the first waits for, with the lock released."""
         engine = self._engine
         block: Block | None = None
         if engine.mail.held:

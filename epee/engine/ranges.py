@@ -135,9 +135,7 @@ def _share_element(first: tuple[int, int, Parts], second: tuple[int, int, Parts]
 
 
 class Written:
-    """The ranges that open collectives write, sorted: quick to show that a range is not written, which is nearly always
-    so.
-    """
+    """The ranges that open collectives write, sorted: quick to show that a range is not written (the usual case)."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, int]] = []  # start, end, number of the call

@@ -1,5 +1,4 @@
-"""The examination of a wait that has lasted for long: failures that explain it, and the end of the call because of
-them.
+"""The examination of a long wait: failures that explain it, and the end of the call because of them.
 
 Evidence, strongest first: the peer's process has ended (`view/process/detector.py`), it has left the group (its LIFE
 word), it has aborted the same call (GAVE_UP), the deadline has passed. Before a call is failed because of a peer, the
@@ -94,9 +93,7 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
 
 
 def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, now: float) -> None:
-    """Examine a call that cannot be decided: this host has not received everything that lost ranks of other hosts had
-    sent.
-    """
+    """Examine a call that cannot be decided: this host lacks data that lost ranks of other hosts had sent."""
     lost, tellers = survival.unsettled(), survival.tellers()
     found = engine.watch.look(tellers)
     if found:
@@ -144,9 +141,7 @@ def _can_withdraw(head: Operation) -> bool:
 
 
 def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
-    """Return whether the call is aborted, here or by another rank, which is read now: then it is aborted here as
-    well.
-    """
+    """Return whether the call is aborted, here or by another rank (read now): then it is aborted here too."""
     if not _can_withdraw(head):
         return False
     if head.withdrawal is None:

@@ -1,5 +1,4 @@
-"""The abort of a published collective call with the same outcome on all ranks: the words of
-`view/protocol/withdrawal.py`.
+"""The abort of a published collective with one outcome on all ranks, by the words of `view/protocol/withdrawal.py`.
 
 A rank aborts a call when its timeout has passed, and when any other error leaves the call: too few ranks for a view, an
 exception from a signal handler, a shortage of memory or descriptors.

@@ -150,7 +150,7 @@ class Reducer:
         self.reduce = reduce
 
     def scratch(self, count: int) -> Scratch:
-        """Return the working memory of reductions of up to `count` elements: the running sum and the next summand of a
+        """Return working memory for up to `count` elements: the running sum and the next summand of a
         block.
         """
         if self._wide is None:

@@ -193,9 +193,7 @@ class _Birth:
         return box
 
     def _lost(self) -> tuple[int, ...]:
-        """Return the ranks that are no longer in the view and did not leave it: a rank that fails leaves, and reports
-        why.
-        """
+        """Return the ranks that left the view by a loss: a rank that fails leaves in order, and reports why."""
         assert self._seat is not None
         view = self._seat.job.runtime.view()
         self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}

@@ -140,9 +140,7 @@ class LocalState:
         return asking
 
     def _joined_just_now(self, asking: set[int]) -> set[int]:
-        """Return the ranks that ask no more since the last call that has ended here: others may still ask about
-        them.
-        """
+        """Return the ranks that ask no more since the last call that ended here: others may ask about them."""
         engine = self._engine
         silent = [rank for rank in range(self._mark.heard.bit_length()) if self._mark.has(rank) and rank not in asking]
         self._joined_at = {rank: self._joined_at.get(rank, engine.seq) for rank in silent}

@@ -1,6 +1,4 @@
-"""The last step of a creation, which needs no store: a rank publishes that it has mapped all outboxes, and waits for
-all.
-"""
+"""The last step of a creation, which needs no store: each rank publishes that it has mapped all outboxes."""
 
 from __future__ import annotations
 

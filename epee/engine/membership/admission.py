@@ -318,9 +318,7 @@ class Admission:
         return f"{place}/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"
 
     def is_settled(self) -> bool:
-        """Return whether this rank's next call is that of the processes for which `show_joined` was called, or a later
-        one.
-        """
+        """Return whether this rank's next call is that of the processes given to `show_joined`, or a later one."""
         return self._boxes.box.epoch >= self._boxes.shown_epoch
 
     def show_joined(self) -> None:

@@ -165,8 +165,7 @@ class Judge:
             op.renew(box, plan)
 
     def _leave(self, op: Operation, told: BaseException, place: CallState) -> None:
-        """End a call that would move, whose caller has got another error: no thread waits for it, its tensors may be
-        used.
+        """End a call that would move, whose caller has another error: no thread waits for it, its tensors are free.
 
         Others continue with it, lack this rank's part, and end it without a result: it is unsettled for all
         (`unsettled`), so all keep asking about it, and losses recorded for later epochs are kept. But if it ends on its

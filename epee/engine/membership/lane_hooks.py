@@ -140,9 +140,7 @@ class LaneHooks:
         return course.claimed(issued)
 
     def _claimed_unborn(self) -> int:
-        """Return the number to report as the last call issued before there is an engine: the other ranks may die
-        meanwhile.
-        """
+        """Return the number to report as the last call issued before there is an engine: other ranks may die."""
         known, lane = self._occupants.known, self._occupants.lane
         later = self._runtime.since(known.epoch)
         if self._entry is not None:

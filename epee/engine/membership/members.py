@@ -111,8 +111,7 @@ class TooShort(InvalidArgument):
 
 
 def fitted(make: Make, size: list[int], mask: Mask, box: Outboxes) -> Plan:
-    """Plan a call of a group whose size follows the ranks that take part, for the length of list that the program has
-    given.
+    """Plan a call of a group whose size follows the ranks that take part, for the length of the given lists.
 
     A program may have asked for the size before a loss was shown or afterwards, and a rank may take part in the call
     that is lost before it ends. So lists may have an entry for each rank that the group counts, or for those below the

@@ -208,9 +208,7 @@ class Occupants:
     # ---- applied decisions
 
     def note_before(self, previous: Decision) -> None:
-        """Note the rank table before the decision that takes this process in: that decision may remove some of the
-        ranks.
-        """
+        """Note the rank table before the decision that takes this process in: it may remove some ranks."""
         for slot, rank in self.ranks_in(previous).items():
             self._note(slot, rank, 0)
 
@@ -232,9 +230,7 @@ class Occupants:
         self.rank_of[slot], self.slot_of[rank] = rank, slot
 
     def slots_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the slot of each of these ranks that has one, or had it last if no other slot got another rank with
-        it.
-        """
+        """Return the slot of each of these ranks that has one, or had it last and got no other rank."""
         return {rank: self.slot_of[rank] for rank in ranks if self.slot_of[rank] < MAX_RANKS}
 
     def rank_at(self, slot: int, epoch: int) -> int | None:

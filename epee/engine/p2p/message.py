@@ -139,8 +139,7 @@ class Absence(NamedTuple):
 
 
 class Books:
-    """The common state of both ends of a channel: entries that survive an interrupt, messages that are open or have
-    ended.
+    """The common state of both ends of a channel: entries that survive an interrupt, open and ended messages.
 
     Attributes:
         entry: a change of the state that was begun: a function that may be run again, and its arguments.

@@ -1,5 +1,4 @@
-"""The receiving end of the channels: fragments out of the peers' outboxes, verdicts into this rank's (see
-`channel.py`).
+"""The receiving end of the channels: fragments in from the peers' outboxes, verdicts out (see `channel.py`).
 
 Every header field is checked before it is used: numbers of messages run without a gap, sizes fit the channel, the
 signature and the machine. A slot is freed last, after the data was copied and the verdict written, so that each entry
@@ -91,9 +90,7 @@ class Receiver(Books):
         self._data = box.lane_data[box.rank]
 
     def post(self, message: Message) -> None:
-        """Take a new receive: it gets the oldest message in private memory that it matches, else the channels are
-        read.
-        """
+        """Take a new receive: it gets the oldest match in private memory, else the channels are read."""
         self._posted.append(message)
         for peer in self.sources() if message.wanted == ANY else (message.wanted,):
             lane = self._lanes.get(peer)

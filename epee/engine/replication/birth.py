@@ -1,5 +1,4 @@
-"""The creation of a group over several hosts, beside that on one (`bootstrap/birth.py`): mirrors of remote ranks, and
-links.
+"""The additional steps to create a group over several hosts (see `bootstrap/birth.py`): mirrors of remote ranks, links.
 
     job        a folder on each host with the same id and secret: that of EPEE_TOKEN_FILE on every host, or rank 0's,
                which it puts into the store; and a listener of each process for the agents of other hosts
@@ -7,8 +6,7 @@ links.
     mirrors    a gateway makes them and announces them in its outbox (field "mirrors"), which the ranks of its host have
                mapped
     links      one connection per pair of partners (`link/meeting.py`), then every rank asks for its sources
-    (`ways.py`),
-               and LIFE_READY travels through the mirrors
+               (`ways.py`), and LIFE_READY travels through the mirrors
 
 A token in the store is as safe as the store: a process that reads it there can act as a rank. A warning says so once;
 EPEE_REQUIRE_TOKEN_FILE=1 refuses. Everything else is as safe as on one host: a record that fits no token is refused.

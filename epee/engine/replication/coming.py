@@ -1,10 +1,8 @@
-"""The search of a joiner for a job over several hosts, and the start of its part between them when it has been taken
-in.
+"""The search of a joiner for a job over several hosts, and the start of its part between the hosts.
 
     notes      Rank 0 of the initial members puts the job into the store: its folder's path, which has the job's id, the
-    note
-               about the group (`bootstrap/home.py`), and the secret unless EPEE_TOKEN_FILE has it. On each host the
-               initial member of the lowest rank leaves the note in the folder as well, for when the store has died.
+               note about the group (`bootstrap/home.py`), and the secret unless EPEE_TOKEN_FILE has it. On each host
+               the initial member of the lowest rank leaves the note in the folder as well, for when the store has died.
     contacts   Each member puts its identity and its agent's address under a key of its own, initial members at
                creation and others when they have been taken in. Each entry is proved by the job's token, and one that
                is damaged or forged is passed over. The entry of a former member does no harm.

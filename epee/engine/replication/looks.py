@@ -1,5 +1,4 @@
-"""Remote reads of words of other hosts as they are now, behind all stores that this rank has sent: a question, an
-answer.
+"""Remote reads of words of other hosts, ordered behind all stores that this rank has sent: a question, an answer.
 
 Most of the protocol waits for facts that stay true, for which a mirror is as good as the outbox. Aborting a call, or a
 message, is different: a rank stores that it aborts, and then reads whether the others had gone on before (`engine/

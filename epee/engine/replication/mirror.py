@@ -185,9 +185,7 @@ class Ear:
         self._mirror = None
 
     def _wake(self, mirror: Mirror, word: int) -> None:
-        """Wake the ranks of this host that sleep on a word of the mirror, or on their wake-up word where a message
-        came.
-        """
+        """Wake the ranks of this host that sleep on a word of the mirror, or on BELL where a message came."""
         fence()
         box = self._box
         for rank in box.here:

@@ -1,5 +1,4 @@
-"""The state that a change of the view still waits for on one host, at one of its ranks: mirrors that exist and are
-complete.
+"""The mirrors, new or complete, that a change of the view still waits for on one host, at one of its ranks.
 
 The gateways of the host's mirrors publish in their outboxes which mirrors they have made anew and what they have
 received (`ways.py`). A rank applies that here, under its engine's lock, whenever it drives a call while the group

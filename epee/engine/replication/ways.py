@@ -76,9 +76,7 @@ _RETRY_S = 0.2  # after a shortage
 
 
 class Newcomer(NamedTuple):
-    """A process that joins a group: its rank, the key of its host, where its links are made (None: it has left
-    already).
-    """
+    """A process that joins a group: rank, key of its host, endpoint of its links (None: it has left already)."""
 
     rank: int
     host: str
@@ -103,9 +101,7 @@ class Turn(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """The question of a mirror: the rank that is asked, about which epoch, and on which link (None: there is none
-    yet).
-    """
+    """The question of a mirror: the rank that is asked, the epoch, and the link (None: there is none yet)."""
 
     teller: int
     epoch: int
@@ -317,9 +313,7 @@ class Ways:
             self._roles, self.epoch = roles, turn.epoch
 
     def _hear_ahead(self) -> None:
-        """Find other ranks that answer for lost ones while a view with joiners waits, if the previous ones are lost,
-        too.
-        """
+        """Find other ranks that answer for lost ones while a view with joiners waits, if the previous are lost."""
         if self._ahead is None:
             self._ahead, self._heard = self._roles, self._news[0].epoch
         for turn in list(self._news):

@@ -420,7 +420,7 @@ class Staging:
             raise
 
     def _add(self, staged: Staged, work: StagedWork | None) -> None:
-        """Note the memory that a call writes: `work` if it is asynchronous, else the copies are on the current streams."""
+        """Note the memory that a call writes: `work` if it is asynchronous, else copies are on current streams."""
         if not staged.written:
             return
         result = Result(staged, work)

@@ -49,7 +49,7 @@ class Waiting:
         self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
 
     def count_ranks(self, num_ranks: int) -> None:
-        """Set the number of polls by the number of ranks: long polling gains little and costs much on a busy machine."""
+        """Set the number of polls by the number of ranks: long polling costs much and gains little when busy."""
         self._own_core = num_ranks <= len(usable_cores())
         self.num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
 

@@ -118,7 +118,7 @@ class LaneBirth:
 
     @property
     def place(self) -> tuple[int, list[int], bool]:
-        """The group's id, the slots of its initial members (in a job's first group of all ranks), whether it is that."""
+        """The group's id, slots of its initial members (in a job's first group of all), whether it is that."""
         occupants = self._occupants
         return occupants.lane, occupants.slot_of if occupants.is_home else [*occupants.founders], occupants.is_home
 

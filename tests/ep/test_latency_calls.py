@@ -142,7 +142,7 @@ WRONG_DISPATCH: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
     ("use_fp8 must be True or False", lambda call: {"use_fp8": 1}),
     ("active_ranks must have an entry for each", lambda call: {"active_ranks": torch.ones(1, dtype=torch.int32)}),
     ("active_ranks must be int32", lambda call: {"active_ranks": torch.ones(4)}),
-    ("timeout_us must be an int above 0", lambda call: {"timeout_us": -1}),
+    ("timeout_us must be an int of 1 ...", lambda call: {"timeout_us": -1}),
     ("timeout and timeout_us say the same", lambda call: {"timeout_us": 5, "timeout": 5.0}),
     ("return_hook must be", lambda call: {"return_hook": 3}),
     ("exclude each other", lambda call: {"return_hook": True, "async_op": True}),

@@ -28,8 +28,12 @@ _LEFT_OUT = {("Work", "wait"), ("Work", "_drive"), ("Work", "synchronize")}
 _THREADS = "other threads of the test make tensors while a call runs, and the default dtype is the process's"
 _SLOW = "calls that other tests make as well, at more length"
 # Tests (beginnings of their names) that the pass does not run, and why.
+_INTERRUPTS = "raises exceptions between any two instructions, those of `poisoned` included"
 NOT_RUN = {
-    "tests/backend/test_interrupts.py": "raises exceptions between any two instructions, those of `poisoned` included",
+    "tests/backend/test_interrupts.py": _INTERRUPTS,
+    "tests/backend/test_interrupts_of_lists.py": _INTERRUPTS,
+    "tests/ep/test_interrupts.py": _INTERRUPTS,
+    "tests/ep/test_latency_interrupts.py": _INTERRUPTS,
     "tests/backend/test_async.py::test_two_threads_with_a_group_each": _THREADS,
     "tests/backend/test_async.py::test_several_threads_on_one_group": _THREADS,
     "tests/backend/test_async.py::test_a_waiting_receive_does_not_block_collectives": _THREADS,

@@ -26,9 +26,9 @@ _OWN_DUNDERS = ("__init__", "__call__")
 _LEFT_OUT = {("Work", "wait"), ("Work", "_drive"), ("Work", "synchronize")}
 
 _THREADS = "other threads of the test make tensors while a call runs, and the default dtype is the process's"
+_INTERRUPTS = "raises exceptions between any two instructions, those of `poisoned` included"
 _SLOW = "calls that other tests make as well, at more length"
 # Tests (beginnings of their names) that the pass does not run, and why.
-_INTERRUPTS = "raises exceptions between any two instructions, those of `poisoned` included"
 NOT_RUN = {
     "tests/backend/test_interrupts.py": _INTERRUPTS,
     "tests/backend/test_interrupts_of_lists.py": _INTERRUPTS,

@@ -166,32 +166,29 @@ class NoQuorumError(PeerError):
 def is_own(exc: BaseException) -> bool:
     """Return whether an exception is an `EpeeError` that epee's own code has raised.
 
-    Any other exception from a call is an interrupt, of whatever class: an exception of a signal handler, which may be
-    an `EpeeError` too, or a `MemoryError` or `RecursionError`. A handler is recognized by its frame, which is in the
-    traceback between the interrupted code and the point of the exception.
+    Anything else that comes out of a call is an interrupt, of whatever class: an exception of a signal handler, which
+    may be an `EpeeError` too, or a `MemoryError` or `RecursionError`.
     """
-    if not isinstance(exc, EpeeError):
-        return False
-    step = exc.__traceback__
-    while step is not None:
-        if not step.tb_frame.f_code.co_filename.startswith(_FOLDER):
-            return False
-        step = step.tb_next
-    return True
+    return isinstance(exc, EpeeError) and not is_of_handler(exc)
 
 
 def is_of_handler(exc: BaseException) -> bool:
-    """Return whether an exception comes from a signal handler in Python, and not from epee, numpy, torch or Python."""
+    """Return whether an exception comes from a signal handler in Python, and not from epee or what epee calls.
+
+    The frame of a handler stands in the traceback, between the interrupted code and the line that raised.
+    """
     step = exc.__traceback__
     while step is not None:
         frame = step.tb_frame
-        name = str(frame.f_globals.get("__name__", ""))
-        if not frame.f_code.co_filename.startswith(_FOLDER) and name.partition(".")[0] not in ("numpy", "torch"):
-            return True
+        if not frame.f_code.co_filename.startswith(_FOLDER):
+            name = str(frame.f_globals.get("__name__", ""))
+            if name.partition(".")[0] not in _CALLED:
+                return True
         step = step.tb_next
     return False
 
 
+_CALLED = ("numpy", "torch", "contextlib", "functools")  # modules whose frames may stand between those of epee
 _FOLDER = is_own.__code__.co_filename.removesuffix("errors.py")
 
 

@@ -242,7 +242,7 @@ class SparseDevice(LateDevice):
             return super().host_like(tensor)
         self.synchronize()
         parts = _plain(tensor._indices()).clone(), _plain(tensor._values()).clone()
-        return torch.sparse_coo_tensor(*parts, tensor.shape, check_invariants=True)
+        return torch.sparse_coo_tensor(*parts, tensor.shape, device="cpu", check_invariants=True)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: str = "caller") -> None:
         if destination.layout is torch.strided:

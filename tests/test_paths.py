@@ -40,7 +40,7 @@ CEILINGS = {
     "kill": {"all_reduce, peer killed": (57, 490)},
 }
 MAX_CODE_LINES = 47_318
-ATTEMPTS = 3
+ATTEMPTS = 5
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from epee.engine.bootstrap import birth
 from epee.errors import RankFailedError
 from epee.memory import claim, host
 from tests.harness import DEAD
+from tests.survive import stages
 
 from . import run_on_loopbacks
 
@@ -34,11 +35,18 @@ def error_of_birth(rank: int, num_ranks: int, folder: str) -> tuple[int, ...]:
     return caught.value.ranks
 
 
+def error_of_survivor(rank: int, num_ranks: int, folder: str, victim: int) -> tuple[int, ...]:
+    """Do the same, and end no sooner than all others have it: one death is asked about here, and no second end."""
+    ranks = error_of_birth(rank, num_ranks, folder)
+    stages.meet(folder, "raised", rank, [other for other in range(num_ranks) if other != victim])
+    return ranks
+
+
 def made_with_a_death(rank: int, num_ranks: int, folder: str, victim: int, point: str) -> tuple[int, ...]:
     """Make a group of which the victim dies at `point`."""
     if rank == victim:
         setattr(birth, point, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    return error_of_birth(rank, num_ranks, folder)
+    return error_of_survivor(rank, num_ranks, folder, victim)
 
 
 def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth: int) -> tuple[int, ...]:
@@ -61,7 +69,7 @@ def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth
                     time.sleep(0.001)
 
     setattr(host, "require_alive", checked)  # noqa: B010 - mypy
-    return error_of_birth(rank, num_ranks, folder)
+    return error_of_survivor(rank, num_ranks, folder, victim)
 
 
 def late_for_a_death(rank: int, num_ranks: int, folder: str) -> tuple[int, ...]:

@@ -72,13 +72,18 @@ class LaneBirth:
             self.runtime.await_decision(epoch - 1, timeout_s)
             found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
             if not found:
-                told = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
-                raise CommTimeoutError(told, has_job=True)
+                text = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
+                raise CommTimeoutError(text, has_job=True)
             self._occupants.known = found[0]
         present = {member.slot for member in self._occupants.known.members}
         lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
         if lost:
-            raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
+            names = ", ".join(map(str, lost))
+            raise RankFailedError(
+                f"init: rank {names} has left or died while the group was made, so it is not in the view of epoch "
+                f"{epoch}; see its output, then start all ranks",
+                lost,
+            )
 
     def ask(self, offer: Offer, timeout_s: float) -> Decision:
         """Show that this process, which is in the job, asks to join; return the decision that takes it in.

@@ -30,6 +30,7 @@ from ...errors import (
     EpeeError,
     InvalidArgument,
     MismatchError,
+    NoQuorumError,
     PeerError,
     ProtocolError,
     RankFailedError,
@@ -179,6 +180,8 @@ class BootstrapAttempt:
         """
         if isinstance(error, OwnerEndedError):
             watch.note_end(error.pid, error.start_time)
+        if isinstance(error, NoQuorumError):  # of those whose death or report is the reason
+            return self.heard(watch) or error
         if not isinstance(error, EpeeError) or self.others_know or _of_a_peer(error):
             return error
         return self.heard(watch) or error

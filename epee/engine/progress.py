@@ -16,14 +16,13 @@ are guarded by a lock of this module, which no thread holds while it waits for a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import threading
 import time
 
-from ..errors import AbortedError, EpeeError, ResourceError
+from ..errors import AbortedError, EpeeError, ResourceError, is_of_handler
 from ..threads import BackgroundThread
 from . import overlap
 from . import stall as trouble
@@ -76,9 +75,13 @@ class HelperThread:
 
     def wake(self) -> None:
         """End the parking of the thread, if it is parked."""
-        with contextlib.suppress(RuntimeError):  # another thread has just opened it
-            if self._gate.locked():
-                self._gate.release()
+        if not self._gate.locked():
+            return
+        try:
+            self._gate.release()
+        except RuntimeError as exc:  # another thread has just opened it
+            if is_of_handler(exc):
+                raise
 
     def release(self, helper: Helper | None = None) -> None:
         """Release a use, of a group or of its creator; when this returns the thread is not inside the group.

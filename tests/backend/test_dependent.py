@@ -403,11 +403,13 @@ def named(rank: int, num_ranks: int, folder: str) -> list[str]:
         told.append(str(caught.value))
     if rank == 0:
         behind = [dist.irecv(x, 1, tag=5), dist.irecv(x[1:2], 1, tag=6)]
+        stages.reach(folder, "posted")
         behind[0].wait()
         with pytest.raises(CommTimeoutError) as caught:
             behind[1].wait()
         told.append(str(caught.value))
     else:
+        stages.wait_for(folder, "posted")  # a message that had come before would hold nothing back
         dist.send(x, 0, tag=5)
     stages.meet(folder, "over", rank, range(num_ranks))
     dist.destroy_process_group()

@@ -83,6 +83,7 @@ def _killed(rank: int, num_ranks: int, folder: str, backend: str, count: int) ->
     for _ in range(4):  # the last ones look like the first
         _check(rank, range(num_ranks), count, device, num_ranks)
         work = dist.all_reduce(_row(rank, count, device), async_op=True)
+    torch.cuda.synchronize()  # the barrier does not wait for the GPU, and a part that has not run dies with its rank
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,9 +102,9 @@ def _killed(rank: int, num_ranks: int, folder: str, backend: str, count: int) ->
             break
     elapsed = time.monotonic() - started
     found: list[int] = mask.tolist()
-    for work, there in works:  # asked late: all know of the death by now
+    for number, (work, there) in enumerate(works):  # asked late: all know of the death by now
         assert work is not None
-        assert work.contributors() == set(there)
+        assert work.contributors() == set(there), (number, len(works), work.contributors(), there)
     _check(rank, members, count, device, num_ranks)
     dist.all_reduce(torch.ones(1))
     for n in (SMALL, LARGE, SMALL):

@@ -161,7 +161,7 @@ def _wrong_claims(rank: int, num_ranks: int, way: str) -> list[str]:
 def test_wrong_claims_are_refused_and_the_context_lives_on(way: str) -> None:
     larger = "ProtocolError" if way == "ipc" else "ResourceError"
     for errors in run_ranks(_wrong_claims, 2, way, timeout_s=100):
-        assert errors == ["ResourceError", larger, "ProtocolError"]
+        assert errors == ["OwnerEndedError", larger, "ProtocolError"]
 
 
 def _survive(rank: int, num_ranks: int, way: str) -> None:

@@ -50,6 +50,14 @@ def test_the_live_are_voted_out_only_with_the_promise_of_all_who_stay() -> None:
     assert decision.removed == (Removal(3, 1, STALLED),)
 
 
+def test_of_two_accused_members_the_one_that_answers_in_time_stays() -> None:
+    facts = CALM._replace(accusers={2: frozenset({0, 1}), 3: frozenset({0, 1})})
+    assert campaign((0, 1)).choose(facts, 1.0, 2.0) is None, "both may answer yet"
+    decision = campaign((0, 1, 3)).choose(facts._replace(waited_s=1.5), 1.0, 2.0)
+    assert decision is not None
+    assert [removal.slot for removal in decision.removed] == [2]
+
+
 def test_who_stays_silent_while_others_are_voted_out_goes_with_them_after_a_while() -> None:
     facts = CALM._replace(accusers={3: frozenset({0})}, waited_s=2.5)
     decision = campaign((0, 1)).choose(facts, 1.0, 2.0)

@@ -91,4 +91,21 @@ def test_an_incarnation_is_higher_than_any_before_it_in_its_slot() -> None:
     ],
 )
 def test_the_worst_connected_goes(accusers: dict[int, set[int]], removed: set[int]) -> None:
-    assert choose_evicted(range(4), accusers) == removed
+    assert choose_evicted(range(4), accusers, range(4)) == removed
+
+
+@pytest.mark.parametrize(
+    ("accusers", "silent", "removed"),
+    [
+        ({2: {0, 1}, 3: {0, 1}}, {2}, {2}),  # 3 may have waited for 2, and accuse it a moment later
+        ({2: {0, 1, 3}, 3: {0, 1}}, {2}, {2}),
+        ({2: {0, 1}, 3: {0, 1}}, {2, 3}, {2, 3}),
+        ({1: {3}, 3: {0}}, {3}, {3}),
+        ({2: {0, 1}, 3: {1}}, {3}, {2, 3}),  # 0 waits for 2 alone
+        ({3: {0, 1, 2}}, {2}, {3}),  # who has not answered is not accused
+    ],
+)
+def test_an_accused_member_that_does_not_answer_goes_before_one_that_does(
+    accusers: dict[int, set[int]], silent: set[int], removed: set[int]
+) -> None:
+    assert choose_evicted(range(4), accusers, set(range(4)) - silent) == removed

@@ -111,6 +111,9 @@ class Campaign:
         if facts.lost and facts.waited_s < answer_s and self._within_reach(facts) - self.promises.keys():
             return None  # a member that answers has precedence
         evicted = self._evicted(facts)
+        accused = facts.accusers.keys() - facts.gone.keys()
+        if len(accused) > 1 and facts.waited_s < answer_s and accused - self.promises.keys():
+            return None  # of several accused members those that do not answer go first
         wanted = evicted | dict.fromkeys((slot for slot in facts.replaced if slot not in self.promises), STALLED)
         joiners = facts.joiners
         has_cuts = self._has_cuts(facts)
@@ -155,4 +158,5 @@ class Campaign:
         hosts = {member.slot: member.host for member in self.current.members if member.slot not in facts.gone}
         lost = choose_lost(hosts, facts.lost, self.promises)
         evicted = {slot: UNREACHABLE for slot, host in hosts.items() if host in lost}
-        return evicted | dict.fromkeys(choose_evicted(hosts.keys() - evicted.keys(), facts.accusers), STALLED)
+        live = hosts.keys() - evicted.keys()
+        return evicted | dict.fromkeys(choose_evicted(live, facts.accusers, self.promises), STALLED)

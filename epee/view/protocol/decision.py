@@ -159,26 +159,39 @@ def _starts(told: Iterable[LaneState], has_all: bool) -> tuple[Start, ...]:
     )
 
 
-def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]]) -> set[int]:
-    """Return the accused members to remove: the worst connected first, until no accusation is left.
+def choose_evicted(
+    live: Collection[int], accusers: Mapping[int, Collection[int]], answered: Collection[int]
+) -> set[int]:
+    """Return the accused members to remove: those that have not answered, then the worst connected first, until no
+    accusation is left.
 
     An accusation counts against both sides: a member that accuses all others is more likely the one that is cut off.
     When a member is removed, its accusations are dropped, and so are those against its accusers (they were waiting
-    themselves). Of several that are equally bad the accused is removed before the accuser, then the highest slot.
+    themselves). The accusers of a member that has not answered may have waited for others only because these waited for
+    it, with accusations that are still to come: their accusations against members that have answered are dropped as
+    well, and are made again if they were right. Of several that are equally bad the accused is removed before the
+    accuser, then the highest slot.
 
     Args:
         live: members that are not dead; others neither accuse nor are accused.
         accusers: accused slot -> the slots that accuse it.
+        answered: slots that have promised.
     """
     edges = {(by, slot) for slot, those in accusers.items() for by in those if by != slot and {by, slot} <= set(live)}
     removed: set[int] = set()
     while edges:
         ends = [slot for edge in edges for slot in edge]
         accused = [slot for _, slot in edges]
-        worst = max(set(ends), key=lambda slot: (ends.count(slot), accused.count(slot), slot))
+        silent = {*accused}.difference(answered)
+        worst = max(set(ends), key=lambda slot: (slot in silent, ends.count(slot), accused.count(slot), slot))
         removed.add(worst)
         waiting = {by for by, slot in edges if slot == worst}
-        edges = {(by, slot) for by, slot in edges if worst not in (by, slot) and slot not in waiting}
+        excused = waiting.union(answered if worst in silent else ())
+        edges = {
+            (by, slot)
+            for by, slot in edges
+            if worst not in (by, slot) and slot not in (excused if by in waiting else waiting)
+        }
     return removed
 
 

@@ -7,45 +7,20 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..engine.engine_face import Background
+from ..engine.engine import Engine
 from ..engine.operation import CallsOfWork, Driven, Operation
-from ..engine.outbox import Outboxes
 from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, is_own, named
 from ..untraced import caller, untraced_methods
 from ..values import waiting_time
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
-
-
-class EngineOfWork(Protocol):
-    """The part of an engine that a work uses."""
-
-    box: Outboxes
-    reports_losses: bool
-
-    @property
-    def helper(self) -> Background:
-        """The thread for calls that no thread waits for."""
-
-    def wait(self, op: Driven, timeout_s: float | None) -> None:
-        """Drive until `op` is done; raise its error."""
-
-    def take_back(self, op: Driven, exc: BaseException) -> None:
-        """Abort a message whose blocking call `exc` leaves."""
-
-    def await_shown(self, ranks: Collection[int]) -> None:
-        """Wait a moment until it is shown that these ranks are lost."""
-
-    def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
-        """Call `listener(op)` when the call has ended."""
 
 
 @untraced_methods
@@ -91,7 +66,7 @@ class Ended(Done):
         error: the reason.
     """
 
-    def __init__(self, engine: EngineOfWork, error: PeerError) -> None:
+    def __init__(self, engine: Engine, error: PeerError) -> None:
         super().__init__()
         self.engine = engine
         self.error = error
@@ -134,7 +109,7 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         ops: the calls.
     """
 
-    def __init__(self, engine: EngineOfWork, ops: list[Driven], outputs: Any) -> None:
+    def __init__(self, engine: Engine, ops: list[Driven], outputs: Any) -> None:
         super().__init__()
         self.engine = engine
         self.ops = ops

@@ -17,15 +17,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, PeerError
 from ..memory.signals import futex_wake
-from .engine_face import EngineFace
 from .entry import ABORTED, CLOSED, ENDED, FORKED
 from .operation import Driven
 from .outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_BROKEN, LIFE_EXITED, LIFE_LEFT, NUM_CELLS, Outboxes, has_left
 from .p2p.message import Message
 from .wake import publish_word
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 def tell(op: Driven) -> None:
@@ -39,7 +42,7 @@ def tell(op: Driven) -> None:
         raise
 
 
-def close(engine: EngineFace, aborted: bool, failed: bool) -> None:
+def close(engine: Engine, aborted: bool, failed: bool) -> None:
     """Implement `Engine.close`."""
     if engine.flags & (CLOSED | FORKED):
         return
@@ -61,7 +64,7 @@ def close(engine: EngineFace, aborted: bool, failed: bool) -> None:
     _end(engine)
 
 
-def _end(engine: EngineFace) -> None:
+def _end(engine: Engine) -> None:
     """Do the part of `close` that must not run inside a call."""
     box, entry = engine.box, engine.entry
     got = entry.stop_calls(5.0)
@@ -92,7 +95,7 @@ def _end(engine: EngineFace) -> None:
         (box.exports.end if box.exports is not None else box.close)()
 
 
-def break_down(engine: EngineFace, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
+def break_down(engine: Engine, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
     """End the group on all ranks, because a call does not have the same outcome on all. May be repeated.
 
     Args:
@@ -117,7 +120,7 @@ def break_down(engine: EngineFace, cause: str, error: BaseException | None = Non
     engine.messages.clear()
 
 
-def end_with_others(engine: EngineFace) -> None:
+def end_with_others(engine: Engine) -> None:
     """End the group here, if another rank has ended it for all. The lock is held."""
     box = engine.box
     ranks = [peer for peer in box.peers if box.words[peer][LIFE] == LIFE_BROKEN]
@@ -126,7 +129,7 @@ def end_with_others(engine: EngineFace) -> None:
         break_down(engine, f"rank(s) {names} could not finish a call that others may have completed", None, ranks)
 
 
-def _wake_peers_of_head(engine: EngineFace) -> None:
+def _wake_peers_of_head(engine: Engine) -> None:
     """Wake the peers that sleep on the word of the call they wait for, so that they see that this rank has left."""
     box = engine.box
     for seq in range(engine.seq, engine.seq + 2):

@@ -51,7 +51,6 @@ from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_
 from ..view.process.detector import DeathWatch
 from . import ending, interrupts, overlap
 from . import stall as trouble
-from .engine_face import EngineFace
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .membership.epochs import Survival
 from .membership.sizes import Mask
@@ -88,7 +87,7 @@ from .wake import publish_word
 from .withdrawal import withdrawn
 
 
-def run_short(engine: EngineFace, op: Operation) -> bool:
+def run_short(engine: Engine, op: Operation) -> bool:
     """Run a call of one round from end to end when nothing is in its way; False leaves the rest to `Engine.drive`.
 
     This is `Operation.publish` and `step` without their waits. The lock is held.
@@ -201,7 +200,7 @@ class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread.
-    Functions on its state are in other modules (`express`, `overlap`, `stall`, `interrupts`, `ending`).
+    Functions on its state are in other modules (`overlap`, `stall`, `interrupts`, `ending`).
 
     Attributes:
         timeout_s: how long a call waits when it names no timeout, for the lock as well.
@@ -237,13 +236,13 @@ class Engine:
         self._flags_lock = threading.Lock()
         self.entry = Entry(self)
         self.waits = (waiting or Waiting)(self, self.entry)
-        self.seq = 0
+        self.seq: int = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
         self.written = Written()
         self.messages = self.mail.unfinished
         self.helper = Helper(self)
-        self.members = box
+        self.members: Outboxes = box
         self.contributors: tuple[int, ...] = ()
         self.survival: Survival | None = None
         self.has_failed = False

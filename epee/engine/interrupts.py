@@ -32,14 +32,17 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, InvalidArgument, InvalidState, is_of_handler, is_own
 from . import ending
-from .engine_face import EngineFace
 from .entry import ENDED
 from .operation import Driven, Operation
 from .p2p.message import Message
 from .plan import Make, Plan, refused
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 MAX_INTERRUPTS = 100  # in a row, deferred while the state is being repaired
 APART_S = 60.0  # longer than the largest results take to be written
@@ -96,7 +99,7 @@ class Apart:
         return self._ident == 0 or self.wait()
 
 
-def run_apart(engine: EngineFace, step: Callable[[], object]) -> BaseException | None:
+def run_apart(engine: Engine, step: Callable[[], object]) -> BaseException | None:
     """Run a repair step in a thread of its own, and return what it raises; in this thread if no other is left.
 
     Only an exception that interrupts this thread is raised.
@@ -127,7 +130,7 @@ def _error_of(step: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None) -> None:
+def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> None:
     """Make the group's state consistent when `exc` leaves a call; abort `op` unless its results are written.
 
     The call holds the lock or has just released it; this function takes it if needed, and releases it in the end.
@@ -142,14 +145,14 @@ def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None)
         raise AbortedError(engine.ended_by) from exc
 
 
-def recover(engine: EngineFace) -> None:
+def recover(engine: Engine) -> None:
     """Make the group's state consistent when a call finds the lock still held by an earlier call of its thread."""
     exc, op = engine.broken or (InvalidState("the call was interrupted"), None)
     if not _mend(engine, partial(_give_up, engine, exc, op)):
         raise InvalidState("an interrupted call of this group could not be brought to an end yet; try again")
 
 
-def _mend(engine: EngineFace, step: Callable[[], None]) -> bool:
+def _mend(engine: Engine, step: Callable[[], None]) -> bool:
     """Run a repair in this thread and, if it does not complete, in a thread of its own.
 
     If there is not even the stack for that, or exceptions never cease, the lock stays held and `engine.broken` records
@@ -177,7 +180,7 @@ def _mend(engine: EngineFace, step: Callable[[], None]) -> bool:
     return False
 
 
-def _insist(engine: EngineFace, step: Callable[[], None]) -> None:
+def _insist(engine: Engine, step: Callable[[], None]) -> None:
     """Run a repair in a thread where nothing interrupts it; if that is not possible, end the group."""
     try:
         step()
@@ -187,7 +190,7 @@ def _insist(engine: EngineFace, step: Callable[[], None]) -> None:
         ending.break_down(engine, f"rank {engine.box.rank} could not bring an interrupted call to an end", error)
 
 
-def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
+def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
     if engine.flags & ENDED:  # the call that closes the group ends what is open
         if op is not None:
             op.fail(exc)
@@ -202,14 +205,14 @@ def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
     engine.retire_heads()
 
 
-def tell(engine: EngineFace, exc: BaseException, message: Message) -> None:
+def tell(engine: Engine, exc: BaseException, message: Message) -> None:
     """Add a note to `exc`, which leaves the call of `message`, about the state that the caller cannot see from it."""
     state = engine.mail.state_of(message)
     if state and hasattr(exc, "add_note"):  # Python 3.11 and later
         exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
 
 
-def settle(engine: EngineFace, op: Driven | None = None) -> None:
+def settle(engine: Engine, op: Driven | None = None) -> None:
     """Finish incomplete steps: an entry of the message state, a number without a call, partly written results.
 
     Args:
@@ -232,7 +235,7 @@ def settle(engine: EngineFace, op: Driven | None = None) -> None:
         _complete(engine, head, partial(head.finish, head.box))
 
 
-def end_by(engine: EngineFace, head: Operation, exc: BaseException) -> None:
+def end_by(engine: Engine, head: Operation, exc: BaseException) -> None:
     """End the head of the queue with its own error `exc`. If others may have completed it, it is completed here too."""
     head.resync(head.box)
     if not (head.writing or head.completing):
@@ -243,7 +246,7 @@ def end_by(engine: EngineFace, head: Operation, exc: BaseException) -> None:
         _complete(engine, head, partial(head.step, head.box))
 
 
-def _complete(engine: EngineFace, head: Operation, step: Callable[[], object]) -> None:
+def _complete(engine: Engine, head: Operation, step: Callable[[], object]) -> None:
     """Continue a call that must be completed and was interrupted once; if that fails once more, the group ends."""
     error = run_apart(engine, step)
     if error is None:
@@ -255,14 +258,14 @@ def _complete(engine: EngineFace, head: Operation, step: Callable[[], object]) -
         ending.break_down(engine, f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
 
 
-def disown(engine: EngineFace, op: Operation, exc: BaseException) -> None:
+def disown(engine: Engine, op: Operation, exc: BaseException) -> None:
     """End a call whose caller gets `exc` instead, or leave it unclaimed."""
     op.disown(exc)
     if op.told is not None and op not in engine.unclaimed:
         engine.unclaimed.append(op)
 
 
-def claim(engine: EngineFace, make: Make) -> Operation | None:
+def claim(engine: Engine, make: Make) -> Operation | None:
     """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
 
     None: a new call. The outcome of that call must be known first. A call of another kind repeats none of them: its

@@ -32,12 +32,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .engine_face import EngineFace
 from .operation import CallsOfWork, Driven, Operation
 from .p2p.message import ANY, Message
 from .ranges import Edge, Spans, is_free, meet, names_of, spans_of
 from .tensors import carrier_of, source
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 _TORCH = "torch.distributed.distributed_c10d"
 Touched = tuple[Spans, Spans]  # memory that a call writes and memory that it reads
@@ -74,18 +77,18 @@ def touched(call: Driven) -> Touched:
 # ---- calls in the way
 
 
-def glance(engine: EngineFace) -> tuple[int, list[Message]]:
+def glance(engine: Engine) -> tuple[int, list[Message]]:
     """Note the progress of the calls, before the lock is taken, for `has_moved`."""
     return engine.num_retired, list(engine.messages)
 
 
-def has_moved(engine: EngineFace, seen: tuple[int, list[Message]]) -> bool:
+def has_moved(engine: Engine, seen: tuple[int, list[Message]]) -> bool:
     """Return whether a call has ended since `seen`: a plan made in between may hold copies from before that."""
     retired, messages = seen
     return engine.num_retired != retired or any(message.done for message in messages)
 
 
-def order(engine: EngineFace, op: Operation) -> None:
+def order(engine: Engine, op: Operation) -> None:
     """Note which open calls are in the way of a new collective."""
     writes, reads = touched(op)
     edges = []
@@ -106,7 +109,7 @@ def order(engine: EngineFace, op: Operation) -> None:
     op.before = edges
 
 
-def _is_near(engine: EngineFace, writes: Spans, reads: Spans, retired: int) -> bool:
+def _is_near(engine: Engine, writes: Spans, reads: Spans, retired: int) -> bool:
     """Return False when no collective of the queue writes there."""
     if not engine.queue:
         return False
@@ -116,7 +119,7 @@ def _is_near(engine: EngineFace, writes: Spans, reads: Spans, retired: int) -> b
     return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
 
 
-def order_message(engine: EngineFace, message: Message) -> None:
+def order_message(engine: Engine, message: Message) -> None:
     """Note which open calls are in the way of a new message."""
     if not engine.queue and not _open_messages(engine):
         if message.is_early:
@@ -153,7 +156,7 @@ def _read_again(message: Message) -> None:
         message.array = source(tensor, carrier_of(tensor, "send: tensor"))
 
 
-def _open_messages(engine: EngineFace) -> list[Message]:
+def _open_messages(engine: Engine) -> list[Message]:
     if not engine.messages:
         return []
     found = list(engine.messages)
@@ -186,7 +189,7 @@ def batch_mates() -> Sequence[Driven]:
 # ---- continuing
 
 
-def foremost(engine: EngineFace, op: Driven) -> Driven:
+def foremost(engine: Engine, op: Driven) -> Driven:
     """Return the call to step so that `op` advances: itself, the head of its queue, or a call in the way of that."""
     if engine.mail.held:
         release(engine)
@@ -201,13 +204,13 @@ def foremost(engine: EngineFace, op: Driven) -> Driven:
         op = edge.call
 
 
-def held_by(engine: EngineFace, call: Driven) -> str:
+def held_by(engine: Engine, call: Driven) -> str:
     """Return the names of the open calls that wait for `call`; "" where none does."""
     calls: list[Driven] = [*engine.queue, *engine.mail.held]
     return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
 
 
-def release(engine: EngineFace) -> None:
+def release(engine: Engine) -> None:
     """Post the messages that nothing is in the way of any more."""
     mail = engine.mail
     for message in list(mail.held):

@@ -21,16 +21,19 @@ import math
 import os
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, EpeeError, ResourceError, is_of_handler
 from ..threads import BackgroundThread
 from . import overlap
 from . import stall as trouble
-from .engine_face import EngineFace
 from .entry import SLICE_S
 from .operation import Block, Driven
 from .outbox import BELL
 from .p2p.message import Message
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S
@@ -175,7 +178,7 @@ class Helper:
         is_over: the group has ended.
     """
 
-    def __init__(self, engine: EngineFace) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = acquire()
         self._is_enlisted = self._is_stopped = False

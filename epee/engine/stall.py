@@ -8,16 +8,20 @@ lock.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import CommTimeoutError, PeerError, RankFailedError
 from ..view.protocol.withdrawal import GRACE_S
 from . import overlap
 from .ending import end_with_others, leavers
-from .engine_face import EngineFace
 from .membership.epochs import Survival
 from .operation import Block, Driven, Operation
 from .outbox import GAVE_UP, Outboxes, has_exited
 from .p2p.message import ANY, STAYS_OPEN, Message
 from .withdrawal import withdrawn
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
@@ -35,7 +39,7 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 }
 
 
-def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
+def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Examine why a word has not arrived: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
     end_with_others(engine)
@@ -92,7 +96,7 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
     raise_if_overdue(engine, op, until, now)
 
 
-def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, now: float) -> None:
+def _examine_unsettled(engine: Engine, survival: Survival, head: Operation, now: float) -> None:
     """Examine a call that cannot be decided: this host lacks data that lost ranks of other hosts had sent."""
     lost, tellers = survival.unsettled(), survival.tellers()
     found = engine.watch.look(tellers)
@@ -119,7 +123,7 @@ def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, 
     engine.retire_heads()
 
 
-def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) -> None:
+def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> None:
     """End a message whose timeout has passed, unless it turns out to be delivered."""
     is_undecided = engine.mail.take_back(head)
     if head.done or (is_undecided and now < head.deadline + GRACE_S):
@@ -151,7 +155,7 @@ def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
     return head.withdrawal is not None or head.done
 
 
-def raise_if_overdue(engine: EngineFace, op: Driven, until: float | None, now: float) -> None:
+def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:
     """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
     if until is not None and now > until and not op.done:
         is_told = isinstance(op, Operation) and op.told is not None
@@ -173,14 +177,14 @@ def raise_if_open(head: Driven, op: Driven) -> None:
         head.withdrawal.raise_if_open(head, head.box)
 
 
-def behind(engine: EngineFace, block: Block | None) -> list[int]:
+def behind(engine: Engine, block: Block | None) -> list[int]:
     """Return all ranks that are behind on the word that a call waits for."""
     if block is None or block.rank < 0:
         return []
     return [rank for rank in engine.members.members if engine.box.words[rank][block.word] < block.value]
 
 
-def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
+def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. Its words are read a last time before."""
     gone = leavers(engine.box)
     dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.box.words[peer]))}
@@ -225,7 +229,7 @@ def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float
     return head.done
 
 
-def _unmet(engine: EngineFace, quitters: list[int], head: Operation, now: float) -> PeerError:
+def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it."""
     assert engine.survival is not None
     lost = engine.survival.removed_in(head.box.epoch)

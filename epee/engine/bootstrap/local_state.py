@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import EpeeError
 from ...memory.claim import has_ended
@@ -28,9 +28,11 @@ from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Decision, Member
 from ...view.runtime import Runtime
 from ..membership.admission import Admission
-from ..membership.engine_of_lane import EngineOfLane
 from ..membership.occupants import Occupants
 from ..outbox import CELL_WORDS, NUM_CELLS, has_left
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 ALONE_S = 0.5  # how long a waiting rank is known before it counts without calls
 LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
@@ -74,7 +76,7 @@ class LocalState:
     def __init__(
         self,
         runtime: Runtime,
-        engine: EngineOfLane,
+        engine: Engine,
         occupants: Occupants,
         admission: Admission,
         read_marks: Callable[[], Mapping[int, Mark]],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...errors import CommTimeoutError, InvalidState, UnsupportedError
 from ...view.protocol.decision import parts_of
@@ -23,9 +24,11 @@ from ..bootstrap.home import ASKS, FOUNDER, Offer, locators_of
 from ..entry import ENDED
 from ..outbox import has_left
 from .boxes import Boxes
-from .engine_of_lane import EngineOfLane
 from .intake import Intake
 from .occupants import Occupants
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
 ASK_PAUSE_S = 0.02
@@ -43,7 +46,7 @@ class Admission:
     def __init__(
         self,
         runtime: Runtime,
-        engine: EngineOfLane,
+        engine: Engine,
         occupants: Occupants,
         course: Course,
         boxes: Boxes,

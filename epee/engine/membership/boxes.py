@@ -10,13 +10,16 @@ The state is this process's own, under the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ...view.protocol.outcome import Course
 from ..outbox import Outboxes
-from .engine_of_lane import EngineOfLane
 from .members import narrow
 from .occupants import Occupants
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 
 class Boxes:
@@ -35,7 +38,7 @@ class Boxes:
     """
 
     def __init__(
-        self, engine: EngineOfLane, occupants: Occupants, course: Course, members: list[int], joined_in: int
+        self, engine: Engine, occupants: Occupants, course: Course, members: list[int], joined_in: int
     ) -> None:
         self._engine = engine
         self._occupants = occupants

@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context
 from ...link.roles import Roles
@@ -60,9 +60,11 @@ from ..replication.ways import Ways
 from ..wake import publish_word
 from .admission import Admission
 from .boxes import Boxes
-from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
 from .judge import LOSS, Judge
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
 
@@ -91,7 +93,7 @@ class Survival(LaneBirth):
 
     # ---- creation
 
-    def attach(self, engine: EngineOfLane) -> None:
+    def attach(self, engine: Engine) -> None:
         """Attach the engine. Its number of the last call is set to where this rank joins, if it is a joiner."""
         occupants, box = self._occupants, engine.box
         members = occupants.begin(box.members)

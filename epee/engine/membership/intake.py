@@ -21,6 +21,8 @@ joiner that dies on the way is lost like any other rank.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ...errors import RankFailedError, ResourceError
 from ...view.protocol.messages import Decision
 from ...view.protocol.outcome import first_seq
@@ -30,9 +32,11 @@ from ..outbox import LIFE, LIFE_BORN, Outboxes
 from ..p2p.channel import first_number
 from ..wake import publish_word
 from .boxes import Boxes
-from .engine_of_lane import EngineOfLane
 from .members import attach_outbox, make_blank, replace
 from .occupants import Occupants
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 
 class Intake:
@@ -43,7 +47,7 @@ class Intake:
         first_call: rank -> call with which the process that last took it begins.
     """
 
-    def __init__(self, engine: EngineOfLane, occupants: Occupants, boxes: Boxes, host: str) -> None:
+    def __init__(self, engine: Engine, occupants: Occupants, boxes: Boxes, host: str) -> None:
         self._host = host
         self._engine = engine
         self._occupants = occupants

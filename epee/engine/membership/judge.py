@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
 from ...view.protocol.outcome import CallState, Course
 from ..operation import Operation
 from ..outbox import Outboxes
 from .boxes import Boxes
-from .engine_of_lane import EngineOfLane
 from .occupants import Occupants
 from .unsettled import Past, past_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 LOSS = "view"  # instead of an operation's name: the error of a loss that fails no call
 
@@ -28,7 +31,7 @@ LOSS = "view"  # instead of an operation's name: the error of a loss that fails 
 class Judge:
     """Decides the outcome of the calls of one group."""
 
-    def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
+    def __init__(self, engine: Engine, occupants: Occupants, course: Course, boxes: Boxes) -> None:
         self._engine = engine
         self._occupants = occupants
         self._course = course

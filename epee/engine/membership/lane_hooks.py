@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
 from ...link.meeting import Partner
@@ -26,8 +27,10 @@ from ...view.transport.auth import Identity
 from ..entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..outbox import OutboxOwner
 from ..replication.ways import Newcomer, Turn, Ways
-from .engine_of_lane import EngineOfLane
 from .occupants import Occupants
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
@@ -57,7 +60,7 @@ class LaneHooks:
         self._occupants = occupants
         self._raises = raises
         self._is_joiner = is_joiner
-        self._engine: EngineOfLane | None = None
+        self._engine: Engine | None = None
         self._course: Course | None = None
         self._error: Exception | None = None
         self._entry: tuple[int, bytes] | None = None  # of a process that asks to join: its slot, and its offer
@@ -74,7 +77,7 @@ class LaneHooks:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
-    def attach(self, engine: EngineOfLane, course: Course, ways: Ways | None = None) -> None:
+    def attach(self, engine: Engine, course: Course, ways: Ways | None = None) -> None:
         """Connect this engine and the links' thread, and report to both what came before."""
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..engine.ending import leavers
 from ..engine.engine import Engine
 from ..engine.entry import ENDED
 from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission
+from ..engine.outbox import leavers
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown

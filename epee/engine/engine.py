@@ -43,15 +43,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from functools import partial
 from typing import Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
+from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
-from . import ending, interrupts, overlap
+from . import interrupts, overlap
 from . import stall as trouble
-from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
+from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .membership.epochs import Survival
 from .membership.sizes import Mask
 from .membership.unsettled import UnsettledCalls
@@ -59,6 +60,7 @@ from .operation import NO_ROOM, Block, Driven, Operation
 from .outbox import (
     BELL,
     CELL_PAYLOAD_BYTES,
+    CELL_WORDS,
     COMPLETES,
     CONSUMED,
     CONSUMED_TOO,
@@ -68,7 +70,13 @@ from .outbox import (
     DRAINED,
     FILLED,
     GAVE_UP,
+    LIFE,
+    LIFE_ABORTED,
+    LIFE_BROKEN,
+    LIFE_EXITED,
+    LIFE_LEFT,
     MERGED,
+    NUM_CELLS,
     OFFSET,
     PREAMBLE,
     SEAL_PRIME,
@@ -192,6 +200,17 @@ def _merge(op: Operation, waits: Waiting) -> bool:
     return True
 
 
+def _call_listeners(op: Driven) -> None:
+    """Call the listeners of a call that has ended; after an interrupt inside it this function is run once more."""
+    listeners, op.on_done = op.on_done, None
+    try:
+        for listener in listeners or ():
+            listener(op)
+    except BaseException:
+        op.on_done = listeners
+        raise
+
+
 FROZEN_LOOK_S = 0.005
 SETTLING_LOOK_S = 0.001
 
@@ -200,7 +219,7 @@ class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread.
-    Functions on its state are in other modules (`overlap`, `stall`, `interrupts`, `ending`).
+    Functions on its state are in other modules (`overlap`, `stall`, `interrupts`).
 
     Attributes:
         timeout_s: how long a call waits when it names no timeout, for the lock as well.
@@ -437,7 +456,7 @@ class Engine:
 
         The lock is held.
         """
-        ending.end_with_others(self)  # a rank that had ended the group may end its process afterwards
+        self.end_with_others()  # a rank that had ended the group may end its process afterwards
         if absence.is_final and rank not in self.mail.out:
             for message in self.mail.pending():
                 if not message.before:
@@ -700,7 +719,7 @@ class Engine:
         if self.survival is not None:
             self.survival.hide()
         if op.on_done:
-            self.entry.after.append(partial(ending.tell, op))
+            self.entry.after.append(partial(_call_listeners, op))
 
     def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
         """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
@@ -719,10 +738,102 @@ class Engine:
     def close(self, aborted: bool = False, failed: bool = False) -> None:
         """End every pending call with `AbortedError`, notify the peers, stop the thread, drop the memory; idempotent.
 
+        The peers are notified first (the LIFE word, and a wake-up for ranks that sleep on the word of the next call),
+        then the calls that are pending here end, then the thread stops, this rank leaves the control plane and the
+        memory is dropped, in this order. For the peers, a crash between two steps is any other death of this rank.
+
         With `failed` the program has not asked for it (the process ends): for the peers the rank has failed, not left.
-        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        From a signal handler or a callback inside a call of this group it returns at once: that call does the rest.
         """
-        ending.close(self, aborted, failed)
+        if self.flags & (CLOSED | FORKED):
+            return
+        self.raise_flag(CLOSED | (ABORTED if aborted else 0))
+        self.has_failed = failed
+        if self.box.exports is not None:
+            self.box.exports.tell_ends(self.seq)
+        if not self.ended_by:
+            publish_word(self.box, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT)
+        if self.box.exports is not None:
+            self.box.exports.say_goodbye()
+        self._wake_peers()
+        if self.entry.is_marked_inside():
+            if self.entry.num_calls_below() or self.helper.is_current():
+                self.entry.after.append(self._end)
+                return
+            self.entry.recover()
+        self._end()
+
+    def _end(self) -> None:
+        """Do the part of `close` that must not run inside a call."""
+        box, entry = self.box, self.entry
+        got = entry.stop_calls(5.0)
+        error = AbortedError(
+            f"the process group of rank {box.rank} was {'aborted' if self.flags & ABORTED else 'destroyed'}"
+        )
+        pending: list[Driven] = [*self.queue, *self.mail.pending()]
+        for op in pending:
+            if got and isinstance(op, Message):
+                self.mail.take_back(op)  # else it could still be delivered: the peers keep the memory
+            op.fail(error)
+            self.retire(op)
+        self._forget_calls()
+        if got:
+            entry.let_calls()
+        entry.do_rest()
+        self.helper.stop()
+        self.watch.close()
+        if self.survival is not None:
+            self.survival.close(self.has_failed)
+        deadline = time.monotonic() + 1.0
+        while entry.asleep and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if got and not entry.asleep:
+            self.mail.close()
+            (box.exports.end if box.exports is not None else box.close)()
+
+    def break_down(self, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
+        """End the group on all ranks, because a call does not have the same outcome on all. May be repeated.
+
+        If a rank cannot finish a call that others have completed, no later result would be right. It stores
+        LIFE_BROKEN; each rank that reads this during a wait, or when the view continues without that rank, ends its own
+        part (`end_with_others`). The memory stays until the program destroys the group. The lock is held.
+
+        Args:
+            cause: the event, in words.
+            error: the error that it led to.
+            ranks: the ranks that have ended the group; none: this rank does.
+        """
+        box = self.box
+        told = f"{cause}{f': {error!r}' if error is not None else ''}"
+        self.ended_by = f"the process group was ended on all ranks, as {told}; destroy it and initialise again"
+        self.raise_flag(ABORTED)
+        publish_word(box, LIFE, LIFE_BROKEN)
+        self._wake_peers()
+        pending: list[Driven] = [*self.queue, *self.mail.pending()]
+        for op in pending:
+            text = f"{op.describe(box)}: {self.ended_by}"
+            op.fail(PeerError(text, ranks, op.name, op.seq, box.epoch, cause) if ranks else AbortedError(text))
+            self.retire(op)
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self.queue.clear()
+        self.unclaimed.clear()
+        self.messages.clear()
+
+    def end_with_others(self) -> None:
+        """End the group here, if another rank has ended it for all. The lock is held."""
+        box = self.box
+        ranks = [peer for peer in box.peers if box.words[peer][LIFE] == LIFE_BROKEN]
+        if ranks and not self.flags & ENDED:
+            names = ", ".join(map(str, ranks))
+            self.break_down(f"rank(s) {names} could not finish a call that others may have completed", None, ranks)
+
+    def _wake_peers(self) -> None:
+        """Wake the peers that sleep on the word of the call they wait for, so that they see that this rank has left."""
+        box = self.box
+        for seq in range(self.seq, self.seq + 2):
+            futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))
 
     def forked(self) -> None:
         """Mark the engine in a forked child: nothing here may be used, touched or closed there."""

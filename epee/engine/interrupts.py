@@ -22,7 +22,7 @@ between which two lines the exception occurred:
 
 A recovery step that is interrupted as well runs in a thread of its own (`Apart`), where no handler runs and the stack
 is empty; so does the writing of results. If they cannot be written there either, or cannot be kept for a repetition,
-the ranks are not in step any more, and the group ends on all of them (`ending.break_down`).
+the ranks are not in step any more, and the group ends on all of them (`Engine.break_down`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, InvalidArgument, InvalidState, is_of_handler, is_own
-from . import ending
 from .entry import ENDED
 from .operation import Driven, Operation
 from .p2p.message import Message
@@ -187,7 +186,7 @@ def _insist(engine: Engine, step: Callable[[], None]) -> None:
     except BaseException as error:
         if is_own(error):
             raise
-        ending.break_down(engine, f"rank {engine.box.rank} could not bring an interrupted call to an end", error)
+        engine.break_down(f"rank {engine.box.rank} could not bring an interrupted call to an end", error)
 
 
 def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
@@ -255,7 +254,7 @@ def _complete(engine: Engine, head: Operation, step: Callable[[], object]) -> No
         head.fail(error)
     else:
         told = f"rank {engine.box.rank} could not finish a call that others may have completed"
-        ending.break_down(engine, f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
+        engine.break_down(f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
 
 
 def disown(engine: Engine, op: Operation, exc: BaseException) -> None:

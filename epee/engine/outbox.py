@@ -53,7 +53,7 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
 # damaged word never frees data that is still read; the values of LIFE are four bits apart. A rank that stores
-# LIFE_BROKEN ends the group for all others as well (`engine/ending.py`).
+# LIFE_BROKEN ends the group for all others as well (`Engine.break_down`).
 # VIEW: the epoch up to which this rank has applied decisions, stored before any call is decided by the last of them.
 # A reader that loads it after CONSUMED knows the decisions under which the calls have ended there.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
@@ -353,6 +353,11 @@ class Outboxes:
             region.close()
         self.regions = []
         self.forget_views()
+
+
+def leavers(box: Outboxes) -> list[int]:
+    """Return the peers that have left the group."""
+    return [peer for peer in box.peers if has_left(box.words[peer])]
 
 
 def sites_of(members: Sequence[int], host_of: Sequence[int]) -> dict[int, tuple[int, ...]]:

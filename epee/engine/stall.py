@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from ..errors import CommTimeoutError, PeerError, RankFailedError
 from ..view.protocol.withdrawal import GRACE_S
 from . import overlap
-from .ending import end_with_others, leavers
 from .membership.epochs import Survival
 from .operation import Block, Driven, Operation
-from .outbox import GAVE_UP, Outboxes, has_exited
+from .outbox import GAVE_UP, Outboxes, has_exited, leavers
 from .p2p.message import ANY, STAYS_OPEN, Message
 from .withdrawal import withdrawn
 
@@ -42,7 +41,7 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Examine why a word has not arrived: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
-    end_with_others(engine)
+    engine.end_with_others()
     if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
         _examine_unsettled(engine, engine.survival, head, now)
         raise_if_overdue(engine, op, until, now)

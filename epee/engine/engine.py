@@ -50,9 +50,10 @@ from typing import Any
 from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
 from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
-from . import interrupts, overlap
+from . import overlap
 from . import stall as trouble
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
+from .interrupts import Recovery
 from .membership.epochs import Survival
 from .membership.sizes import Mask
 from .membership.unsettled import UnsettledCalls
@@ -218,25 +219,23 @@ SETTLING_LOOK_S = 0.001
 class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
-    Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread.
-    Functions on its state are in other modules (`overlap`, `stall`, `interrupts`).
+    Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread,
+    `recovery` repairs the state after an exception.
 
     Attributes:
         timeout_s: how long a call waits when it names no timeout, for the lock as well.
         p2p_timeout_s: how long a message waits; 0: as long as a call.
         flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
         members: the peer regions of the ranks that take part in the next call, which is planned with them; `box` has
-        all
-            ranks.
+            all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
-        unclaimed: calls whose callers got an error before the outcome was known; the next call may be a repetition.
+        unclaimed: the list of `recovery`, checked by every call.
         unsettled: calls that ended here without a result, and may still be open at others.
         has_failed: it was closed because the process ends.
         reports_losses: a call that a loss ends raises nothing, its `Work` reports the loss.
         untold: a loss that no call could report, because the call that it would fail had ended before; the next one
-        does. broken: the exception that has left a call, and the call, until the state is consistent again. repair: the
-        repair step that runs in a thread of its own, or ran there last. ended_by: why all calls fail, where that is not
-        because the program has ended the group.
+            does.
+        ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
     def __init__(
@@ -261,16 +260,15 @@ class Engine:
         self.written = Written()
         self.messages = self.mail.unfinished
         self.helper = Helper(self)
+        self.recovery = Recovery(self)
         self.members: Outboxes = box
         self.contributors: tuple[int, ...] = ()
         self.survival: Survival | None = None
         self.has_failed = False
-        self.unclaimed: list[Operation] = []
+        self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
         self.unsettled = UnsettledCalls()
         self.untold: PeerError | None = None
-        self.broken: interrupts.Broken | None = None
-        self.repair: interrupts.Apart | None = None
         self.ended_by = ""
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
@@ -297,7 +295,7 @@ class Engine:
         try:
             if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
                 self._tell()
-            op = interrupts.claim(self, make) if self.unclaimed else None
+            op = self.recovery.claim(make) if self.unclaimed else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
                     box = self.members
@@ -318,8 +316,8 @@ class Engine:
             if op.error is None:
                 return op
         except BaseException as exc:
-            self.broken = exc, op  # first: a further exception from a handler may come before the next line
-            interrupts.broken_off(self, exc, op)
+            self.recovery.broken = exc, op  # first: a further exception from a handler may come before the next line
+            self.recovery.broken_off(exc, op)
             raise
         error = op.error
         del op  # else the error, this frame and the call would keep each other, and lost ranks' outboxes, alive
@@ -338,7 +336,7 @@ class Engine:
         try:
             if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
                 self._tell()
-            op = interrupts.claim(self, make) if self.unclaimed and may_claim else None
+            op = self.recovery.claim(make) if self.unclaimed and may_claim else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):
                     box = self.members
@@ -355,8 +353,8 @@ class Engine:
             self.entry.leave()
             return op
         except BaseException as exc:
-            self.broken = exc, op
-            interrupts.broken_off(self, exc, op)
+            self.recovery.broken = exc, op
+            self.recovery.broken_off(exc, op)
             raise
 
     def _tell(self) -> None:
@@ -386,8 +384,8 @@ class Engine:
             step()
             self.entry.leave()
         except BaseException as exc:
-            self.broken = exc, None
-            interrupts.broken_off(self, exc)
+            self.recovery.broken = exc, None
+            self.recovery.broken_off(exc)
             raise
 
     def refuse(self, name: str, exc: Exception) -> None:
@@ -438,18 +436,18 @@ class Engine:
                 self.helper.kick()
             self.entry.leave()
         except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
-            self.broken = exc, message
-            interrupts.broken_off(self, exc, message)
-            interrupts.tell(self, exc, message)
+            self.recovery.broken = exc, message
+            self.recovery.broken_off(exc, message)
+            self.recovery.add_note(exc, message)
             raise
 
     def take_back(self, op: Driven, exc: BaseException) -> None:
         """Abort a message whose blocking call `exc` leaves: no thread can wait for it again."""
         if self.flags & ENDED or self.entry.num_calls_below() > 1:
             return
-        interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
+        self.recovery.broken_off(AbortedError("the blocking call of this message was interrupted"), op)
         if isinstance(op, Message):
-            interrupts.tell(self, exc, op)
+            self.recovery.add_note(exc, op)
 
     def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
         """End the messages of `rank`, without which a view has begun. Data sent before its death counts.
@@ -487,8 +485,8 @@ class Engine:
                 self.drive(op, until)
                 self.entry.leave()
             except BaseException as exc:
-                self.broken = exc, None
-                interrupts.broken_off(self, exc)
+                self.recovery.broken = exc, None
+                self.recovery.broken_off(exc)
                 raise
         if op.error is not None:
             raise op.error.with_traceback(None)
@@ -549,7 +547,7 @@ class Engine:
         except BaseException as exc:
             if self.is_interrupt(exc):
                 raise
-            interrupts.end_by(self, head, exc)
+            self.recovery.end_by(head, exc)
             block = None
         if block is None:
             self.retire_heads()
@@ -565,7 +563,8 @@ class Engine:
         """
         if is_own(exc) or self.helper.is_current():
             return False
-        return self.repair is None or not self.repair.is_current()
+        repair = self.recovery.repair
+        return repair is None or not repair.is_current()
 
     def _is_held_up(self, head: Operation) -> bool:
         """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
@@ -618,7 +617,7 @@ class Engine:
 
     def settle(self) -> None:
         """Make the state consistent after an interrupt; the lock is held."""
-        interrupts.recover(self)
+        self.recovery.recover()
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
         """Wait until the block's word is there or something else happened; the caller steps again."""

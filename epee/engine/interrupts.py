@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 MAX_INTERRUPTS = 100  # in a row, deferred while the state is being repaired
 APART_S = 60.0  # longer than the largest results take to be written
 
-Broken = tuple[BaseException, Driven | None]
-
 
 class Apart:
     """A repair step in a thread of its own. The lock stays with the thread that waits for it.
@@ -98,27 +96,191 @@ class Apart:
         return self._ident == 0 or self.wait()
 
 
-def run_apart(engine: Engine, step: Callable[[], object]) -> BaseException | None:
-    """Run a repair step in a thread of its own, and return what it raises; in this thread if no other is left.
+class Recovery:
+    """The recovery of one group after exceptions that left its calls.
 
-    Only an exception that interrupts this thread is raised.
+    Attributes:
+        broken: the exception that has left a call, and the call, until the state is consistent again.
+        repair: the repair step that runs in a thread of its own, or ran there last.
+        unclaimed: calls whose callers got an error before the outcome was known; the next call may be a repetition.
     """
-    if engine.repair is not None and engine.repair.is_current():
-        return _error_of(step)
-    if engine.repair is not None and not engine.repair.drop():  # an interrupt has left it
-        return TimeoutError(f"an earlier repair has not ended within {APART_S:.0f} s")
-    engine.repair = apart = Apart(step)
-    try:
-        apart.start()
-    except RuntimeError:
-        engine.repair = None
-        error = _error_of(step)
-        if error is not None and (is_of_handler(error) or not isinstance(error, Exception)):
-            raise error from None
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.broken: tuple[BaseException, Driven | None] | None = None
+        self.repair: Apart | None = None
+        self.unclaimed: list[Operation] = []
+
+    def _run_apart(self, step: Callable[[], object]) -> BaseException | None:
+        """Run a repair step in a thread of its own, and return what it raises; in this thread if no other is left.
+
+        Only an exception that interrupts this thread is raised.
+        """
+        if self.repair is not None and self.repair.is_current():
+            return _error_of(step)
+        if self.repair is not None and not self.repair.drop():  # an interrupt has left it
+            return TimeoutError(f"an earlier repair has not ended within {APART_S:.0f} s")
+        self.repair = apart = Apart(step)
+        try:
+            apart.start()
+        except RuntimeError:
+            self.repair = None
+            error = _error_of(step)
+            if error is not None and (is_of_handler(error) or not isinstance(error, Exception)):
+                raise error from None
+            return error
+        error = apart.error if apart.wait() else TimeoutError(f"not done within {APART_S:.0f} s")
+        self.repair = None
         return error
-    error = apart.error if apart.wait() else TimeoutError(f"not done within {APART_S:.0f} s")
-    engine.repair = None
-    return error
+
+    def broken_off(self, exc: BaseException, op: Driven | None = None) -> None:
+        """Make the group's state consistent when `exc` leaves a call; abort `op` unless its results are written.
+
+        The call holds the lock or has just released it; this function takes it if needed, and releases it in the end.
+        Further interrupts are deferred until then; the caller sees `exc`.
+
+        Raises:
+            AbortedError: that was not possible; the group has ended, on all ranks.
+        """
+        engine = self._engine
+        was_ended = engine.flags & ENDED
+        self._mend(partial(self._abort, exc, op))
+        if not was_ended and engine.ended_by:
+            raise AbortedError(engine.ended_by) from exc
+
+    def recover(self) -> None:
+        """Make the group's state consistent when a call finds the lock still held by an earlier call of its thread."""
+        exc, op = self.broken or (InvalidState("the call was interrupted"), None)
+        if not self._mend(partial(self._abort, exc, op)):
+            raise InvalidState("an interrupted call of this group could not be brought to an end yet; try again")
+
+    def _mend(self, step: Callable[[], None]) -> bool:
+        """Run a repair in this thread and, if it does not complete, in a thread of its own.
+
+        If there is not even the stack for that, or exceptions never cease, the lock stays held and `broken` records the
+        remaining work: the next call of this thread repairs (`recover`), and nothing advances before. Then return
+        False.
+        """
+        engine = self._engine
+        for attempt in range(MAX_INTERRUPTS):
+            try:
+                engine.entry.hold()
+                engine.waits.widen()
+                if attempt == 0:
+                    step()
+                else:
+                    error = self._run_apart(partial(self._insist, step))
+                    if error is not None:
+                        raise error
+                self.broken = None
+                engine.entry.leave_wholly()
+                return True
+            except BaseException as error:
+                if is_own(error):
+                    self.broken = None
+                    engine.entry.leave_wholly()
+                    raise
+        return False
+
+    def _insist(self, step: Callable[[], None]) -> None:
+        """Run a repair in a thread where nothing interrupts it; if that is not possible, end the group."""
+        try:
+            step()
+        except BaseException as error:
+            if is_own(error):
+                raise
+            told = f"rank {self._engine.box.rank} could not bring an interrupted call to an end"
+            self._engine.break_down(told, error)
+
+    def _abort(self, exc: BaseException, op: Driven | None) -> None:
+        engine = self._engine
+        if engine.flags & ENDED:  # the call that closes the group ends what is open
+            if op is not None:
+                op.fail(exc)
+            return
+        self._settle(op)
+        if engine.flags & ENDED:
+            return
+        if isinstance(op, Message):
+            engine.mail.break_off(op, exc)
+        elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
+            op.disown(exc)
+            if op.told is not None and op not in self.unclaimed:
+                self.unclaimed.append(op)
+        engine.retire_heads()
+
+    def add_note(self, exc: BaseException, message: Message) -> None:
+        """Add a note to `exc`, which leaves the call of `message`, about state that the caller cannot see from it."""
+        state = self._engine.mail.state_of(message)
+        if state and hasattr(exc, "add_note"):  # Python 3.11 and later
+            exc.add_note(f"epee: {message.describe(self._engine.box)}: {state}")
+
+    def _settle(self, op: Driven | None = None) -> None:
+        """Finish incomplete steps: an entry of the message state, a number without a call, partly written results.
+
+        `op`: the call that was interrupted, when the caller knows it. The lock is held.
+        """
+        engine = self._engine
+        engine.mail.settle()
+        queue, box = engine.queue, engine.box
+        last = queue[-1].seq if queue else engine.num_retired
+        if engine.seq > last:  # counted, but neither in the queue nor ended
+            if not isinstance(op, Operation) or op.seq != engine.seq:
+                error = InvalidState("the call was interrupted")
+                op = Operation(refused("call", error), engine.seq, box, 0.0)
+                op.fail(error)
+            queue.append(op)
+        for open_op in queue:
+            open_op.resync(open_op.box)
+        head = queue[0] if queue else None
+        if head is not None and head.writing and not head.done:
+            self._complete(head, partial(head.finish, head.box))
+
+    def end_by(self, head: Operation, exc: BaseException) -> None:
+        """End the head of the queue with its own error `exc`; complete it if others may have completed it."""
+        head.resync(head.box)
+        if not (head.writing or head.completing):
+            head.give_up(exc)
+        elif is_own(exc):
+            head.fail(exc)
+        else:
+            self._complete(head, partial(head.step, head.box))
+
+    def _complete(self, head: Operation, step: Callable[[], object]) -> None:
+        """Continue a call that must be completed and was interrupted once; if that fails once more, the group ends."""
+        error = self._run_apart(step)
+        if error is None:
+            return
+        if is_own(error):
+            head.fail(error)
+        else:
+            told = f"rank {self._engine.box.rank} could not finish a call that others may have completed"
+            self._engine.break_down(f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
+
+    def claim(self, make: Make) -> Operation | None:
+        """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
+
+        None: a new call. The outcome of that call must be known first. A call of another kind repeats none of them: its
+        caller continues without their results, as do the other ranks that have them.
+
+        Raises:
+            CommTimeoutError: the outcome is still open; nothing was issued, the call may be repeated.
+        """
+        engine = self._engine
+        for op in self.unclaimed[:]:
+            plan = _repetition(op, make)
+            if plan is None:
+                continue
+            if not op.done:
+                engine.drive(op, time.monotonic() + engine.timeout_s)
+            if op.error is None:
+                plan.deliver(op.plan.sinks())
+                engine.contributors = op.box.members
+                del self.unclaimed[: self.unclaimed.index(op) + 1]
+                return op
+            self.unclaimed.remove(op)
+        self.unclaimed.clear()
+        return None
 
 
 def _error_of(step: Callable[[], object]) -> BaseException | None:
@@ -126,166 +288,6 @@ def _error_of(step: Callable[[], object]) -> BaseException | None:
         step()
     except BaseException as exc:  # noqa: BLE001 - returned
         return exc
-    return None
-
-
-def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> None:
-    """Make the group's state consistent when `exc` leaves a call; abort `op` unless its results are written.
-
-    The call holds the lock or has just released it; this function takes it if needed, and releases it in the end.
-    Further interrupts are deferred until then; the caller sees `exc`.
-
-    Raises:
-        AbortedError: that was not possible; the group has ended, on all ranks.
-    """
-    was_ended = engine.flags & ENDED
-    _mend(engine, partial(_give_up, engine, exc, op))
-    if not was_ended and engine.ended_by:
-        raise AbortedError(engine.ended_by) from exc
-
-
-def recover(engine: Engine) -> None:
-    """Make the group's state consistent when a call finds the lock still held by an earlier call of its thread."""
-    exc, op = engine.broken or (InvalidState("the call was interrupted"), None)
-    if not _mend(engine, partial(_give_up, engine, exc, op)):
-        raise InvalidState("an interrupted call of this group could not be brought to an end yet; try again")
-
-
-def _mend(engine: Engine, step: Callable[[], None]) -> bool:
-    """Run a repair in this thread and, if it does not complete, in a thread of its own.
-
-    If there is not even the stack for that, or exceptions never cease, the lock stays held and `engine.broken` records
-    the remaining work: the next call of this thread repairs (`recover`), and nothing advances before. Then return
-    False.
-    """
-    for attempt in range(MAX_INTERRUPTS):
-        try:
-            engine.entry.hold()
-            engine.waits.widen()
-            if attempt == 0:
-                step()
-            else:
-                error = run_apart(engine, partial(_insist, engine, step))
-                if error is not None:
-                    raise error
-            engine.broken = None
-            engine.entry.leave_wholly()
-            return True
-        except BaseException as error:
-            if is_own(error):
-                engine.broken = None
-                engine.entry.leave_wholly()
-                raise
-    return False
-
-
-def _insist(engine: Engine, step: Callable[[], None]) -> None:
-    """Run a repair in a thread where nothing interrupts it; if that is not possible, end the group."""
-    try:
-        step()
-    except BaseException as error:
-        if is_own(error):
-            raise
-        engine.break_down(f"rank {engine.box.rank} could not bring an interrupted call to an end", error)
-
-
-def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
-    if engine.flags & ENDED:  # the call that closes the group ends what is open
-        if op is not None:
-            op.fail(exc)
-        return
-    settle(engine, op)
-    if engine.flags & ENDED:
-        return
-    if isinstance(op, Message):
-        engine.mail.break_off(op, exc)
-    elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
-        disown(engine, op, exc)
-    engine.retire_heads()
-
-
-def tell(engine: Engine, exc: BaseException, message: Message) -> None:
-    """Add a note to `exc`, which leaves the call of `message`, about the state that the caller cannot see from it."""
-    state = engine.mail.state_of(message)
-    if state and hasattr(exc, "add_note"):  # Python 3.11 and later
-        exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
-
-
-def settle(engine: Engine, op: Driven | None = None) -> None:
-    """Finish incomplete steps: an entry of the message state, a number without a call, partly written results.
-
-    Args:
-        engine: its lock is held.
-        op: the call that was interrupted, when the caller knows it.
-    """
-    engine.mail.settle()
-    queue, box = engine.queue, engine.box
-    last = queue[-1].seq if queue else engine.num_retired
-    if engine.seq > last:  # counted, but neither in the queue nor ended
-        if not isinstance(op, Operation) or op.seq != engine.seq:
-            error = InvalidState("the call was interrupted")
-            op = Operation(refused("call", error), engine.seq, box, 0.0)
-            op.fail(error)
-        queue.append(op)
-    for open_op in queue:
-        open_op.resync(open_op.box)
-    head = queue[0] if queue else None
-    if head is not None and head.writing and not head.done:
-        _complete(engine, head, partial(head.finish, head.box))
-
-
-def end_by(engine: Engine, head: Operation, exc: BaseException) -> None:
-    """End the head of the queue with its own error `exc`. If others may have completed it, it is completed here too."""
-    head.resync(head.box)
-    if not (head.writing or head.completing):
-        head.give_up(exc)
-    elif is_own(exc):
-        head.fail(exc)
-    else:
-        _complete(engine, head, partial(head.step, head.box))
-
-
-def _complete(engine: Engine, head: Operation, step: Callable[[], object]) -> None:
-    """Continue a call that must be completed and was interrupted once; if that fails once more, the group ends."""
-    error = run_apart(engine, step)
-    if error is None:
-        return
-    if is_own(error):
-        head.fail(error)
-    else:
-        told = f"rank {engine.box.rank} could not finish a call that others may have completed"
-        engine.break_down(f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
-
-
-def disown(engine: Engine, op: Operation, exc: BaseException) -> None:
-    """End a call whose caller gets `exc` instead, or leave it unclaimed."""
-    op.disown(exc)
-    if op.told is not None and op not in engine.unclaimed:
-        engine.unclaimed.append(op)
-
-
-def claim(engine: Engine, make: Make) -> Operation | None:
-    """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
-
-    None: a new call. The outcome of that call must be known first. A call of another kind repeats none of them: its
-    caller continues without their results, as do the other ranks that have them.
-
-    Raises:
-        CommTimeoutError: the outcome is still open; nothing was issued, the call may be repeated.
-    """
-    for op in engine.unclaimed[:]:
-        plan = _repetition(op, make)
-        if plan is None:
-            continue
-        if not op.done:
-            engine.drive(op, time.monotonic() + engine.timeout_s)
-        if op.error is None:
-            plan.deliver(op.plan.sinks())
-            engine.contributors = op.box.members
-            del engine.unclaimed[: engine.unclaimed.index(op) + 1]
-            return op
-        engine.unclaimed.remove(op)
-    engine.unclaimed.clear()
     return None
 
 

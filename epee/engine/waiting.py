@@ -126,7 +126,7 @@ class Waiting:
     def widen(self) -> None:
         """Restore the core that `_part` takes from this thread for a moment. May be run at any time, and repeated.
 
-        An exception inside `_part` passes `interrupts.broken_off`, which calls this in the same thread and
+        An exception inside `_part` passes `Recovery.broken_off`, which calls this in the same thread and
         under the lock. What a user has set in between, in a signal handler for example, stays as it is.
         """
         if self._narrowed is None:

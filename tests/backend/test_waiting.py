@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from epee.engine import interrupts, waiting
+from epee.engine import waiting
 from epee.engine.entry import ENDED, Entry, Guarded
+from epee.engine.interrupts import Recovery
 from epee.engine.outbox import CORE, STATE_WORDS
 from epee.engine.waiting import MOVE_PAUSE_S, Waiting
 
@@ -98,9 +99,9 @@ def cores() -> Iterator[set[int]]:
 
 
 def broken_off(wait: Waiting) -> None:
-    """What `interrupts.broken_off` does to a wait; the rest of it has no part here."""
+    """Do to a wait what `Recovery.broken_off` does; the rest of it has no part here."""
     owner: Any = SimpleNamespace(entry=wait._entry, waits=wait, flags=ENDED)
-    interrupts.broken_off(owner, Interrupt())
+    Recovery(owner).broken_off(Interrupt())
 
 
 def test_an_interrupt_in_the_midst_of_a_move_leaves_the_thread_all_its_cores(

@@ -50,7 +50,6 @@ from typing import Any
 from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
 from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
-from . import overlap
 from . import stall as trouble
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .interrupts import Recovery
@@ -86,11 +85,11 @@ from .outbox import (
     consumed_of,
     failed_by_view,
 )
+from .overlap import CallOrder
 from .p2p.channel import Mailroom
 from .p2p.message import Absence, Message
 from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from .progress import Helper
-from .ranges import Written
 from .waiting import NAP_ROUNDS, Waiting
 from .wake import publish_word
 from .withdrawal import withdrawn
@@ -220,7 +219,7 @@ class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Its parts: `entry` has the lock, `waits` waits for words, `mail` has the messages, `helper` the background thread,
-    `recovery` repairs the state after an exception.
+    `order` holds calls back, `recovery` repairs the state after an exception.
 
     Attributes:
         timeout_s: how long a call waits when it names no timeout, for the lock as well.
@@ -257,9 +256,9 @@ class Engine:
         self.seq: int = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
-        self.written = Written()
         self.messages = self.mail.unfinished
         self.helper = Helper(self)
+        self.order = CallOrder(self)
         self.recovery = Recovery(self)
         self.members: Outboxes = box
         self.contributors: tuple[int, ...] = ()
@@ -287,7 +286,7 @@ class Engine:
             opts: torch's options of the call.
             tensors: the tensors that the call writes and reads.
         """
-        seen = overlap.glance(self) if self.queue or self.messages else None
+        seen = self.order.progress() if self.queue or self.messages else None
         box = self.members
         plan = make(box)
         self.entry.enter()
@@ -297,7 +296,7 @@ class Engine:
                 self._tell()
             op = self.recovery.claim(make) if self.unclaimed else None
             if op is None:
-                if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
+                if box is not self.members or (seen and self.order.has_advanced(seen)):  # planned too early
                     box = self.members
                     plan = make(box)
                 op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
@@ -306,7 +305,7 @@ class Engine:
                 op.tensors = tensors
                 is_next = True
                 if self.queue or self.messages:
-                    overlap.order(self, op)
+                    self.order.add(op)
                     is_next = not (self.queue or op.before)
                 if self.flags or self.unsettled.calls or not (is_next and run_short(self, op)):
                     self.queue.append(op)
@@ -328,7 +327,7 @@ class Engine:
 
     def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
-        seen = overlap.glance(self) if self.queue or self.messages else None
+        seen = self.order.progress() if self.queue or self.messages else None
         box = self.members
         plan = make(box)
         self.entry.enter()
@@ -338,13 +337,13 @@ class Engine:
                 self._tell()
             op = self.recovery.claim(make) if self.unclaimed and may_claim else None
             if op is None:
-                if box is not self.members or (seen and overlap.has_moved(self, seen)):
+                if box is not self.members or (seen and self.order.has_advanced(seen)):
                     box = self.members
                     plan = make(box)
                 op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
                 op.make = make
                 op.tensors = tensors
-                overlap.order(self, op)
+                self.order.add(op)
                 op.start_clock()
                 self.seq = op.seq
                 self.queue.append(op)
@@ -424,7 +423,7 @@ class Engine:
                 if error is not None:
                     raise error
             if self.queue or self.messages or message.is_early:
-                overlap.order_message(self, message)
+                self.order.add_message(message)
             if message.before:
                 self.mail.held.append(message)
             else:
@@ -502,9 +501,9 @@ class Engine:
                     trouble.raise_if_overdue(self, op, until, op.start_clock())
                     continue  # the lock was given back: another thread may have ended the call
                 is_alone = is_message and not op.before and not self.mail.held
-                head = op if is_alone else overlap.foremost(self, op)
+                head = op if is_alone else self.order.foremost(op)
                 block = self.advance(head)
-                if block is not None and not op.done and (head is op or overlap.foremost(self, op) is head):
+                if block is not None and not op.done and (head is op or self.order.foremost(op) is head):
                     if not is_alone:
                         trouble.raise_if_open(head, op)
                     self._wait(block, head, op, until)
@@ -513,7 +512,7 @@ class Engine:
             elif isinstance(op, Message):
                 self.messages.pop(op, None)  # one that has failed
             if self.mail.held:
-                overlap.release(self)
+                self.order.post_free()
         finally:
             op.num_waiters -= 1
             if self.queue or not op.done:  # no thread waits for these now

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from .operation import CallsOfWork, Driven, Operation
 from .p2p.message import ANY, Message
-from .ranges import Edge, Spans, is_free, meet, names_of, spans_of
+from .ranges import Edge, Spans, Written, is_free, meet, names_of, spans_of
 from .tensors import carrier_of, source
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ def _is_posted(message: Message) -> bool:
     return message.done or not message.before
 
 
-# ---- memory
-
-
 def touched(call: Driven) -> Touched:
     """Return the memory that a call writes and reads.
 
@@ -74,96 +71,143 @@ def touched(call: Driven) -> Touched:
     return found
 
 
-# ---- calls in the way
+class CallOrder:
+    """The order of one group's open calls by the memory that they touch. The engine's lock is held."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._written = Written()  # what collectives of the queue write
 
-def glance(engine: Engine) -> tuple[int, list[Message]]:
-    """Note the progress of the calls, before the lock is taken, for `has_moved`."""
-    return engine.num_retired, list(engine.messages)
+    def progress(self) -> tuple[int, list[Message]]:
+        """Note the progress of the calls, without the lock, for `has_advanced`."""
+        engine = self._engine
+        return engine.num_retired, list(engine.messages)
 
+    def has_advanced(self, seen: tuple[int, list[Message]]) -> bool:
+        """Return whether a call has ended since `seen`: a plan made in between may hold copies from before that."""
+        retired, messages = seen
+        return self._engine.num_retired != retired or any(message.done for message in messages)
 
-def has_moved(engine: Engine, seen: tuple[int, list[Message]]) -> bool:
-    """Return whether a call has ended since `seen`: a plan made in between may hold copies from before that."""
-    retired, messages = seen
-    return engine.num_retired != retired or any(message.done for message in messages)
+    def add(self, op: Operation) -> None:
+        """Note which open calls are in the way of a new collective."""
+        engine = self._engine
+        writes, reads = touched(op)
+        edges = []
+        retired = engine.num_retired
+        for earlier in engine.queue if self._may_meet(writes, reads, retired) else ():
+            written, _ = touched(earlier)
+            is_read = meet(written, reads)
+            if is_read or meet(written, writes):
+                edges.append(Edge(earlier, _has_ended, is_read))
+        for message in self._open_messages():
+            written, read = touched(message)
+            is_read = meet(written, reads)
+            if is_read or meet(written, writes):
+                edges.append(Edge(message, _has_ended, is_read))
+            elif meet(read, writes) and not message.written:
+                edges.append(Edge(message, _is_in_lane, False))
+        self._written.add(writes, op.seq, retired)
+        op.before = edges
 
+    def _may_meet(self, writes: Spans, reads: Spans, retired: int) -> bool:
+        """Return False when no collective of the queue writes there."""
+        engine = self._engine
+        if not engine.queue:
+            return False
+        if engine.queue[0].touched is None:  # a call of another thread that blocks: its memory was not noted
+            return True
+        index = self._written
+        return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
 
-def order(engine: Engine, op: Operation) -> None:
-    """Note which open calls are in the way of a new collective."""
-    writes, reads = touched(op)
-    edges = []
-    retired = engine.num_retired
-    for earlier in engine.queue if _is_near(engine, writes, reads, retired) else ():
-        written, _ = touched(earlier)
-        is_read = meet(written, reads)
-        if is_read or meet(written, writes):
-            edges.append(Edge(earlier, _has_ended, is_read))
-    for message in _open_messages(engine):
-        written, read = touched(message)
-        is_read = meet(written, reads)
-        if is_read or meet(written, writes):
-            edges.append(Edge(message, _has_ended, is_read))
-        elif meet(read, writes) and not message.written:
-            edges.append(Edge(message, _is_in_lane, False))
-    engine.written.add(writes, op.seq, retired)
-    op.before = edges
-
-
-def _is_near(engine: Engine, writes: Spans, reads: Spans, retired: int) -> bool:
-    """Return False when no collective of the queue writes there."""
-    if not engine.queue:
-        return False
-    if engine.queue[0].touched is None:  # a call of another thread that blocks: its memory was not noted
-        return True
-    index = engine.written
-    return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
-
-
-def order_message(engine: Engine, message: Message) -> None:
-    """Note which open calls are in the way of a new message."""
-    if not engine.queue and not _open_messages(engine):
-        if message.is_early:
+    def add_message(self, message: Message) -> None:
+        """Note which open calls are in the way of a new message."""
+        engine = self._engine
+        if not engine.queue and not self._open_messages():
+            if message.is_early:
+                _read_again(message)
+            return
+        writes, reads = touched(message)
+        edges = []
+        for op in engine.queue:
+            written, read = touched(op)
+            is_read = meet(written, reads)
+            if is_read or meet(written, writes) or meet(read, writes):
+                edges.append(Edge(op, _has_ended, is_read))
+        mates: Sequence[Driven] | None = None  # computed when a call is in the way
+        for earlier in self._open_messages():
+            if earlier.before and _share_turns(earlier, message):
+                edges.append(Edge(earlier, _is_posted, False))
+            if earlier.is_send and message.is_send:
+                continue  # both read
+            written, read = touched(earlier)
+            is_read = meet(written, reads)
+            is_written = is_read or meet(written, writes)
+            if is_written or (meet(read, writes) and not earlier.written):
+                mates = batch_mates() if mates is None else mates
+                if not any(mate is earlier for mate in mates):
+                    edges.append(Edge(earlier, _has_ended if is_written else _is_in_lane, is_read))
+        message.before = edges
+        if message.is_early and not edges:
             _read_again(message)
-        return
-    writes, reads = touched(message)
-    edges = []
-    for op in engine.queue:
-        written, read = touched(op)
-        is_read = meet(written, reads)
-        if is_read or meet(written, writes) or meet(read, writes):
-            edges.append(Edge(op, _has_ended, is_read))
-    mates: Sequence[Driven] | None = None  # computed when a call is in the way
-    for earlier in _open_messages(engine):
-        if earlier.before and _share_turns(earlier, message):
-            edges.append(Edge(earlier, _is_posted, False))
-        if earlier.is_send and message.is_send:
-            continue  # both read
-        written, read = touched(earlier)
-        is_read = meet(written, reads)
-        is_written = is_read or meet(written, writes)
-        if is_written or (meet(read, writes) and not earlier.written):
-            mates = batch_mates() if mates is None else mates
-            if not any(mate is earlier for mate in mates):
-                edges.append(Edge(earlier, _has_ended if is_written else _is_in_lane, is_read))
-    message.before = edges
-    if message.is_early and not edges:
-        _read_again(message)
+
+    def _open_messages(self) -> list[Message]:
+        engine = self._engine
+        if not engine.messages:
+            return []
+        found = list(engine.messages)
+        for message in found:
+            if message.done:  # one that has failed
+                engine.messages.pop(message, None)
+        return [message for message in found if not message.done]
+
+    # ---- continuing
+
+    def foremost(self, op: Driven) -> Driven:
+        """Return the call to step so that `op` advances: itself, the head of its queue, or one in the way of that."""
+        engine = self._engine
+        if engine.mail.held:
+            self.post_free()
+        while True:
+            if not isinstance(op, Message) and not engine.queue[0].done:
+                op = engine.queue[0]
+            if not op.before:
+                return op
+            edge = next((edge for edge in op.before if not edge.is_over(edge.call)), None)
+            if edge is None:
+                return op
+            op = edge.call
+
+    def held_by(self, call: Driven) -> str:
+        """Return the names of the open calls that wait for `call`; "" where none does."""
+        engine = self._engine
+        calls: list[Driven] = [*engine.queue, *engine.mail.held]
+        return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
+
+    def post_free(self) -> None:
+        """Post the messages that nothing is in the way of any more."""
+        engine = self._engine
+        mail = engine.mail
+        for message in list(mail.held):
+            try:
+                if not message.done and not is_free(message, engine.box):
+                    continue
+                _read_again(message)
+                mail.let_go(message)
+            except BaseException as exc:
+                if engine.is_interrupt(exc):
+                    raise
+                message.fail(exc)
+                mail.cancel(message)
+                engine.retire(message)
+                engine.messages.pop(message, None)
+        while mail.finished:
+            engine.retire(mail.finished.pop())
 
 
 def _read_again(message: Message) -> None:
     if message.is_send:
         tensor = message.tensors[1]
         message.array = source(tensor, carrier_of(tensor, "send: tensor"))
-
-
-def _open_messages(engine: Engine) -> list[Message]:
-    if not engine.messages:
-        return []
-    found = list(engine.messages)
-    for message in found:
-        if message.done:  # one that has failed
-            engine.messages.pop(message, None)
-    return [message for message in found if not message.done]
 
 
 def _share_turns(earlier: Message, later: Message) -> bool:
@@ -184,47 +228,3 @@ def batch_mates() -> Sequence[Driven]:
         frame = frame.f_back
     lists = [value for value in frame.f_locals.values() if isinstance(value, list)]
     return [op for works in lists for work in works if isinstance(work, CallsOfWork) for op in work.ops]
-
-
-# ---- continuing
-
-
-def foremost(engine: Engine, op: Driven) -> Driven:
-    """Return the call to step so that `op` advances: itself, the head of its queue, or a call in the way of that."""
-    if engine.mail.held:
-        release(engine)
-    while True:
-        if not isinstance(op, Message) and not engine.queue[0].done:
-            op = engine.queue[0]
-        if not op.before:
-            return op
-        edge = next((edge for edge in op.before if not edge.is_over(edge.call)), None)
-        if edge is None:
-            return op
-        op = edge.call
-
-
-def held_by(engine: Engine, call: Driven) -> str:
-    """Return the names of the open calls that wait for `call`; "" where none does."""
-    calls: list[Driven] = [*engine.queue, *engine.mail.held]
-    return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
-
-
-def release(engine: Engine) -> None:
-    """Post the messages that nothing is in the way of any more."""
-    mail = engine.mail
-    for message in list(mail.held):
-        try:
-            if not message.done and not is_free(message, engine.box):
-                continue
-            _read_again(message)
-            mail.let_go(message)
-        except BaseException as exc:
-            if engine.is_interrupt(exc):
-                raise
-            message.fail(exc)
-            mail.cancel(message)
-            engine.retire(message)
-            engine.messages.pop(message, None)
-    while mail.finished:
-        engine.retire(mail.finished.pop())

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, EpeeError, ResourceError, is_of_handler
 from ..threads import BackgroundThread
-from . import overlap
 from . import stall as trouble
 from .entry import SLICE_S
 from .operation import Block, Driven
@@ -276,9 +275,9 @@ class Helper:
         engine = self._engine
         block: Block | None = None
         if engine.mail.held:
-            overlap.release(engine)
+            engine.order.post_free()
         while engine.queue:
-            head = overlap.foremost(engine, engine.queue[0])
+            head = engine.order.foremost(engine.queue[0])
             block = engine.advance(head)
             if block is not None:
                 open_ops = (op for op in engine.queue if not op.done)  # the head itself may only wait for room

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError, PeerError, RankFailedError
 from ..view.protocol.withdrawal import GRACE_S
-from . import overlap
 from .membership.epochs import Survival
 from .operation import Block, Driven, Operation
 from .outbox import GAVE_UP, Outboxes, has_exited, leavers
@@ -70,7 +69,7 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.insist(head, silent, now)
     if is_late:
-        head.holds_back = overlap.held_by(engine, head)
+        head.holds_back = engine.order.held_by(head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
     elif is_late and isinstance(head, Message):

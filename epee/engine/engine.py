@@ -95,68 +95,6 @@ from .wake import publish_word
 from .withdrawal import withdrawn
 
 
-def run_short(engine: Engine, op: Operation) -> bool:
-    """Run a call of one round from end to end when nothing is in its way; False leaves the rest to `Engine.drive`.
-
-    This is `Operation.publish` and `step` without their waits. The lock is held.
-    """
-    box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
-    preamble = plan.preamble
-    used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-    if plan.rounds > 1 or seq > box.cells_free_until:
-        return False
-    own, tag, base = box.own, op.tag, 0
-    if plan.put_bytes:
-        base = 8 * (cell + PREAMBLE) + used
-        if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
-            base = box.ring.take(seq, plan.put_bytes, box.least_consumed())
-            if base < 0:
-                return False
-        plan.put(box, 0, base)
-    op.base = base
-    signature, detail = plan.signature, plan.detail
-    own[cell + SIGNATURE] = signature
-    own[cell + DETAIL] = detail
-    check, place = (tag ^ signature ^ detail) % SEAL_PRIME, base >> 6  # see `seal`
-    own[cell + OFFSET] = sealed = (check ^ place) << 32 | place
-    own[cell + GAVE_UP] = 0
-    if preamble is not None or plan.merge_bytes:
-        if preamble is not None:
-            own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
-        own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then this rank does too
-        own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
-        op.filled = 1
-    op.offsets[box.rank] = base
-    if box.exports is not None:
-        box.exports.call(box, plan, cell, base)
-    publish_word(box, cell, tag)
-    op.published = True
-    if not _met(op, engine.waits, sealed, check):
-        return False
-    if preamble is not None:
-        plan.agree(box, op.offsets, op)
-        op.agreed = True
-        if plan.rounds > 1:
-            return False
-    if plan.merge_bytes and not _merge(op, engine.waits):
-        return False
-    if engine.flags:
-        return False
-    if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was checked when nothing was missing
-        return False
-    own[cell + GAVE_UP] = COMPLETES
-    op.writing = True
-    plan.take(box, 0, op.round_offsets(0) if plan.merge_bytes else op.offsets)
-    for words in box.peer_words:
-        if words[cell] != tag:
-            op.look_again(box)
-    plan.commit()
-    op.done = True
-    own[CONSUMED] = own[CONSUMED_TOO] = seq
-    engine.contributors = box.members
-    return True
-
-
 def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
     """Note the offsets of the peers' parts, if all have called the same.
 
@@ -307,7 +245,7 @@ class Engine:
                 if self.queue or self.messages:
                     self.order.add(op)
                     is_next = not (self.queue or op.before)
-                if self.flags or self.unsettled.calls or not (is_next and run_short(self, op)):
+                if self.flags or self.unsettled.calls or not (is_next and self._run_short(op)):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)
@@ -324,6 +262,67 @@ class Engine:
             raise error
         finally:
             del error
+
+    def _run_short(self, op: Operation) -> bool:
+        """Run a call of one round from end to end when nothing is in its way; False leaves the rest to `drive`.
+
+        This is `Operation.publish` and `step` without their waits. The lock is held.
+        """
+        box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
+        preamble = plan.preamble
+        used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
+        if plan.rounds > 1 or seq > box.cells_free_until:
+            return False
+        own, tag, base = box.own, op.tag, 0
+        if plan.put_bytes:
+            base = 8 * (cell + PREAMBLE) + used
+            if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
+                base = box.ring.take(seq, plan.put_bytes, box.least_consumed())
+                if base < 0:
+                    return False
+            plan.put(box, 0, base)
+        op.base = base
+        signature, detail = plan.signature, plan.detail
+        own[cell + SIGNATURE] = signature
+        own[cell + DETAIL] = detail
+        check, place = (tag ^ signature ^ detail) % SEAL_PRIME, base >> 6  # see `seal`
+        own[cell + OFFSET] = sealed = (check ^ place) << 32 | place
+        own[cell + GAVE_UP] = 0
+        if preamble is not None or plan.merge_bytes:
+            if preamble is not None:
+                own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
+            own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then this rank does too
+            own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
+            op.filled = 1
+        op.offsets[box.rank] = base
+        if box.exports is not None:
+            box.exports.call(box, plan, cell, base)
+        publish_word(box, cell, tag)
+        op.published = True
+        if not _met(op, self.waits, sealed, check):
+            return False
+        if preamble is not None:
+            plan.agree(box, op.offsets, op)
+            op.agreed = True
+            if plan.rounds > 1:
+                return False
+        if plan.merge_bytes and not _merge(op, self.waits):
+            return False
+        if self.flags:
+            return False
+        if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was checked when nothing was missing
+            return False
+        own[cell + GAVE_UP] = COMPLETES
+        op.writing = True
+        plan.take(box, 0, op.round_offsets(0) if plan.merge_bytes else op.offsets)
+        for words in box.peer_words:
+            if words[cell] != tag:
+                op.look_again(box)
+        plan.commit()
+        op.done = True
+        own[CONSUMED] = own[CONSUMED_TOO] = seq
+        self.contributors = box.members
+        return True
 
     def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""

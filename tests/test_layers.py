@@ -133,6 +133,19 @@ def test_the_front_room_of_ep_offers_what_others_use_and_no_more() -> None:
     assert wanted == offered
 
 
+def test_the_front_room_of_the_engine_offers_what_others_use_and_no_more() -> None:
+    others = [path for name, path in MODULES.items() if part_of(name) != "engine"]
+    behind = {found for path in others for found in imports_of(path)}
+    assert {found for found in behind if found == "engine.engine" or found.startswith("engine.bootstrap")} == set()
+    wanted = set()
+    for path in others:
+        package = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "engine" and node.level == package.count(".") + 1:
+                wanted |= {alias.name for alias in node.names}
+    assert wanted == set(importlib.import_module("epee.engine").__all__)
+
+
 def circles() -> set[frozenset[str]]:
     """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
     edges = {

@@ -31,21 +31,24 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from .. import env
 from ..arrays import real_tensors
-from ..engine.bootstrap.attempt import attempt
-from ..engine.bootstrap.birth import close_at_exit, create_engine
-from ..engine.bootstrap.joining import (
+from ..engine import (
+    Engine,
+    EngineOptions,
     Place,
     alone,
+    attempt,
+    close_at_exit,
     come_in,
+    create_engine,
     find_place,
     is_newcomer,
     join_engine,
     leave_note,
+    meeting_place,
     names_job,
+    own_job,
     place_of,
 )
-from ..engine.bootstrap.seat import meeting_place, own_job
-from ..engine.engine import Engine
 from ..engine.membership.admission import UNSEEN_DEATH_S
 from ..engine.membership.judge import LOSS
 from ..engine.membership.members import TooShort, fitted
@@ -199,13 +202,15 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                 self._begin(self._come_in(timeout_s, is_born=True))
         else:
             store = meeting_place(self._store, dist_opts.global_ranks_in_group)
-            with attempt(store, rank, num_ranks) as this:
-                self.options = self._checked(options, default)
-                engine = create_engine(this, timeout_s, self.options.staging_bytes, self.options.mode)
-            self._begin(engine)
+            self._begin(create_engine(store, rank, num_ranks, timeout_s, lambda: self._choose(options, default)))
             leave_note(self._store, self._place)
         begin_group(id(self))
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
+
+    def _choose(self, options: Any, default: Callable[[], BackendOptions]) -> EngineOptions:
+        """Set the options in force, and return those of the engine."""
+        self.options = chosen = self._checked(options, default)
+        return EngineOptions(chosen.staging_bytes, chosen.mode)
 
     def _checked(self, options: Any, default: Callable[[], BackendOptions]) -> BackendOptions:
         """Return the options in force; they fit the group.

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..arrays import plain_tensors, real_tensors, writing
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..engine.entry import CLOSED
 from ..engine.overlap import batch_mates
 from ..engine.ranges import meet, not_run, spans_of

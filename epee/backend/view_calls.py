@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..engine.entry import ENDED
 from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission

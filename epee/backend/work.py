@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, is_own, named

@@ -1,1 +1,45 @@
-"""The calls of one group: their order, the threads that drive them, the end of a wait and of a call."""
+"""The engine: the ordered calls of one group of ranks. It knows neither torch's process groups nor experts.
+
+`create_engine` makes a group with all its ranks, `join_engine` and `come_in` take this process into one that runs, and
+`alone` makes an engine of one rank that may join later. The calls are methods of `Engine`. Beside the data types of
+calls (`operation`, `plan`, `outbox`, `tensors`, `p2p`) this is all that the parts above need to make an engine.
+"""
+
+from .bootstrap.attempt import attempt
+from .bootstrap.birth import EngineOptions, close_at_exit, create_engine
+from .bootstrap.home import Home, pack_home, parse_home
+from .bootstrap.joining import (
+    Place,
+    alone,
+    come_in,
+    find_place,
+    is_newcomer,
+    join_engine,
+    leave_note,
+    names_job,
+    place_of,
+)
+from .bootstrap.seat import meeting_place, own_job
+from .engine import Engine
+
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "Home",
+    "Place",
+    "alone",
+    "attempt",
+    "close_at_exit",
+    "come_in",
+    "create_engine",
+    "find_place",
+    "is_newcomer",
+    "join_engine",
+    "leave_note",
+    "meeting_place",
+    "names_job",
+    "own_job",
+    "pack_home",
+    "parse_home",
+    "place_of",
+]

@@ -15,7 +15,7 @@ import torch
 from .interface import MODES, Policy
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine import Engine
     from ..options import BackendOptions
     from .half import DeviceHalf
     from .messages.half import MessageHalf

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...engine.engine import Engine
+from ...engine import Engine
 from ...engine.outbox import Outboxes
 from ...engine.plan import Sink
 from ...engine.signature import OP_CODE, pack

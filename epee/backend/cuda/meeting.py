@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.engine import Engine
+from ...engine import Engine
 from ...errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import CudaPlatform, Platform

@@ -23,7 +23,9 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from ... import env
 from ...errors import ProtocolError
@@ -45,7 +47,7 @@ from ..replication.birth import StoreLook, await_told, enter_job, in_words, link
 from ..replication.coming import leave_notes
 from ..replication.waiting import LinkedWaiting
 from ..replication.ways import Ways
-from .attempt import BootstrapAttempt, read_fields, time_left
+from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .home import FOLDER_KEY, Home, pack_home, pack_place
 from .proof import prove, transcript
 from .readiness import await_all
@@ -53,18 +55,31 @@ from .record import Proof, RankRecord, exchange, own_record
 from .seat import Greeting, take_seat
 
 
+class EngineOptions(NamedTuple):
+    """The options of a new engine, equal on all ranks.
+
+    Attributes:
+        staging_bytes: size of each rank's memory for data.
+        mode: the outcome of calls that lose a rank, one of `limits.MODES`.
+        extra_bytes: memory beside it (`Outboxes.extra`), where the ranks run on several hosts.
+    """
+
+    staging_bytes: int
+    mode: str = MODES[0]
+    extra_bytes: int = 0
+
+
 def create_engine(
-    this: BootstrapAttempt,
-    timeout_s: float,
-    staging_bytes: int,
-    mode: str = MODES[0],
-    extra_bytes: int = 0,
+    store: Any, rank: int, num_ranks: int, timeout_s: float, choose: Callable[[], EngineOptions]
 ) -> Engine:
-    """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
+    """Make this rank's part of a group; returns when all ranks have made theirs.
 
-    Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`).
-
+    Args:
+        store: the one in which the ranks of this group alone meet; they learn there on which hosts they run.
+        timeout_s: how long to wait for the other ranks; the timeout of calls as well.
+        choose: returns the options; the other ranks are notified of an error that it raises.
     Raises:
+        the error of `choose`.
         AuthError: a record was written by another process, or the ranks run as different users.
         CommTimeoutError: a rank did not come within `timeout_s`.
         RankFailedError: a rank died on the way.
@@ -75,15 +90,16 @@ def create_engine(
         ResourceError: no memory or descriptor is left here.
         InvalidArgument: a group over several hosts has no token file where EPEE_REQUIRE_TOKEN_FILE=1 demands one.
     """
-    deadline = time.monotonic() + timeout_s
-    greeting = topology = None
-    if this.num_ranks > 1:
-        greeting = _greeted(this, deadline)
-        topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
-    birth = _Birth(this, greeting, topology, deadline, staging_bytes, mode, extra_bytes)
-    engine = birth.run(timeout_s)
-    keep(engine)
-    return engine
+    with attempt(store, rank, num_ranks) as this:
+        options = choose()
+        deadline = time.monotonic() + timeout_s
+        greeting = topology = None
+        if num_ranks > 1:
+            greeting = _greeted(this, deadline)
+            topology = Topology(rank, [hello.host for hello in greeting.hellos])
+        engine = _Birth(this, greeting, topology, deadline, options).run(timeout_s)
+        keep(engine)
+        return engine
 
 
 class _Birth:
@@ -95,15 +111,13 @@ class _Birth:
         greeting: Greeting | None,
         topology: Topology | None,
         deadline: float,
-        staging_bytes: int,
-        mode: str,
-        extra_bytes: int,
+        options: EngineOptions,
     ) -> None:
         self._this, self._greeting, self._deadline = this, greeting, deadline
         spans = topology is not None and (topology.num_hosts > 1 or (greeting is not None and greeting.spans))
         self._topology = topology if spans else None
-        self._staging_bytes, self._mode = staging_bytes, mode
-        self._extra_bytes = extra_bytes if self._topology is not None else 0
+        self._staging_bytes, self._mode = options.staging_bytes, options.mode
+        self._extra_bytes = options.extra_bytes if self._topology is not None else 0
         self._watch = DeathWatch()
         self._seat: Seat | None = None
         self._survival: Survival | None = None

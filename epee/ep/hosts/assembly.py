@@ -33,7 +33,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from ...engine.engine import Engine
+from ...engine import Engine
 from ...engine.outbox import Outboxes
 from ...link.topology import Topology
 from ...view.group import GroupInView

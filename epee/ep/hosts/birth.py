@@ -24,10 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...engine.bootstrap.attempt import attempt
-from ...engine.bootstrap.birth import create_engine
-from ...engine.bootstrap.joining import Place, come_in, place_of
-from ...engine.engine import Engine
+from ...engine import Engine, EngineOptions, Place, come_in, create_engine, place_of
 from ...errors import CommTimeoutError, EpeeError, UnsupportedError
 from ...view.group import GroupInView
 from ..config import BufferConfig
@@ -63,8 +60,12 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     judge(records, config.num_hosts)
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
-    with attempt(place, group.rank(), config.num_ranks) as this:
-        return create_engine(this, timeout_s, staging_bytes(config), _mode_of(config), _extra_of(config))
+
+    def choose() -> EngineOptions:
+        """Return the options of the engine."""
+        return EngineOptions(staging_bytes(config), _mode_of(config), _extra_of(config))
+
+    return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
 
 
 def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: BufferNotice, timeout_s: float) -> Engine:
@@ -72,7 +73,7 @@ def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: Buffer
 
     Raises:
         CommTimeoutError: they have not.
-        as `backend.bootstrap.joining.come_in`.
+        as `engine.come_in`.
     """
     global _newest
     _newest = max(_newest, notice.number)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...engine.engine import Engine
+from ...engine import Engine
 from ...engine.operation import Operation
 from ...engine.outbox import Outboxes
 from ...engine.plan import Make

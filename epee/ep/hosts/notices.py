@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...engine.bootstrap.home import Home, pack_home, parse_home
+from ...engine import Home, pack_home, parse_home
 from ...engine.limits import MIN_STAGING_BYTES, MODES
 from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context
 from ...view.group import GroupInView

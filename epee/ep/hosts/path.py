@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from ...arrays import NUMPY_DTYPES, plain_tensors, writing
-from ...engine.engine import Engine
+from ...engine import Engine
 from ...errors import (
     AbortedError,
     CommTimeoutError,

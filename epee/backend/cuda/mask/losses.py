@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....engine.outbox import leavers
 from ....view.process.detector import is_leaving
 from ..machine import Collectives

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....errors import CommTimeoutError, PeerError
 from ....untraced import untraced_methods
 from ...work import is_loss

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ....arrays import writing
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....engine.p2p.message import ANY
 from ....engine.tensors import CARRIERS
 from ....errors import InvalidArgument, PeerError, UnsupportedError

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....errors import CommTimeoutError, EpeeError, RankFailedError, named
 from ....gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
 from ...work import is_loss

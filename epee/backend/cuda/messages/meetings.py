@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....errors import (
     CommTimeoutError,
     EpeeError,

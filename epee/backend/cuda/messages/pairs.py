@@ -44,7 +44,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....engine.outbox import OWNER, has_left
 from ....errors import CommTimeoutError, ProtocolError, RankFailedError, ResourceError, context
 from ..meeting import MeetingRow

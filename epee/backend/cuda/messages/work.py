@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ....arrays import require_memory
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....engine.tensors import refuse_overlap
 from ....errors import CommTimeoutError, EpeeError
 from ....gpu.event import Event

@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from ....engine.engine import Engine
+from ....engine import Engine
 from ....engine.outbox import CONSUMED, SLEEPERS, STATE_WORDS
 from ....engine.replication.exports import Exports
 from ....engine.replication.waiting import MOST_MOVES_S

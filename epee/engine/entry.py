@@ -4,7 +4,7 @@ Python runs signal handlers in the main thread between any two instructions, and
 relies on a line being reached. The lock knows its owner itself (an RLock, taken by one call in C); whether the owner
 really is inside a call is not stored anywhere but read from its stack, which cannot be wrong. A lock that this thread
 owns without being inside a call was left by an interrupt: the next call takes it over and repairs the state
-(`Guarded.settle`). Other threads wait for the lock for a bounded time.
+(`Engine.settle`). Other threads wait for the lock for a bounded time.
 
 A call from a signal handler that interrupted a call of the same group is refused (`InvalidState`), since the state
 below it is partly changed.
@@ -19,10 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState
-from .outbox import SLEEPERS, Outboxes
+from .outbox import SLEEPERS
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 CLOSED, ABORTED, FORKED = 1, 2, 4
 FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
@@ -36,49 +39,21 @@ _REENTERED = (
 )
 
 
-class Guarded(Protocol):
-    """The state of a group that the lock guards: an engine.
-
-    Attributes:
-        box: the peer regions of all ranks.
-        flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
-        timeout_s: how long a call waits when it names no timeout, for the lock as well.
-        ended_by: why all calls fail, where that is not because the program has ended the group.
-    """
-
-    box: Outboxes
-    flags: int
-    timeout_s: float
-    ended_by: str
-
-    def may_go_on(self, while_frozen: bool = False) -> bool:
-        """Check `flags` with the lock held; False when a call must not run now."""
-
-    def await_flags(self) -> None:
-        """Wait a moment, without the lock, for the state in `flags` to pass.
-
-        Raise the error that it implies for a call.
-        """
-
-    def settle(self) -> None:
-        """Make the state consistent after an interrupt; the lock is held."""
-
-
 class Entry:
     """The lock of one group in one process.
 
     Args:
-        guarded: the state that it guards.
+        engine: the state that it guards.
 
     Attributes:
         asleep: threads inside a call that released the lock to sleep.
         after: steps to be done without the lock by the thread that releases it.
     """
 
-    calls: frozenset[CodeType] = frozenset()  # methods of `guarded` that hold the lock; a frame of one means "inside"
+    calls: frozenset[CodeType] = frozenset()  # methods of `engine` that hold the lock; a frame of one means "inside"
 
-    def __init__(self, guarded: Guarded) -> None:
-        self._guarded = guarded
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._lock: Any = threading.RLock()
         self._has_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # as `Condition` asks
         self.asleep: set[int] = set()
@@ -90,12 +65,12 @@ class Entry:
 
         While the group is frozen only threads that just wait (`while_frozen`) enter; their own timeouts apply.
         """
-        guarded = self._guarded
-        if guarded.flags or self.asleep or self._has_lock():
+        engine = self._engine
+        if engine.flags or self.asleep or self._has_lock():
             self._look_around()
         if not self._lock.acquire(False):
             self.queue_up()
-        if guarded.flags:
+        if engine.flags:
             try:
                 self._await_go(while_frozen)
             except BaseException:  # decisions that cannot be applied now, for example: others must find the lock free
@@ -105,14 +80,14 @@ class Entry:
     def _await_go(self, while_frozen: bool) -> None:
         """Return when a call may run, with the lock held, as it is when this is called."""
         until = 0.0
-        while self._guarded.flags and not self._guarded.may_go_on(while_frozen):
+        while self._engine.flags and not self._engine.may_go_on(while_frozen):
             self.leave()
-            until = until or time.monotonic() + self._guarded.timeout_s
-            self._guarded.await_flags()
+            until = until or time.monotonic() + self._engine.timeout_s
+            self._engine.await_flags()
             if time.monotonic() > until:
                 raise CommTimeoutError(
-                    f"the ranks have not agreed on a view for {self._guarded.timeout_s:.0f} s (rank="
-                    f"{self._guarded.box.rank}); no call was made, it may be tried again",
+                    f"the ranks have not agreed on a view for {self._engine.timeout_s:.0f} s (rank="
+                    f"{self._engine.box.rank}); no call was made, it may be tried again",
                     has_job=True,
                 )
             self.queue_up()
@@ -127,19 +102,19 @@ class Entry:
 
     def enter_if_free(self, patience_s: float) -> bool:
         """Take the lock as `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
-        if self._guarded.flags & ENDED:
-            self._guarded.await_flags()
+        if self._engine.flags & ENDED:
+            self._engine.await_flags()
         if not self._lock.acquire(patience_s > 0, patience_s or -1):
             return False
         try:
-            may_go_on = not self._guarded.flags or self._guarded.may_go_on()
+            may_go_on = not self._engine.flags or self._engine.may_go_on()
         except BaseException:
             self.leave()
             raise
         if not may_go_on:
             self.leave()
-            if self._guarded.flags & ENDED:
-                self._guarded.await_flags()
+            if self._engine.flags & ENDED:
+                self._engine.await_flags()
             return False
         return True
 
@@ -181,7 +156,7 @@ class Entry:
         """Return how many calls of this group are on the stack of this thread."""
         frame, found = sys._getframe(1), 0
         while frame is not None:
-            if frame.f_code in self.calls and frame.f_locals.get("self") is self._guarded:
+            if frame.f_code in self.calls and frame.f_locals.get("self") is self._engine:
                 found += 1
             frame = frame.f_back  # type: ignore[assignment]
         return found
@@ -193,12 +168,12 @@ class Entry:
     def recover(self) -> None:
         """Take over the lock that an interrupted call of this thread left, repair the state and release the lock."""
         self.hold()
-        self._guarded.settle()
+        self._engine.settle()
         self.leave_wholly()  # not where `settle` raises: then the next call finds the lock held, and tries again
 
     def _look_around(self) -> None:
-        if self._guarded.flags:
-            self._guarded.await_flags()
+        if self._engine.flags:
+            self._engine.await_flags()
         if not self.is_marked_inside():
             return
         if self.num_calls_below() > 1:  # one is the call that asks
@@ -207,27 +182,27 @@ class Entry:
 
     def queue_up(self) -> None:
         """Take the lock: wait until another thread's call releases it."""
-        until = time.monotonic() + self._guarded.timeout_s
+        until = time.monotonic() + self._engine.timeout_s
         while not self._lock.acquire(timeout=SLICE_S):
-            if self._guarded.flags:
-                self._guarded.await_flags()
+            if self._engine.flags:
+                self._engine.await_flags()
             if time.monotonic() > until:
                 raise CommTimeoutError(
-                    f"another thread has been inside a call of this group for {self._guarded.timeout_s:.0f} s (rank="
-                    f"{self._guarded.box.rank}); was it interrupted? Its next call of the group repairs that",
+                    f"another thread has been inside a call of this group for {self._engine.timeout_s:.0f} s (rank="
+                    f"{self._engine.box.rank}); was it interrupted? Its next call of the group repairs that",
                     has_job=True,
                 )
 
     def raise_ended(self) -> None:
         """Raise the reason why no call can run any more."""
-        if self._guarded.flags & FORKED:
+        if self._engine.flags & FORKED:
             raise ForkError(
                 "this process group was made before a fork; the child has no part in it: "
                 "start workers by spawn or forkserver, or initialise after the fork"
             )
-        if self._guarded.ended_by:
-            raise AbortedError(self._guarded.ended_by)
-        if self._guarded.flags & ABORTED:
+        if self._engine.ended_by:
+            raise AbortedError(self._engine.ended_by)
+        if self._engine.flags & ABORTED:
             raise AbortedError("the process group was aborted; destroy it and initialise again")
         raise InvalidState("the process group was destroyed; initialise a new one")
 
@@ -245,14 +220,14 @@ class Entry:
         the call continue as if they had the lock.
         """
         interrupt: BaseException | None = None
-        num_left = MIN_SLICES + math.ceil(self._guarded.timeout_s / SLICE_S)
+        num_left = MIN_SLICES + math.ceil(self._engine.timeout_s / SLICE_S)
         while not self._has_lock() and num_left > 0:
             try:
                 num_left -= not self._lock.acquire(timeout=SLICE_S)
             except BaseException as exc:  # noqa: BLE001 - raised below
                 interrupt = exc
         self.asleep.discard(threading.get_ident())
-        if not self._guarded.flags & CLOSED:
-            self._guarded.box.own[SLEEPERS] = len(self.asleep)
+        if not self._engine.flags & CLOSED:
+            self._engine.box.own[SLEEPERS] = len(self.asleep)
         if interrupt is not None:
             raise interrupt

@@ -102,7 +102,7 @@ class Operation:
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
     withdrawal: Withdrawal | None = None  # this rank's timeout, or another's, has passed
     before: Sequence[Any] = ()  # calls that it waits for before it is published, see `overlap.py`
-    was_held_by = ""
+    was_held_by = ""  # names of these, once it has begun
     holds_back = ""  # names of the calls that wait for this one, once it is late
     tensors: Tensors = NOTHING
     touched: Any = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,16 +17,10 @@ from .outbox import CELL_PAYLOAD_BYTES, Outboxes
 from .signature import OP_CODE, REFUSED, pack
 from .tensors import Array
 
+if TYPE_CHECKING:
+    from .operation import Operation
+
 Range = tuple[int, int]  # first byte, number of bytes
-
-
-class Planned(Protocol):
-    """The interface of the call that runs a plan."""
-
-    cell: int
-
-    def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its position for a message."""
 
 
 class Sink:
@@ -91,7 +85,7 @@ class Plan:
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
+    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
         """Compare what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
 
     def commit(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ import torch
 from ..errors import EpeeError
 from .outbox import Outboxes
 from .tensors import Array, span
+
+if TYPE_CHECKING:
+    from .operation import Driven
 
 MIN_RANGES = 64
 MAX_PAIRS = 1 << 16  # pairs of views that are compared by their elements for two calls; about 1 us each
@@ -175,22 +178,7 @@ class Edge(NamedTuple):
     is_read: bool  # the later one reads what this one writes
 
 
-class Held(Protocol):
-    """A call that others may be in the way of.
-
-    Attributes:
-        before: the calls that are in its way.
-        was_held_by: names of those that were, once it has begun; "" where none was.
-    """
-
-    before: Sequence[Edge]
-    was_held_by: str
-
-    def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its position for a message."""
-
-
-def is_free(call: Held, box: Outboxes) -> bool:
+def is_free(call: Driven, box: Outboxes) -> bool:
     """Return whether nothing is in the way of `call` any more.
 
     Raises:
@@ -204,14 +192,14 @@ def is_free(call: Held, box: Outboxes) -> bool:
     return True
 
 
-def let_begin(call: Held) -> None:
+def let_begin(call: Driven) -> None:
     """Note that nothing is in the way of `call` any more. Only the names of the earlier calls are kept."""
     if call.before:
         call.was_held_by = names_of([edge.call for edge in call.before])
     call.before = ()
 
 
-def holdups(call: Held) -> dict[str, str]:
+def holdups(call: Driven) -> dict[str, str]:
     """Return the details for an error of `call`: the calls that hold it back, or did so until it began."""
     holders = [edge.call for edge in call.before if not edge.is_over(edge.call)]
     if holders:

@@ -14,11 +14,15 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from typing import TYPE_CHECKING
 
 from ..memory.signals import YIELD_S, futex_sleep, usable_cores
-from .entry import CHANGING, Entry, Guarded
+from .entry import CHANGING, Entry
 from .operation import Block
 from .outbox import CORE, SLEEPERS
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 STOLEN_S = 5e-6  # a yield to no other task takes 0.5 us
 NAP_ROUNDS = 64  # yields before a wait without a word of its own starts to sleep
@@ -40,7 +44,7 @@ class Waiting:
         num_loads: how often a wait polls before it yields.
     """
 
-    def __init__(self, guarded: Guarded, entry: Entry) -> None:
+    def __init__(self, guarded: Engine, entry: Entry) -> None:
         self._guarded = guarded
         self._entry = entry
         self.count_ranks(guarded.box.num_ranks)

@@ -21,8 +21,8 @@ between two stores leaves a rank that is not in the next epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError
 from ..view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
@@ -41,6 +41,9 @@ from .outbox import (
 from .signature import REFUSED
 from .wake import publish_word
 
+if TYPE_CHECKING:
+    from .operation import Operation
+
 _MEANING = {
     End.FAILED: "the call is given up, on all ranks that began it; results are untouched; the group can be used: the "
     "next call pairs by its number",
@@ -52,34 +55,12 @@ _MEANING = {
 }
 
 
-class Withdrawable(Protocol):
-    """The interface of a collective call that this module uses."""
-
-    seq: int
-    tag: int
-    cell: int
-    started: float
-    deadline: float
-    completing: bool
-    lost: Collection[int]
-
-    @property
-    def name(self) -> str:
-        """The collective's name."""
-
-    def fail(self, error: BaseException) -> None:
-        """End it with `error`."""
-
-    def describe(self, box: Outboxes, **facts: object) -> str:
-        """Name the call and its position for a message."""
-
-
-def withdrawn(op: Withdrawable, box: Outboxes) -> list[int]:
+def withdrawn(op: Operation, box: Outboxes) -> list[int]:
     """Return the positions of the peers that have aborted the call."""
     return [peer for peer in box.peers if is_withdrawn(op, box.words[peer])]
 
 
-def is_withdrawn(op: Withdrawable, words: memoryview) -> bool:
+def is_withdrawn(op: Operation, words: memoryview) -> bool:
     """Return whether the rank of these words has aborted the call.
 
     The header is loaded twice: between the first load and that of GAVE_UP the rank may have begun the call and found an
@@ -98,7 +79,7 @@ class Withdrawal:
         undecided: the ranks that may still complete the call, as of the last check.
     """
 
-    def __init__(self, op: Withdrawable, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
+    def __init__(self, op: Operation, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
         self.silent = silent
         self.cause = cause
         self.undecided: list[int] = []
@@ -110,7 +91,7 @@ class Withdrawal:
             box.exports.word(op.cell + GAVE_UP, op.tag)
         publish_word(box, op.cell, 0)
 
-    def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
+    def is_over(self, op: Operation, box: Outboxes) -> bool:
         """Check the call's outcome.
 
         True when it ends here: it has failed, or `op.completing` is set and it must complete.
@@ -129,14 +110,14 @@ class Withdrawal:
         op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, box, look))
         return True
 
-    def raise_if_open(self, op: Withdrawable, box: Outboxes) -> None:
+    def raise_if_open(self, op: Operation, box: Outboxes) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
             raise self._error(op, box, Look(End.OPEN, tuple(self.undecided)))
 
-    def _error(self, op: Withdrawable, box: Outboxes, look: Look) -> CommTimeoutError:
+    def _error(self, op: Operation, box: Outboxes, look: Look) -> CommTimeoutError:
         others = [box.members[peer] for peer in withdrawn(op, box)]
         told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
         told = told + gave_up(others) or ["interrupted"]
@@ -145,13 +126,13 @@ class Withdrawal:
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others, has_job=True)
 
 
-def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:
+def _stance_at(box: Outboxes, peer: int, op: Operation) -> Stance:
     """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
     words = _words_behind(box, peer, op)
     return Stance.OPEN if words is None else _stance_of(words, op)
 
 
-def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, int] | memoryview | None:
+def _words_behind(box: Outboxes, peer: int, op: Operation) -> Mapping[int, int] | memoryview | None:
     """Return words of a peer as they are where this rank's abort has arrived; None: no answer yet.
 
     The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or has
@@ -168,7 +149,7 @@ def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, in
     return found
 
 
-def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stance:
+def _stance_of(words: Mapping[int, int] | memoryview, op: Operation) -> Stance:
     """Return the outcome of the call at a peer. Each word is loaded before those that were stored before it.
 
     GAVE_UP distinguishes a revoked part from one that never came. A rank that ended the call with another error, or has

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from epee.engine import waiting
-from epee.engine.entry import ENDED, Entry, Guarded
+from epee.engine.entry import ENDED, Entry
 from epee.engine.interrupts import Recovery
 from epee.engine.outbox import CORE, STATE_WORDS
 from epee.engine.waiting import MOVE_PAUSE_S, Waiting
@@ -19,8 +19,8 @@ from epee.engine.waiting import MOVE_PAUSE_S, Waiting
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:
     words = [[0] * STATE_WORDS for _ in range(2)]
     box = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank])
-    guarded = cast(Guarded, SimpleNamespace(box=box, flags=0, timeout_s=0.0))
-    return Waiting(guarded, Entry(guarded)), words
+    engine: Any = SimpleNamespace(box=box, flags=0, timeout_s=0.0)
+    return Waiting(engine, Entry(engine)), words
 
 
 def tries(rank: int, monkeypatch: pytest.MonkeyPatch, num_cores_apart: int) -> tuple[bool, Waiting]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.operation import Operation
 from ...engine.outbox import PREAMBLE, Outboxes
-from ...engine.plan import Plan, Planned, Range, Sink
+from ...engine.plan import Plan, Range, Sink
 from ...engine.tensors import Array
 from ...errors import MismatchError, ProtocolError
 from .rounds import CHUNK_BYTES
@@ -78,7 +79,7 @@ class AllToAll(Plan):
         places = [half + rank * self._length * itemsize for rank in readers]
         return [(place, length * itemsize) for place, length in zip(places, lengths, strict=True)]
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
+    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
         """Compare all ranks' lists and derive the rounds and the offsets."""
         if self._agreed:
             return
@@ -119,7 +120,7 @@ class AllToAll(Plan):
         mine = self.preamble.tobytes()
         return all([words[first:last].tobytes() == mine for words in box.peer_words])  # noqa: C419 - half the time
 
-    def _check_place(self, box: Outboxes, op: Planned, rank: int, offset: int, nbytes: int) -> None:
+    def _check_place(self, box: Outboxes, op: Operation, rank: int, offset: int, nbytes: int) -> None:
         if nbytes and offset + nbytes > box.payload_bytes:
             raise ProtocolError(f"{op.describe(box)}: the block of rank {rank} passes the end of its outbox")
 
@@ -160,7 +161,7 @@ class AllToAll(Plan):
         self._segments = [segment.copy() for segment in self._segments]
         self._sinks = [Sink(sink.array.copy()) for sink in self._sinks]
 
-    def _tell(self, box: Outboxes, op: Planned, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
+    def _tell(self, box: Outboxes, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
         pairs = ((i, j) for i in range(box.num_ranks) for j in range(box.num_ranks) if sent[i][j] != expected[j][i])
         src_rank, dst_rank = next(pairs)
         return (

@@ -17,25 +17,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...link.frames import MAX_ASKED
-from ...link.poller import Links
-from ...link.topology import Topology
 from .mirror import Ear
+
+if TYPE_CHECKING:
+    from .exports import Exports
 
 AGAIN_S = 0.002
 _MAX_OPEN = 256  # questions that are remembered; the oldest is dropped, and asked again if it is still wanted
 
 Answers = dict[int, dict[int, int]]  # rank -> word -> value
-
-
-class Routes(Protocol):
-    """The part of `Exports` that this module uses."""
-
-    topology: Topology
-    links: Links
-    routes: dict[int, int]
 
 
 class _Look:
@@ -56,7 +49,7 @@ class Looks:
         gone: removed ranks, which are asked about no more.
     """
 
-    def __init__(self, told: Routes, ears: Mapping[int, Ear], first: int = 0) -> None:
+    def __init__(self, told: Exports, ears: Mapping[int, Ear], first: int = 0) -> None:
         self._told = told
         self._ears = ears
         self._number = first

@@ -19,7 +19,7 @@ makes a new mirror, requests everything again, and announces it to the ranks of 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import ProtocolError
 from ...link.frames import (
@@ -40,6 +40,9 @@ from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
+
+if TYPE_CHECKING:
+    from .ways import Ways
 
 FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at creation, in whatever epoch that was
 
@@ -86,25 +89,6 @@ class Mirror:
         self.bytes.release()
 
 
-class Keeper(Protocol):
-    """The interface of a gateway that keeps mirrors and answers questions: `ways.Ways`.
-
-    The lock of the links is held.
-    """
-
-    def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Return the mirror for the answer to a FETCH that begins; None: the answer is not wanted any more."""
-
-    def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Note that an answer is complete, or that a peer sends nothing more.
-
-        Return the mirror for its own frames now.
-        """
-
-    def fetched(self, peer: int, source: int, epoch: int) -> None:
-        """Note a request for the whole state of a source."""
-
-
 class Ear:
     """The reader of the frames of one link; a `link.stream.FrameSink`.
 
@@ -119,7 +103,7 @@ class Ear:
         told: answers (number -> values), until they are taken.
     """
 
-    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: Keeper) -> None:
+    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: Ways) -> None:
         self.peer = peer
         self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from ...memory.signals import YIELD_S
-from ..entry import CHANGING, Entry, Guarded
+from ..entry import CHANGING, Entry
 from ..operation import Block
 from ..waiting import Waiting
 from .exports import Exports
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 AWAY_S = 2 * YIELD_S  # a rank of another host is later than one of this: its word has a longer path
 MOST_MOVES_S = 0.02  # however long bytes come: the caller must check deadlines and deaths
@@ -25,7 +29,7 @@ _PUMPS = 40  # before the first yield; each takes some microseconds
 class LinkedWaiting(Waiting):
     """The sleep of one group in one process, which also drives the links."""
 
-    def __init__(self, guarded: Guarded, entry: Entry, exports: Exports) -> None:
+    def __init__(self, guarded: Engine, entry: Entry, exports: Exports) -> None:
         super().__init__(guarded, entry)
         self._exports, self._links = exports, exports.links
 

@@ -200,20 +200,23 @@ class Ways:
     # ---- data that comes over links; the lock of the links is held
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
-        """Implement `Keeper.fetched`."""
+        """Note a request for the whole state of a source."""
         if not 0 <= source < self.box.capacity:
             raise ProtocolError(f"rank {peer} asks for rank {source} of {self.box.capacity}; the connection ends")
         self._fetches[peer, source] = epoch  # a newer question about the same is asked because the older is void
         self._links.ring()
 
     def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Implement `Keeper.opened`."""
+        """Return the mirror for the answer to a FETCH that begins; None: the answer is not wanted any more."""
         question = self._questions.get(source)
         is_wanted = question is not None and question.ear is ear and question.epoch == epoch
         return self.mirrors.get(source) if is_wanted else None
 
     def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
-        """Implement `Keeper.ended`."""
+        """Note that an answer is complete, or that a peer sends nothing more.
+
+        Return the mirror for its own frames now.
+        """
         own = self.mirrors.get(ear.peer) if self._is_fed_by(ear) else None
         if epoch == FINAL and source == ear.peer:
             if own is not None and has_left(own.words):

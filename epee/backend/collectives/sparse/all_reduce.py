@@ -23,8 +23,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ....engine.operation import Operation
 from ....engine.outbox import ALIGN_BYTES, PREAMBLE, Outboxes
-from ....engine.plan import Plan, Planned, Range, Sink
+from ....engine.plan import Plan, Range, Sink
 from ....engine.signature import OP_CODE, REDUCE_OPS, pack
 from ....engine.tensors import CARRIERS, Array, Carrier, NeedsStaging, source
 from ....errors import InvalidArgument, ProtocolError
@@ -135,7 +136,7 @@ class SparseReduction(Plan):
         """Return nothing: the counter alone is read."""
         return ()
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
+    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
         """Allocate memory for all ranks' blocks, of the lengths in their preambles, and derive the rounds."""
         if self._blocks:
             return

@@ -9,7 +9,7 @@ bounded: the sleep is timed.
 A receive from any source waits for a word of each of several ranks. It sleeps on the BELL word of its own outbox, which
 never changes while it sleeps; a sender that finds BELL set wakes the sleepers there. No rank writes another's outbox.
 
-In a group over several hosts the word is also sent to the ranks of the other hosts (`hosts/exports.py`).
+In a group over several hosts the word is also sent to the ranks of the other hosts (`replication/exports.py`).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def create_engine(
 
 
 class _Birth:
-    """One rank's part of the creation; `hosts/birth.py` has the additional steps for several hosts."""
+    """One rank's part of the creation; `replication/birth.py` has more steps for several hosts."""
 
     def __init__(
         self,

@@ -320,7 +320,7 @@ def _start(
     The group counts the largest number of ranks that its joiners were given, and has room for all present ranks. The
     others may count more, if it has lost ranks beyond: the length of lists is a rank's own matter. Over several hosts
     those of others are blank for the time being, too, and this rank is ready when it reads their mirrors
-    (`hosts/coming.py`).
+    (`replication/coming.py`).
     """
     nbytes = region.nbytes
     parts = survival.parts(decision)

@@ -20,10 +20,10 @@ determines their meaning call by call. So none of this is on the path of a call 
     Intake     reads the outboxes of joiners; Arrival: whether all can read each other's
     LocalState the state of the ranks as this process knows it without a call
     Admission  requests of users: the ranks that wait to join, taking them in
-    Settling   over several hosts: whether all data that lost ranks of other hosts had sent is here
-    (`hosts/settling.py`) Gate       over several hosts: when a view with joiners may be applied (`hosts/gate.py`)
+    Settling   over several hosts: whether all data that lost ranks had sent is here (`replication/settling.py`)
+    Gate       over several hosts: when a view with joiners may be applied (`replication/gate.py`)
 
-In a group over several hosts the agent thread also notifies the links' thread of each view (`hosts/ways.py`). A
+In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/ways.py`). A
 decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
 message of that rank ended until the mirrors of this host are settled.
 

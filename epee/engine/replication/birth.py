@@ -1,4 +1,4 @@
-"""The additional steps to create a group over several hosts (see `bootstrap/birth.py`): mirrors of remote ranks, links.
+"""The additional steps to create a group over several hosts (see `bootstrap/birth.py`): mirrors and links.
 
     job        a folder on each host with the same id and secret: that of EPEE_TOKEN_FILE on every host, or rank 0's,
                which it puts into the store; and a listener of each process for the agents of other hosts

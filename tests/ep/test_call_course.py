@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from epee.ep.membership.call_course import CallCourse
 from epee.memory.signals import tag
-from epee.view.protocol.decision import compose
+from epee.view.protocol.decision import compose, has_quorum
 from epee.view.protocol.messages import DEAD, STALLED, Decision, LaneState, Member, Want
-from epee.view.protocol.quorum import has_quorum
 
 LANE, NUM_CALLS = 7, 5
 FAILED = "failed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from epee.view.protocol.quorum import has_quorum
+from epee.view.protocol.decision import has_quorum
 from epee.view.transport.directory import remove_stale
 from tests.harness import Pool
 from tests.survive.campaign import leaks

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from epee.view.protocol.agent import BLANK_BOARD, Agent
-from epee.view.protocol.decision import parts_of
+from epee.view.protocol.decision import has_quorum, parts_of
 from epee.view.protocol.events import (
     Accused,
     BoardRead,
@@ -50,7 +50,6 @@ from epee.view.protocol.messages import (
     Want,
 )
 from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
-from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
 from .gates import Turns

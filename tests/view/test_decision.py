@@ -6,9 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from epee.view.protocol.decision import choose_evicted, compose
+from epee.view.protocol.decision import choose_evicted, compose, has_quorum
 from epee.view.protocol.messages import DEAD, LEFT, STALLED, Cut, Decision, LaneState, Removal, Start
-from epee.view.protocol.quorum import has_quorum
 from tests.view.agents import first, member
 
 

@@ -35,8 +35,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ...errors import MismatchError, NoQuorumError, ProtocolError, context
+from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
-from ...view.protocol.quorum import has_quorum
 from ..control.membership import Agreed
 from .group_view import Roster, View
 from .inboxes import Inboxes

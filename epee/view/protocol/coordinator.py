@@ -15,9 +15,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .decision import choose_evicted, choose_lost, compose, spans_hosts, without
+from .decision import (
+    choose_evicted,
+    choose_lost,
+    compose,
+    has_quorum,
+    highest_accepted,
+    highest_promise,
+    spans_hosts,
+    without,
+)
 from .messages import STALLED, UNREACHABLE, Ballot, BoardState, Decision, LaneState, Member, Promise, Want
-from .quorum import has_quorum, highest_accepted, highest_promise
 
 
 class Facts(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from epee.view.protocol.coordinator import Campaign, Facts
-from epee.view.protocol.joins import MAX_PENDING, Joins
 from epee.view.protocol.messages import (
     DEAD,
     NO_BALLOT,
@@ -15,6 +14,7 @@ from epee.view.protocol.messages import (
     Removal,
     Want,
 )
+from epee.view.protocol.proposer import MAX_PENDING, Joins
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)

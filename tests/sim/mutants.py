@@ -13,7 +13,6 @@ from epee.engine.bootstrap.home import Offer
 from epee.engine.replication.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import BLANK_BOARD, Agent
-from epee.view.protocol.coordinator import Campaign, Facts
 from epee.view.protocol.decision import has_quorum, parts_of
 from epee.view.protocol.events import BoardRead, Effect, Event, HostLost, MessageReceived, Send, Wanted
 from epee.view.protocol.messages import (
@@ -33,7 +32,7 @@ from epee.view.protocol.messages import (
     Promise,
 )
 from epee.view.protocol.outcome import CallState, Course, EpochChange, Whole
-from epee.view.protocol.proposer import obituary_of
+from epee.view.protocol.proposer import Campaign, Facts, obituary_of
 
 from .history import TIMEOUT
 from .lane import Call, Engine

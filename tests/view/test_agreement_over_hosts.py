@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from epee.view.protocol.agent import BLANK_BOARD, Agent
-from epee.view.protocol.coordinator import Campaign, Facts
 from epee.view.protocol.decision import choose_lost, compose
 from epee.view.protocol.events import (
     AgentSettings,
@@ -41,6 +40,7 @@ from epee.view.protocol.messages import (
     Report,
 )
 from epee.view.protocol.outcome import holder_of
+from epee.view.protocol.proposer import Campaign, Facts
 
 LANE = 7
 WAIT = AgentSettings(policy="wait")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from epee.view.protocol.coordinator import Campaign, Facts
 from epee.view.protocol.messages import (
     DEAD,
     NO_BALLOT,
@@ -14,7 +13,7 @@ from epee.view.protocol.messages import (
     Removal,
     Want,
 )
-from epee.view.protocol.proposer import MAX_PENDING, Joins
+from epee.view.protocol.proposer import MAX_PENDING, Campaign, Facts, Joins
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)

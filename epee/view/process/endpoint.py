@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
 from ...memory.host import BLOB_BYTES
-from ..transport.codec import Bytes, Cursor, Number, Text, TupleCodec, Wrong
-from ..transport.wire import MAX_ENDPOINT_BYTES
+from ..transport.wire import MAX_ENDPOINT_BYTES, Bytes, Cursor, Number, Text, TupleCodec, Wrong
 
 MAX_EXTRA_BYTES = 640
 MAX_ADDRESS_BYTES = 64  # an IPv6 address with its zone

@@ -29,13 +29,12 @@ from typing import Any, NamedTuple
 
 from .. import env
 from ..errors import EpeeError, InvalidArgument, InvalidState, MismatchError, ProtocolError, shortage
-from .process.endpoint import parse_endpoint
 from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
 from .protocol.messages import LEFT, Member
 from .runtime import Runtime
 from .transport.directory import JobDirectory
-from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
+from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES, parse_endpoint
 
 MAX_JOBS_TOLD = 8
 SETTINGS = AgentSettings(policy="evict", admit="ask")  # each group chooses itself whether it accuses ranks

@@ -18,10 +18,10 @@ from ..errors import EpeeError, ResourceError
 from ..memory.claim import has_ended
 from .process.beat import PERIOD_S, BeatView
 from .process.board import BoardView, Row, read_board_of
-from .process.endpoint import parse_endpoint
 from .process.machine import own_host_key
 from .process.peers import process_state
 from .protocol.messages import Decision, Member
+from .transport.wire import parse_endpoint
 
 
 class RankReport(NamedTuple):

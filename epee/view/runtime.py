@@ -44,13 +44,12 @@ from ..threads import BackgroundThread
 from .loop import Hooks, Loop
 from .process import beat
 from .process.board import Board, LaneRow
-from .process.endpoint import Endpoint, pack_endpoint
 from .protocol.agent import Agent
 from .protocol.events import Accused, Admit, AgentSettings, Wanted
 from .protocol.messages import BY_ITSELF, EXITED, LEFT, SLOT_TAKEN, Decision, LaneState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
-from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
+from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES, Endpoint, pack_endpoint
 
 ANSWER_S = 5.0  # time limit of the agent thread for a request
 CLOSE_S = 5.0

@@ -18,9 +18,9 @@ from epee.engine.bootstrap.lane_birth import LaneBirth
 from epee.engine.membership.admission import Admission
 from epee.engine.membership.occupants import Occupants
 from epee.memory.host import BLOB_BYTES
-from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol.decision import compose, parts_of
 from epee.view.protocol.messages import DEAD, Decision, LaneState, Locator, Member, Want
+from epee.view.transport.wire import Endpoint, pack_endpoint
 
 LANE = 7
 FOUNDERS = (2, 0, 1)  # slots of ranks 0 to 2

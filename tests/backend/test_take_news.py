@@ -32,9 +32,9 @@ from epee.view.job import Seat
 from epee.view.process import detector
 from epee.view.process.board import LaneRow
 from epee.view.process.detector import DeathWatch
-from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol import outcome
 from epee.view.protocol.messages import DEAD, Cut, Decision, Member, Part, Removal, Start
+from epee.view.transport.wire import Endpoint, pack_endpoint
 from tests import shortage
 
 LANE, CAPACITY, STAGING = 7, 5, 1 << 16

@@ -14,8 +14,8 @@ from epee.engine.membership.lane_hooks import LaneHooks
 from epee.engine.membership.occupants import Occupants
 from epee.engine.replication.ways import Turn
 from epee.memory.host import BLOB_BYTES
-from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want
+from epee.view.transport.wire import Endpoint, pack_endpoint
 
 LANE = 7
 END = pack_endpoint(Endpoint(1, 1, 0, bytes(BLOB_BYTES), bytes(BLOB_BYTES), b""))

@@ -19,8 +19,8 @@ import pytest
 from epee.errors import EpeeError, InvalidArgument, ProtocolError, ResourceError
 from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from epee.view.process import beat, board
-from epee.view.process.endpoint import Endpoint, pack_endpoint, parse_endpoint
 from epee.view.protocol import messages as m
+from epee.view.transport.wire import Endpoint, pack_endpoint, parse_endpoint
 from tests.forked import Program
 
 

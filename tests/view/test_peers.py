@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from epee.memory.host import process_start_time
-from epee.view.process.endpoint import pack_endpoint, parse_endpoint
 from epee.view.process.machine import own_host_key
 from epee.view.process.peers import Peers, process_state
 from epee.view.protocol.messages import Decision, Member
 from epee.view.runtime import Runtime
 from epee.view.transport.directory import JobDirectory
-from epee.view.transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, PING
+from epee.view.transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, PING, pack_endpoint, parse_endpoint
 from tests import shortage
 
 ME, OTHER = b"m" * 16, b"o" * 16

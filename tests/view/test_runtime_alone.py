@@ -30,7 +30,6 @@ from epee.errors import (
 )
 from epee.memory.host import process_start_time
 from epee.view.process.board import BoardView
-from epee.view.process.endpoint import pack_endpoint, parse_endpoint
 from epee.view.process.peers import Peers
 from epee.view.protocol.events import AgentSettings, Freeze, Thaw
 from epee.view.protocol.messages import (
@@ -48,7 +47,7 @@ from epee.view.runtime import Runtime, first_view
 from epee.view.transport import auth, switchboard
 from epee.view.transport import switchboard as connection
 from epee.view.transport.directory import JobDirectory
-from epee.view.transport.wire import encode
+from epee.view.transport.wire import encode, pack_endpoint, parse_endpoint
 from tests.forked import Program
 
 NONCE = b"n" * 16

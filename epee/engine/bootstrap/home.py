@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from ...errors import EpeeError, InvalidState, ProtocolError
 from ...memory.host import BLOB_BYTES
-from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Decision, Member
+from ...view.transport.wire import parse_endpoint
 from ..limits import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ..outbox import OutboxOwner
 

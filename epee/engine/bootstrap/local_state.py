@@ -24,9 +24,9 @@ from ...errors import EpeeError
 from ...memory.claim import has_ended
 from ...memory.signals import SEQ_BITS
 from ...view.process.detector import is_torn_down
-from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Decision, Member
 from ...view.runtime import Runtime
+from ...view.transport.wire import parse_endpoint
 from ..membership.admission import Admission
 from ..membership.occupants import Occupants
 from ..outbox import CELL_WORDS, NUM_CELLS, has_left

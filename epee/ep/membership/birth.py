@@ -49,9 +49,9 @@ from ...memory.claim import OwnerEndedError, has_ended
 from ...view.founding import GroupSeat, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
-from ...view.process.endpoint import parse_endpoint
 from ...view.process.machine import KEY_DIGITS
 from ...view.protocol.messages import DEAD, EXITED
+from ...view.transport.wire import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
 from .group_view import Roster, process_of, seat_at, seat_of

@@ -27,9 +27,9 @@ from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import GroupSeat
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
-from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
+from ...view.transport.wire import parse_endpoint
 from ..control.membership import Agreed
 from .call_course import CallCourse
 

@@ -29,11 +29,10 @@ from pathlib import Path
 from ...errors import AuthError, ProtocolError, ResourceError, shortage
 from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
-from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS
+from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, Endpoint, parse_endpoint
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
 from .detector import is_readable, is_torn_down, open_process
-from .endpoint import Endpoint, parse_endpoint
 
 logger = logging.getLogger("epee")
 

@@ -74,7 +74,6 @@ from collections.abc import Callable, Iterable
 from ... import env
 from ...errors import AuthError, EpeeError, ProtocolError
 from ...memory.host import process_start_time
-from ..process.endpoint import parse_endpoint
 from ..protocol.messages import Commit, Member, Message
 from .auth import (
     CHALLENGE_BYTES,
@@ -89,7 +88,7 @@ from .auth import (
     refusal,
 )
 from .directory import Door, JobDirectory, connect_door, socket_name
-from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, LaneTold, decode, encode
+from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, LaneTold, decode, encode, parse_endpoint
 
 HANDSHAKE_S = 5.0
 CALL_S = 0.5  # how long a call to another host may go unanswered before it is made again

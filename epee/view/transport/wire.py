@@ -1,7 +1,7 @@
 """Encoding and decoding of the messages of `messages.py`: a fixed layout, and every number checked before use.
 
-A frame is one byte for the type, then its fields in the order of the named tuple. The layout of each
-type is defined once, in the tables below, for both directions; nesting is given by the tables, so its depth is fixed.
+A frame is one byte for the type, then its fields in the order of the named tuple. The layout of each type is
+defined once, in the tables below, for both directions; nesting is given by the tables, so its depth is fixed.
 
 Writers and readers: the sender's agent thread writes; the receiver's reads, after the frame's MAC has been checked
 (`auth.py`), and so does a reader of a board (`board.py`), where no MAC protects what a dying process has left. Neither
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
+from ...memory.host import BLOB_BYTES
 from ..protocol.messages import (
     DEAD,
     EXITED,
@@ -270,6 +271,8 @@ MAX_LANES = 1024  # in which one process takes part
 MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision may contain every group of every member
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
+MAX_EXTRA_BYTES = 640  # of an endpoint
+MAX_ADDRESS_BYTES = 64  # an IPv6 address with its zone
 MAX_REASON_BYTES = 1 << 10
 MAX_LOCATOR_BYTES = 96
 MAX_DECISION_BYTES = (
@@ -464,3 +467,67 @@ def _read(codec: TupleCodec, data: bytes, start: int, limit: int) -> Any:
     except Wrong as exc:
         raise ProtocolError(f"a {name} that cannot be right was not used: {exc}") from exc
     return value
+
+
+class Endpoint(NamedTuple):
+    """The address and the resources of a process: opaque bytes in `Member.endpoint` for the agents.
+
+    Others need it to watch the process and to read its board. Its socket is reached through the process's own
+    descriptor of the socket's file (`directory.Door`), which needs no name. The process itself writes its endpoint when
+    it is created; the runtime of each other member reads it, and checks every number before it opens a pid or a file by
+    it.
+
+    Attributes:
+        pid: its number in the PID namespace of the job.
+        start_time: when it started, clock ticks since boot; with `pid` it names one process.
+        door: its descriptor of its socket's file (`directory.Door.fd`).
+        board: blob of its board (`board.py`).
+        beat: blob of its heartbeat (`beat.py`).
+        extra: data for the engines above, at most `MAX_EXTRA_BYTES`.
+        address, port: TCP address for agents of other hosts; "" and 0 where the job keeps to one host.
+    """
+
+    pid: int
+    start_time: int
+    door: int
+    board: bytes
+    beat: bytes
+    extra: bytes
+    address: str = ""
+    port: int = 0
+
+
+_ENDPOINT = TupleCodec(
+    Endpoint,
+    Number(1, (1 << 31) - 1),
+    Number(0, (1 << 62)),
+    Number(0, (1 << 31) - 1),
+    Bytes(BLOB_BYTES, BLOB_BYTES),
+    Bytes(BLOB_BYTES, BLOB_BYTES),
+    Bytes(0, MAX_EXTRA_BYTES),
+    Text(MAX_ADDRESS_BYTES),
+    Number(0, (1 << 16) - 1),
+)
+
+
+def pack_endpoint(endpoint: Endpoint) -> bytes:
+    """Return at most `MAX_ENDPOINT_BYTES` bytes; `InvalidArgument` if a field is out of range."""
+    out = bytearray()
+    try:
+        _ENDPOINT.put(out, endpoint, "Endpoint")
+    except Wrong as exc:
+        raise InvalidArgument(str(exc)) from exc
+    assert len(out) <= MAX_ENDPOINT_BYTES
+    return bytes(out)
+
+
+def parse_endpoint(data: bytes) -> Endpoint:
+    """Return the endpoint in a member's bytes; `ProtocolError` if it is invalid."""
+    cursor = Cursor(data)
+    try:
+        endpoint: Endpoint = _ENDPOINT.take(cursor, "Endpoint")
+    except Wrong as exc:
+        raise ProtocolError(f"an endpoint that cannot be right was not used: {exc}") from exc
+    if cursor.at != len(data):
+        raise ProtocolError(f"an endpoint has {len(data) - cursor.at} bytes too many")
+    return endpoint

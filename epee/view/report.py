@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from ..errors import EpeeError, ResourceError
 from ..memory.claim import has_ended
-from .process.beat import PERIOD_S, BeatView
-from .process.board import BoardView, Row, read_board_of
+from .process.board import PERIOD_S, BeatView, BoardView, Row, read_board_of
 from .process.machine import own_host_key
 from .process.peers import process_state
 from .protocol.messages import Decision, Member

@@ -42,8 +42,7 @@ from ..errors import (
 from ..memory.host import process_start_time
 from ..threads import BackgroundThread
 from .loop import Hooks, Loop
-from .process import beat
-from .process.board import Board, LaneRow
+from .process.board import Board, LaneRow, acquire_beat, release_beat
 from .protocol.agent import Agent
 from .protocol.events import Accused, Admit, AgentSettings, Wanted
 from .protocol.messages import BY_ITSELF, EXITED, LEFT, SLOT_TAKEN, Decision, LaneState, Member, Want
@@ -94,9 +93,9 @@ class Runtime:
         self._pid = os.getpid()
         self._job = job
         self._listener = listener
-        self._beat = beat.acquire()
+        self._beat = acquire_beat()
         with contextlib.ExitStack() as undo:
-            undo.callback(beat.release, self._beat)
+            undo.callback(release_beat, self._beat)
             if listener is not None:
                 undo.callback(listener.close)
             self._board = Board(slot)
@@ -428,7 +427,7 @@ class Runtime:
         _runtimes.discard(self)
         loop, thread = self._loop, self._thread
         with contextlib.ExitStack() as rest:  # whatever a step raises, the others are done
-            rest.callback(beat.release, self._beat)
+            rest.callback(release_beat, self._beat)
             if loop is not None and thread is threading.current_thread():
                 loop.post(lambda: loop.stop(max(cause, _end, key=BY_ITSELF.index)))
                 return  # called by a hook; the board is freed with the last reference

@@ -28,7 +28,7 @@ from tests.survive import stages
 HIDDEN = 32
 NUM_TOPK = 2
 LONG_S = 300
-BEAT = "epee-beat"  # a process has one for ever, whatever it makes (`view/process/beat.py`)
+BEAT = "epee-beat"  # a process has one for ever, whatever it makes (`view/process/board.py`)
 
 
 def _buffer(num_ranks: int, **changes: Any) -> epee.Buffer:

@@ -18,7 +18,7 @@ import pytest
 
 from epee.errors import EpeeError, InvalidArgument, ProtocolError, ResourceError
 from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
-from epee.view.process import beat, board
+from epee.view.process import board
 from epee.view.protocol import messages as m
 from epee.view.transport.wire import Endpoint, pack_endpoint, parse_endpoint
 from tests.forked import Program
@@ -28,7 +28,7 @@ from tests.forked import Program
 def closed_at_the_end() -> Iterator[None]:
     yield
     for thing in gc.get_objects():
-        if type(thing) in (board.Board, board.BoardView, beat.BeatView):
+        if type(thing) in (board.Board, board.BoardView, board.BeatView):
             thing.close()
 
 
@@ -236,23 +236,23 @@ def test_rows_of_garbage_are_left_out() -> None:
 
 
 def test_a_heart_beats_while_the_gil_is_held() -> None:
-    mine = beat.acquire()
-    view = beat.BeatView(mine.blob)
+    mine = board.acquire_beat()
+    view = board.BeatView(mine.blob)
     until(lambda: view.count > 0)
     before = view.count
-    ctypes.PyDLL(None).usleep(int(3 * beat.PERIOD_S * 1e6))  # PyDLL keeps the GIL
+    ctypes.PyDLL(None).usleep(int(3 * board.PERIOD_S * 1e6))  # PyDLL keeps the GIL
     assert view.count > before
-    beat.release(mine)
+    board.release_beat(mine)
     stopped = view.count
-    ctypes.CDLL(None).usleep(int(3 * beat.PERIOD_S * 1e6))
+    ctypes.CDLL(None).usleep(int(3 * board.PERIOD_S * 1e6))
     assert view.count <= stopped + 1, "a tick may have been under way"
     view.close()
 
 
 BEATING = """
 import sys
-from epee.view.process import beat
-sys.stdout.write(beat.acquire().blob.hex() + "\\n")
+from epee.view.process import board
+sys.stdout.write(board.acquire_beat().blob.hex() + "\\n")
 sys.stdout.flush()
 sys.stdin.readline()
 """
@@ -261,12 +261,12 @@ sys.stdin.readline()
 def test_the_heart_of_a_stopped_process_stands_still() -> None:
     with subprocess.Popen([sys.executable, "-c", BEATING], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
-        view = beat.BeatView(bytes.fromhex(process.stdout.readline()))
+        view = board.BeatView(bytes.fromhex(process.stdout.readline()))
         until(lambda: view.count > 0)
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         stopped = view.count
-        time.sleep(3 * beat.PERIOD_S)
+        time.sleep(3 * board.PERIOD_S)
         assert view.count == stopped
         os.kill(process.pid, signal.SIGCONT)
         until(lambda: view.count > stopped)
@@ -276,27 +276,27 @@ def test_the_heart_of_a_stopped_process_stands_still() -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork with threads
 def test_a_forked_child_has_a_heart_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tick the C library holds a lock for which a child forked then waits: here one tick is over, none comes."""
-    monkeypatch.setattr(beat, "_beats", {})
-    monkeypatch.setattr(beat, "PERIOD_S", 3600.0)
-    mine = beat.acquire()
-    view = beat.BeatView(mine.blob)
+    monkeypatch.setattr(board, "_beats", {})
+    monkeypatch.setattr(board, "PERIOD_S", 3600.0)
+    mine = board.acquire_beat()
+    view = board.BeatView(mine.blob)
     until(lambda: view.count > 0)
-    beat.Beat()  # whoever makes a timer waits for that lock
+    board.Beat()  # whoever makes a timer waits for that lock
     child = os.fork()
     if child == 0:
-        other = beat.acquire()
+        other = board.acquire_beat()
         os._exit(0 if other is not mine and other.blob != mine.blob else 1)
     assert os.waitpid(child, 0)[1] == 0
     before = view.count
     mine._set(0.0005, 0.0005)
     until(lambda: view.count > before)
-    beat.release(mine)
+    board.release_beat(mine)
 
 
 ENDING = """
 import time
-from epee.view.process import beat
-beat.acquire()._set(0.001, 0.0005)
+from epee.view.process import board
+board.acquire_beat()._set(0.001, 0.0005)
 time.sleep(0.05)
 """
 
@@ -310,22 +310,22 @@ def test_a_process_may_end_while_its_heart_beats() -> None:
 def test_without_a_timer_the_heart_is_not_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_timer(self: beat.Beat) -> None:
+    def no_timer(self: board.Beat) -> None:
         raise OSError(11, "timer_create")
 
-    monkeypatch.setattr(beat.Beat, "_create_timer", no_timer)
-    mine = beat.Beat()
+    monkeypatch.setattr(board.Beat, "_create_timer", no_timer)
+    mine = board.Beat()
     mine.start()
     mine.stop()
-    assert beat.BeatView(mine.blob).count == 0
+    assert board.BeatView(mine.blob).count == 0
     assert "no heartbeat" in caplog.text
 
 
 def test_many_users_leave_no_threads_and_no_descriptors() -> None:
-    beat.release(beat.acquire())
+    board.release_beat(board.acquire_beat())
     before = (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
     for _ in range(50):
-        beat.release(beat.acquire())
+        board.release_beat(board.acquire_beat())
     until(lambda: (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))) <= before)
 
 

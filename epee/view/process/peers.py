@@ -30,8 +30,7 @@ from ...errors import AuthError, ProtocolError, ResourceError, shortage
 from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
 from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, Endpoint, parse_endpoint
-from .beat import PERIOD_S, BeatView
-from .board import BoardView
+from .board import PERIOD_S, BeatView, BoardView
 from .detector import is_readable, is_torn_down, open_process
 
 logger = logging.getLogger("epee")

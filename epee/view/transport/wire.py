@@ -482,7 +482,7 @@ class Endpoint(NamedTuple):
         start_time: when it started, clock ticks since boot; with `pid` it names one process.
         door: its descriptor of its socket's file (`directory.Door.fd`).
         board: blob of its board (`board.py`).
-        beat: blob of its heartbeat (`beat.py`).
+        beat: blob of its heartbeat (`board.Beat`).
         extra: data for the engines above, at most `MAX_EXTRA_BYTES`.
         address, port: TCP address for agents of other hosts; "" and 0 where the job keeps to one host.
     """

@@ -379,14 +379,8 @@ PING = LaneTold(LANE_LIMIT, b"")  # of a group id that no group has
 BEGIN, END = LaneTold(LANE_LIMIT, b"begin"), LaneTold(LANE_LIMIT, b"end")  # around all data that a process sends
 
 
-class _Type(NamedTuple):
-    number: int
-    codec: TupleCodec
-
-
-_TYPES: dict[type, _Type] = {
-    record.kind: _Type(number, record)
-    for number, record in enumerate(
+_BY_NUMBER = dict(
+    enumerate(
         (
             TupleCodec(Prepare, _BALLOT, _EPOCH),
             TupleCodec(Promise, _BALLOT, _EPOCH, _BALLOT, Maybe(_DECISION), _LANES, rule=_rule_of_accepted),
@@ -403,8 +397,8 @@ _TYPES: dict[type, _Type] = {
         ),
         start=1,
     )
-}
-_BY_NUMBER = {entry.number: entry.codec for entry in _TYPES.values()}
+)
+_NUMBERS = {codec.kind: number for number, codec in _BY_NUMBER.items()}
 
 
 def encode(message: Message | LaneTold) -> bytes:
@@ -413,10 +407,10 @@ def encode(message: Message | LaneTold) -> bytes:
     Raises:
         InvalidArgument: a field is out of its range or of another type, or the frame would be too long.
     """
-    entry = _TYPES.get(type(message))
-    if entry is None:
+    number = _NUMBERS.get(type(message))
+    if number is None:
         raise InvalidArgument(f"{type(message).__name__} is no message between agents")
-    return _written(entry.codec, message, bytes([entry.number]), MAX_FRAME_BYTES)
+    return _written(_BY_NUMBER[number], message, bytes([number]), MAX_FRAME_BYTES)
 
 
 def decode(data: bytes) -> Message | LaneTold:
@@ -465,7 +459,7 @@ def _read(codec: TupleCodec, data: bytes, start: int, limit: int) -> Any:
         if frame.at != len(data):
             raise Wrong(f"{len(data) - frame.at} bytes too many")
     except Wrong as exc:
-        raise ProtocolError(f"a {name} that cannot be right was not used: {exc}") from exc
+        raise ProtocolError(f"an invalid {name} was not used: {exc}") from exc
     return value
 
 
@@ -512,22 +506,10 @@ _ENDPOINT = TupleCodec(
 
 def pack_endpoint(endpoint: Endpoint) -> bytes:
     """Return at most `MAX_ENDPOINT_BYTES` bytes; `InvalidArgument` if a field is out of range."""
-    out = bytearray()
-    try:
-        _ENDPOINT.put(out, endpoint, "Endpoint")
-    except Wrong as exc:
-        raise InvalidArgument(str(exc)) from exc
-    assert len(out) <= MAX_ENDPOINT_BYTES
-    return bytes(out)
+    return _written(_ENDPOINT, endpoint, b"", MAX_ENDPOINT_BYTES)
 
 
 def parse_endpoint(data: bytes) -> Endpoint:
     """Return the endpoint in a member's bytes; `ProtocolError` if it is invalid."""
-    cursor = Cursor(data)
-    try:
-        endpoint: Endpoint = _ENDPOINT.take(cursor, "Endpoint")
-    except Wrong as exc:
-        raise ProtocolError(f"an endpoint that cannot be right was not used: {exc}") from exc
-    if cursor.at != len(data):
-        raise ProtocolError(f"an endpoint has {len(data) - cursor.at} bytes too many")
+    endpoint: Endpoint = _read(_ENDPOINT, data, 0, MAX_ENDPOINT_BYTES)
     return endpoint

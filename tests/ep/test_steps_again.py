@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.control import words
-from epee.ep.membership.epochs import EpochLane
-from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError, NoQuorumError
-from epee.memory import signals
+from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError
 from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
+
+from . import moments
 
 NUM_STEPS = 4
 STILL_AT = 2
@@ -151,24 +150,22 @@ def test_a_rank_that_stands_still_ends_with_the_others(what: str, backend: str, 
             assert bool(errors) == (k == STILL_AT), (rank, k, steps)
 
 
+def interrupt() -> None:
+    """Do what a signal handler of the program may do."""
+    raise KeyboardInterrupt
+
+
 def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
     """Rank 1 is interrupted in its wait for rank 0, which makes its call afterwards."""
     buffer = _buffer(num_ranks, what, timeout=20)
     step = STEPS[what](buffer)
-    waits: Any = buffer._path.wire if what == "latency" else buffer._exchange  # type: ignore[union-attr]
-    name = "interrupt" if what == "latency" else "_interrupt"
-    look = getattr(waits, name)
-
-    def interrupting() -> None:
-        setattr(waits, name, look)
-        raise KeyboardInterrupt
 
     def pause(k: int) -> None:
         if k == STILL_AT and rank == 0:
             stages.wait_for(folder, "1 gave up")
         if k == STILL_AT and rank == 1 and not has_been:
             has_been.append(k)
-            setattr(waits, name, interrupting)
+            moments.in_a_wait(buffer, interrupt)
 
     def gave_up() -> None:
         stages.reach(folder, f"{rank} gave up")
@@ -189,29 +186,23 @@ def test_an_interrupt_in_a_wait_ends_the_call_on_all(what: str, tmp_path: Any) -
 def _undecided(rank: int, num_ranks: int, folder: str, completes: bool) -> list[str]:
     """Rank 1 stands still between its second look and its word, while rank 0 gives the call up."""
     buffer = _buffer(num_ranks, timeout=20)
-    exchange = buffer._exchange
     seen = []
     if rank == 0:
-        wait = exchange._wait_rows
 
-        def impatient(deadline: float, is_current: bool = False) -> None:
-            exchange._wait_rows = wait  # type: ignore[method-assign]
+        def impatient() -> None:
             stages.wait_for(folder, "looked")
             raise CommTimeoutError("made up", [1])
 
-        exchange._wait_rows = impatient  # type: ignore[method-assign]
+        moments.in_place_of_the_wait(buffer, impatient)
     else:
-        go_on = exchange.end.go_on
 
         def dawdle() -> None:
-            exchange.end.go_on = go_on  # type: ignore[method-assign]
             stages.reach(folder, "looked")
             stages.wait_for(folder, "0 saw no end")
             if not completes:
-                raise KeyboardInterrupt
-            go_on()
+                interrupt()
 
-        exchange.end.go_on = dawdle  # type: ignore[method-assign]
+        moments.before_it_goes_on(buffer, dawdle)
     for _ in range(3):
         try:
             parts = buffer.all_gather_bytes(b"x")
@@ -240,11 +231,7 @@ def _interrupted_pull(rank: int, num_ranks: int) -> list[str]:
     buffer = _buffer(num_ranks, timeout=20)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
     if rank == 0:
-
-        def interrupting(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        buffer._path._pull = interrupting  # type: ignore[method-assign,union-attr]
+        moments.before_it_takes_results(buffer, interrupt)
     seen = []
     for _ in range(3):
         try:
@@ -272,11 +259,7 @@ def _dies_in_its_send_half(rank: int, num_ranks: int, folder: str) -> list[str]:
     x = torch.ones(1, HIDDEN).bfloat16()
     buffer.dispatch(x, _tokens(num_ranks))
     if rank == 1:
-
-        def die(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        buffer._path.wire.post = die  # type: ignore[method-assign,union-attr]
+        moments.before_it_sends(buffer, lambda: os.kill(os.getpid(), signal.SIGKILL))
         buffer.dispatch(x, _tokens(num_ranks))
     seen = []
     mask = torch.ones(num_ranks, dtype=torch.int32)
@@ -321,24 +304,18 @@ def test_a_refusal_that_meets_a_send_half_ends_the_call_on_all() -> None:
 def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
     """Rank 0 is interrupted between its row and the end of its announcement in a call that rank 1 refuses."""
     buffer = _buffer(num_ranks, timeout=20)
-    exchange = buffer._exchange
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
     assert isinstance(d.x, torch.Tensor)
-
-    def interrupting(address: int) -> None:
-        raise KeyboardInterrupt
-
     seen = []
     for attempt in range(3):
         if rank == 0 and not attempt:
-            words.futex_wake = interrupting  # type: ignore[attr-defined]
+            moments.before_a_wake_up(interrupt)
         try:
             buffer.combine(d.x if rank == 0 or attempt else d.x[:, :4], d.handle)
             seen.append("result")
         except (EpeeError, KeyboardInterrupt) as error:
             seen.append(type(error).__name__)
-        words.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
-    assert exchange.seq >= 3
+    assert moments.num_calls(buffer) >= 3
     return seen
 
 
@@ -353,17 +330,8 @@ def _no_quorum(rank: int, num_ranks: int) -> str:
     buffer = _buffer(num_ranks, timeout=500.0)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks), torch.ones(1, 2))
     assert isinstance(d.x, torch.Tensor)
-    exchange, lane = buffer._exchange, buffer._exchange.membership
-    assert isinstance(lane, EpochLane)
     if rank == 0:
-        go_on = exchange.end.go_on
-
-        def freezes() -> None:
-            lane._calls.freeze()
-            lane._check = finds_no_quorum  # type: ignore[method-assign]
-            go_on()
-
-        exchange.end.go_on = freezes  # type: ignore[method-assign]
+        moments.before_it_goes_on(buffer, lambda: moments.an_agreement_without_a_quorum(buffer))
     try:
         buffer.combine(d.x, d.handle, timeout=1.0)
         told = ""
@@ -371,10 +339,6 @@ def _no_quorum(rank: int, num_ranks: int) -> str:
         told = type(error).__name__
     dist.barrier()
     return told
-
-
-def finds_no_quorum() -> None:
-    raise NoQuorumError("too few")
 
 
 def test_a_call_without_a_quorum_ends_at_its_own_time_out() -> None:

@@ -46,8 +46,14 @@ from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, pack_rows, without_destinations, without_sources
 from .placement import Segment
-from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
-from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
+from .reduce import (
+    combine_expert_rows,
+    combine_expert_rows_in_order,
+    combine_rank_rows,
+    combine_rank_rows_in_order,
+    return_expert_weights,
+    return_rank_weights,
+)
 from .rows import (
     CallPlace,
     dispatched,

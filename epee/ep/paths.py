@@ -1,15 +1,16 @@
-"""The interface of the objects that move the rows of a buffer (`Path`), their construction and their release."""
+"""The base of the objects that move the rows of a buffer (`Path`), their construction and their release."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, UnsupportedError
+from ..errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, UnsupportedError
+from ..gpu.device import GpuDevice
 from ..gpu.platform import CudaPlatform, Platform
 from ..gpu.turns import Closing
 from ..view.group import GroupInView, check_policy
@@ -18,8 +19,8 @@ from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
 from .control.exchanging import RowExchange
-from .control.inbox import Exchange
-from .control.messages import ControlPlane
+from .control.inbox import OP_GATHER, Exchange
+from .control.messages import ControlPlane, ControlPlaneOver
 from .control.words import inbox_layout
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
@@ -29,52 +30,68 @@ from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
 
 
-class Path(Protocol):
-    """Moves the rows of a buffer: one class for each kind of buffer and device.
+class Path:
+    """Moves the rows of a buffer: one class for each kind of buffer and device. Most methods here are those for CPUs.
 
     Attributes:
         barrier_op: the kind of call that a barrier is.
+        control: the buffer's CPU side.
     """
 
-    barrier_op: int
+    barrier_op = OP_GATHER
+    control: ControlPlaneOver[Any]
 
     @property
     def is_recorded(self) -> bool:
         """Whether a CUDA graph has recorded calls."""
+        return False
 
     @property
     def num_copied(self) -> int:
         """Results that were copied out because no slot was free."""
+        return 0
 
     @property
     def max_num_sms(self) -> int:
         """Multiprocessors of this rank's GPU; 0 on CPUs."""
+        return 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank lends to others, its inbox not counted."""
+        """Bytes that this rank lends to others, its inbox not counted; pages never touched cost nothing."""
+        raise NotImplementedError
 
     @property
     def takes_replacements(self) -> bool:
         """Whether a process that replaces a lost rank is admitted."""
+        return self.control.exchange.membership.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls of this kind have been announced to the peers."""
+        return self.control.exchange.num_calls
 
     def is_told(self, error: Exception) -> bool:
-        """Return whether the peers know about `error`, or cannot be notified."""
+        """Return whether the peers know about `error`, or cannot be notified: they caused it."""
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
+        self.control.refuse(op, error, deadline)
 
     def barrier(self, deadline: float) -> None:
-        """Let the ranks meet."""
+        """Let the ranks meet, on CPUs their threads; raises as `Buffer.barrier`."""
+        self.control.all_gather_bytes(b"", deadline)
 
     def barrier_again(self, timeout_s: float) -> bool:
-        """Let the ranks meet if the fast path is allowed; otherwise return False without side effects."""
+        """Let the ranks meet if the fast path is allowed; otherwise return False without side effects.
+
+        A barrier of CPU threads always makes its checks.
+        """
+        return False
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise errors of asynchronous work."""
@@ -87,34 +104,74 @@ class Path(Protocol):
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
+        raise NotImplementedError
 
 
-class PathOverHosts(Path, Protocol):
+class PathOverHosts(Path):
     """Moves the rows of a buffer over several hosts."""
+
+    takes_replacements = False
 
     def come_in(self, deadline: float) -> None:
         """Meet the others for the first time, as a process that they have admitted."""
+        raise NotImplementedError
 
 
 class GpuCore(Protocol):
     """The object that makes calls on a GPU.
 
     Attributes:
+        device: the GPU.
         num_calls: announced to the peers there.
     """
 
+    device: GpuDevice
     num_calls: int
 
+    def join(self) -> None:
+        """Let the current stream wait for all work on other streams."""
 
-class GpuPath(Path, Protocol):
-    """Moves the rows of a buffer on GPUs; its calls may be cached (`attempt.CallsAgain`)."""
+
+class GpuPath(Path):
+    """Moves the rows of a buffer on GPUs; its calls may be cached (`attempt.CallsAgain`).
+
+    Args:
+        platform: the GPU.
+
+    Attributes:
+        core: the object that makes the calls.
+    """
+
+    core: GpuCore
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
 
     @property
-    def core(self) -> GpuCore:
-        """The object that makes the calls."""
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self.core.device.is_recorded
+
+    @property
+    def max_num_sms(self) -> int:
+        """Multiprocessors of the GPU."""
+        return self._platform.limits.num_sms
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls of this kind have been announced to the peers: on the CPU side, or on the GPU."""
+        return self.control.exchange.seq if op == OP_GATHER else self.core.num_calls
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise the cause of a call's failure, if that is not `error`."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Make the current stream wait for all work of this buffer on other streams."""
+        self.core.join()
+
+    def abort(self) -> None:
+        """End the waits of the kernels in flight, from any thread."""
+        self.core.device.abort()
 
 
 class Making(NamedTuple):

@@ -47,7 +47,7 @@ from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
-from .membership import FixedMembership, Membership, Parties
+from .membership import Membership, Parties
 from .words import InboxWords
 
 RETRY_S = 0.1  # between two reports of a rank that is silent beyond the timeout
@@ -111,7 +111,7 @@ class Exchange:
         self.rank = rank
         self._earlier_calls = 0  # of earlier epochs, less the number before the first one of this epoch
         self._row = (0, b"")
-        self.membership: Membership = FixedMembership(inboxes[rank].mapped_bytes if inboxes else 0)
+        self.membership = Membership(inboxes[rank].mapped_bytes if inboxes else 0)
         self.end = CallEnd(self)
         self._watch = watch
         self._interrupt = interrupt

@@ -1,13 +1,13 @@
-"""The membership interface of a buffer's calls, and its implementation for buffers whose members never change.
+"""The membership as used by a buffer's calls, for buffers whose members never change.
 
-For buffers whose ranks die, are voted out and rejoin, `membership/epochs.py` implements it for a `Buffer` on CPUs, and
-`membership/synced.py` for a `LatencyBuffer` and for GPUs.
+For buffers whose ranks die, are voted out and rejoin, `membership/epochs.py` derives from it for a `Buffer` on CPUs,
+and `membership/synced.py` for a `LatencyBuffer` and for GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...errors import InvalidState, PeerError
 
@@ -40,38 +40,30 @@ class Parties(NamedTuple):
     gone: frozenset[int]
 
 
-class Membership(Protocol):
-    """The membership, as used by the calls of a buffer.
+class Membership:
+    """The membership, as used by the calls of a buffer; this one is of the ranks it was made with, which never change.
+
+    Args:
+        inbox_bytes: of this rank's inbox.
 
     Attributes:
         forget: called when an epoch is over: drops what belonged to it.
+        counts_entering: whether the others wait for a call of a rank that cannot enter its epoch; it must refuse it
+            then.
+        raises: whether a loss is an error.
+        takes_replacements: whether a process that replaces a lost rank is admitted.
+        inbox_bytes: of this rank's inbox.
+        has_turned: whether the view has changed since it was queried for the last call, or is about to.
+        must_turn: whether `turn` has something to do before the next call.
     """
 
-    forget: Callable[[], None]
+    raises = True  # these are properties where members change
+    takes_replacements = False
+    has_turned = must_turn = counts_entering = False
 
-    @property
-    def counts_entering(self) -> bool:
-        """Whether the others wait for a call of a rank that cannot enter its epoch; it must refuse it then."""
-
-    @property
-    def raises(self) -> bool:
-        """Whether a loss is an error."""
-
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether a process that replaces a lost rank is admitted."""
-
-    @property
-    def inbox_bytes(self) -> int:
-        """Bytes of this rank's inbox."""
-
-    @property
-    def has_turned(self) -> bool:
-        """Whether the view has changed since it was queried for the last call, or is about to."""
-
-    @property
-    def must_turn(self) -> bool:
-        """Whether `turn` has something to do before the next call."""
+    def __init__(self, inbox_bytes: int) -> None:
+        self.inbox_bytes = inbox_bytes
+        self.forget: Callable[[], None] = self.close
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
         """Make call `seq` by `publish`; False: the view changes, and the call must not be made before that is handled.
@@ -81,21 +73,27 @@ class Membership(Protocol):
             is_pull: it is a combine, which can continue without the lost ranks.
             publish: stores this rank's row into its own inbox.
         """
+        publish()
+        return True
 
     def gather(self, seq: int, note: Callable[[], None]) -> bool:
         """Record, by `note`, that all rows of call `seq` have been seen; False: the view changes."""
+        return self.issue(seq, False, note)
 
     def withdraw(self) -> bool:
         """Record that the last call has failed on all ranks, as this one finds; False: the view changes."""
+        return not self.has_turned
 
     def decide(self, op: str, seq: int, deadline: float) -> Parties:
         """Return the ranks with a part in a call during which the view has changed, and that ends at `deadline`."""
+        raise InvalidState(f"{op}: the members of this buffer do not change")
 
     def check(self, src: int, is_data: bool) -> None:
         """Check for changes in a wait; raises what ends it."""
 
     def patience(self, deadline: float) -> float:
         """Return until when to wait after a change of the view."""
+        return deadline
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
         """Publish the ranks for which a call waits."""
@@ -104,107 +102,40 @@ class Membership(Protocol):
         """Publish that no call waits."""
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """At a timeout: apply the policy for silent ranks; return True while waiting longer may help."""
+        """At a timeout: apply the policy for silent ranks; return True while waiting longer may help.
+
+        False: a timeout is an error, no rank is accused.
+        """
+        return False
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
         """Wait until a rank has left the view; return False when it stays."""
+        return False
 
     def unfinished(self, op: str) -> PeerError:
-        """Return the error of a dispatch whose sources died during it."""
+        """Return the error of a dispatch whose sources died during it; here never raised."""
+        return PeerError(f"{op}: a rank is gone", [])
 
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""
 
     def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
         """As `turn`, for a call that this rank refuses; return the loss that fails it on all ranks, if one does."""
+        self.turn(op, deadline)
+        return None
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree on the members, and return the agreement.
+        """Agree on the members, and return the agreement; the only rank of a group is the only member.
 
         Args:
             counted: bits of the ranks that this one counts on.
             deadline: `time.monotonic()` value.
             used: the last number that calls of this rank have used, if numbers continue.
         """
+        return Agreed(0, (0,))
 
     def note_agreed(self, agreed: Agreed) -> None:
         """Record that the caller of `agree` has its result."""
 
     def close(self) -> None:
         """Release all memory."""
-
-
-class FixedMembership:
-    """The ranks that the buffer was made with, which never change.
-
-    Args:
-        inbox_bytes: of this rank's inbox.
-    """
-
-    raises = True
-    takes_replacements = False
-    has_turned = must_turn = counts_entering = False
-
-    def __init__(self, inbox_bytes: int) -> None:
-        self.inbox_bytes = inbox_bytes
-        self.forget: Callable[[], None] = self.close
-
-    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Call `publish`, and return True: nothing changes."""
-        publish()
-        return True
-
-    def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Call `note`, and return True."""
-        note()
-        return True
-
-    def withdraw(self) -> bool:
-        """Return True."""
-        return True
-
-    def decide(self, op: str, seq: int, deadline: float) -> Parties:
-        """Raise: there is nothing to decide."""
-        raise InvalidState(f"{op}: the members of this buffer do not change")
-
-    def check(self, src: int, is_data: bool) -> None:
-        """Do nothing."""
-
-    def patience(self, deadline: float) -> float:
-        """Return the deadline."""
-        return deadline
-
-    def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Do nothing: there is no board."""
-
-    def hide(self) -> None:
-        """Do nothing."""
-
-    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """Return False: a timeout is an error."""
-        return False
-
-    def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Return False: no rank leaves."""
-        return False
-
-    def unfinished(self, op: str) -> PeerError:
-        """Return an error; never raised, because no rank leaves."""
-        return PeerError(f"{op}: a rank is gone", [])
-
-    def turn(self, op: str, deadline: float) -> None:
-        """Do nothing."""
-
-    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """Return None: no rank is lost."""
-        return None
-
-    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Return this rank, the only member."""
-        return Agreed(0, (0,))
-
-    def note_agreed(self, agreed: Agreed) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

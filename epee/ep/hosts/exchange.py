@@ -29,7 +29,7 @@ from ...errors import NoQuorumError, ProtocolError, context
 from ..config import BufferConfig
 from ..control.header import Header, check_agreed, limits_of, parse_header
 from ..control.inbox import OP_GATHER, ExchangedRows, Moved
-from ..control.membership import FixedMembership, Membership
+from ..control.membership import Membership
 from ..control.words import RowFormat
 from ..throughput.placement import Ints
 from .step import CallPatience, MemberRows, OwnRow, Step
@@ -78,7 +78,7 @@ class HostsExchange:
         self.config = config
         self.rank = rank
         self.engine = engine
-        self.membership: Membership = FixedMembership(0)
+        self.membership = Membership(0)
         self.end = NothingOpen()
         self.epoch = 0 if config.is_latency else engine.members.epoch
         self._box: Outboxes = engine.members

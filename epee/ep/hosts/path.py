@@ -34,7 +34,6 @@ from ...arrays import NUMPY_DTYPES, plain_tensors, writing
 from ...engine import Engine
 from ...errors import (
     AbortedError,
-    CommTimeoutError,
     EvictedError,
     InvalidArgument,
     NoQuorumError,
@@ -52,9 +51,10 @@ from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import OP_GATHER, ExchangedRows
+from ..control.inbox import ExchangedRows
 from ..control.messages import ControlPlaneOver
 from ..handle import Combined, Dispatched, Handle, mask_of
+from ..paths import PathOverHosts
 from ..streams import Lane, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding
 from ..throughput.order import RANKS_THEN_BIAS
@@ -100,7 +100,7 @@ def _among(plan: SendPlan, rank: int, met: MemberRows, config: BufferConfig) -> 
     return SendPlan(plan.tokens[kept], slots, met.rows.counts[rank])
 
 
-class HostsPath:
+class HostsPath(PathOverHosts):
     """Moves rows between the ranks of several hosts.
 
     Args:
@@ -112,10 +112,6 @@ class HostsPath:
         seat: job handle of the group; None if lost ranks cannot be replaced.
         poison: fill results with 0xFF before they are written.
     """
-
-    barrier_op = OP_GATHER
-    is_recorded = False
-    max_num_sms = 0
 
     def __init__(
         self,
@@ -149,26 +145,6 @@ class HostsPath:
 
     # ---- calls that move no rows
 
-    def num_announced(self, op: int) -> int:
-        """Return how many calls have been announced to the peers."""
-        return self.exchange.num_calls
-
-    def is_told(self, error: Exception) -> bool:
-        """Return whether the peers know about `error`, or cannot be notified: they caused it."""
-        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
-
-    def refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Take part in the peers' call as the rank that cannot make it."""
-        self.control.refuse(op, error, deadline)
-
-    def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: a CPU-side barrier always makes its checks."""
-        return False
-
-    def barrier(self, deadline: float) -> None:
-        """Let the ranks' CPU threads meet; raises as `Buffer.barrier`."""
-        self.control.all_gather_bytes(b"", deadline)
-
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Meet, admit joiners (`assembly.py`), and return the members, into `active_ranks` as well.
 
@@ -188,12 +164,6 @@ class HostsPath:
         """Meet for the first time, as a process that has been admitted; raises as `Buffer.barrier`, but for losses."""
         self._assembly.meet(b"", deadline, _is_loss)
         self._count()
-
-    def check(self) -> None:
-        """Do nothing: no work runs asynchronously here."""
-
-    def join(self) -> None:
-        """Do nothing: there are no streams here."""
 
     def abort(self) -> None:
         """End a call in progress in another thread."""

@@ -30,6 +30,7 @@ from ...gpu.event import DONE
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER
 from ..control.messages import ControlPlaneOver
+from ..paths import Path
 from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
@@ -73,7 +74,7 @@ class HostLatencyHandle(LatencyHandle):
     cut: SectionCut = field(kw_only=True)
 
 
-class LatencyCalls(ABC):
+class LatencyCalls(Path, ABC):
     """Takes the calls of one `LatencyBuffer` through their send and receive phases.
 
     Args:
@@ -83,15 +84,11 @@ class LatencyCalls(ABC):
         poison: fill memory with 0xFF before each use.
     """
 
-    barrier_op = OP_GATHER
-    is_recorded = False
-    max_num_sms = 0
-    num_copied = 0
     _handle_type = HostLatencyHandle
 
     def __init__(self, control: ControlPlaneOver[Any], wire: Wire, flights: Flights, poison: bool) -> None:
         self.config, self.rank = control.config, control.rank
-        self._control = control
+        self.control = control
         self._wire, self._flights = wire, flights
         self._poison = poison
 
@@ -99,7 +96,7 @@ class LatencyCalls(ABC):
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
-        return self._wire.seq + self._control.exchange.seq
+        return self._wire.seq + self.control.exchange.seq
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
@@ -108,7 +105,7 @@ class LatencyCalls(ABC):
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
         if op == OP_GATHER:
-            self._control.refuse(op, error, deadline)
+            self.control.refuse(op, error, deadline)
             return
         self._flights.require_slot()
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
@@ -118,15 +115,6 @@ class LatencyCalls(ABC):
         except BaseException as raised:
             self._flights.abandon(last_seq, raised)
             raise
-
-    def check(self) -> None:  # noqa: B027
-        """Do nothing: no work runs asynchronously here."""
-
-    def join(self) -> None:  # noqa: B027
-        """Do nothing: there are no streams here."""
-
-    def abort(self) -> None:  # noqa: B027
-        """Do nothing: calls check by themselves whether the buffer is to be closed."""
 
     # -- dispatch
 
@@ -166,7 +154,7 @@ class LatencyCalls(ABC):
         return self._handle_type(
             buffer_id=buffer_id,
             seq=0,
-            epoch=self._control.exchange.epoch,
+            epoch=self.control.exchange.epoch,
             num_tokens=len(idx),
             num_topk=config.num_topk,
             got=torch.zeros(config.num_ranks, dtype=torch.bool, device="cpu"),
@@ -308,15 +296,5 @@ class LatencyCalls(ABC):
     ) -> None:
         """Add up the received sums."""
 
-    def _require_place(self, options: LatencyOptions) -> None:  # noqa: B027 - most have nothing to check
+    def _require_place(self, options: LatencyOptions) -> None:
         """Raise if the job, or without a mask the buffer, has continued without this process."""
-
-    # -- agreement
-
-    def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: a CPU-side barrier always makes its checks."""
-        return False
-
-    def barrier(self, deadline: float) -> None:
-        """Let the ranks' CPU threads meet; raises as `LatencyBuffer.barrier`."""
-        self._control.all_gather_bytes(b"", deadline)

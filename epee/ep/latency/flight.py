@@ -41,7 +41,7 @@ from ...errors import (
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S
 from ..control.ending import CallEnd
-from ..control.membership import FixedMembership, Membership
+from ..control.membership import Membership
 from ..control.messages import reason_bytes
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
@@ -94,7 +94,7 @@ class Flight:
     part = "half"
     gone: Collection[int] = ()  # members stay in an epoch until it ends
     absent: Collection[int] = ()
-    membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` ends it, between calls
+    membership = Membership(0)  # an epoch does not end by itself: `sync` ends it, between calls
 
     def __init__(self, seq: int, head: SectionHeader, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq

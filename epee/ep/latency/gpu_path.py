@@ -53,7 +53,7 @@ from ..control.membership import Agreed
 from ..control.words import inbox_layout
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
-from ..paths import Making
+from ..paths import GpuPath, Making
 from ..streams import CURRENT, Lane
 from .checks import check_hook
 from .gpu.core import LatencyCore
@@ -83,7 +83,7 @@ TAG_STEP = 1 << 12  # the same if no member is new; a rank excluded long ago sho
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
-class LatencyCudaPath(Memory):
+class LatencyCudaPath(GpuPath, Memory):
     """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement.
 
     The arguments are those of `CudaPath`.
@@ -92,13 +92,13 @@ class LatencyCudaPath(Memory):
         core: kernels, memory, and the order of calls, on the GPU.
     """
 
-    barrier_op = OP_GATHER
-    num_copied = 0
+    core: LatencyCore
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self._control, _, self._watch, self._closing = making
-        self._platform, self._timeout_ns = platform, int(timeout * 1e9)
-        self._lane = path_lane.lane_of(self._control)
+        self.config, self.rank, self.control, _, self._watch, self._closing = making
+        super().__init__(platform)
+        self._timeout_ns = int(timeout * 1e9)
+        self._lane = path_lane.lane_of(self.control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
         self._look_at = 0.0  # when a call checks again for dead ranks
@@ -119,7 +119,7 @@ class LatencyCudaPath(Memory):
             raise
 
     def _make_core(self, deadline: float) -> LatencyCore:
-        control, config = self._control, latency_config(self.config, self.rank)
+        control, config = self.control, latency_config(self.config, self.rank)
         if not self._lane.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
@@ -133,7 +133,7 @@ class LatencyCudaPath(Memory):
 
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:
         """Gather from all ranks; the first gather exchanges how their memory is mapped."""
-        parts = self._control.all_gather_bytes(data, deadline)
+        parts = self.control.all_gather_bytes(data, deadline)
         self._blobs = self._blobs or dict(enumerate(parts))
         return parts
 
@@ -144,16 +144,6 @@ class LatencyCudaPath(Memory):
     # -- what every path has
 
     @property
-    def max_num_sms(self) -> int:
-        """Multiprocessors of the GPU."""
-        return self._platform.limits.num_sms
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a CUDA graph has recorded calls."""
-        return self.core.device.is_recorded
-
-    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self.core.memory.nbytes
@@ -161,15 +151,6 @@ class LatencyCudaPath(Memory):
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill results with 0xFF before each call, or not."""
         self.core.is_poisoned = is_poisoned
-
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether `sync` admits processes that replace lost ranks."""
-        return self._lane.takes_replacements
-
-    def num_announced(self, op: int) -> int:
-        """Return how many calls have been begun: on the CPU side, or on the GPU."""
-        return self._control.exchange.seq if op == OP_GATHER else self.core.num_calls
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
@@ -179,7 +160,7 @@ class LatencyCudaPath(Memory):
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it. Does nothing while a graph is recorded."""
         if op == OP_GATHER:
-            self._control.refuse(op, error, deadline)
+            self.control.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
             self.core.refuse(_KERNEL_OPS[op])
 
@@ -193,14 +174,6 @@ class LatencyCudaPath(Memory):
         except CommTimeoutError as error:
             self._note_timeout("check", error)
             raise
-
-    def join(self) -> None:
-        """Make the current stream wait for all work of this buffer on other streams."""
-        self.core.join()
-
-    def abort(self) -> None:
-        """End the waits of the kernels in flight, from any thread."""
-        self.core.device.abort()
 
     def close(self) -> None:
         """Free all memory after the kernels in flight; they are aborted if they wait for peers. Idempotent."""
@@ -230,7 +203,7 @@ class LatencyCudaPath(Memory):
             self._note_timeout("dispatch", error)
             raise
         core, scales = got.handle, got.scales
-        made_by = buffer_id, self.core.num_calls, self._control.exchange.epoch
+        made_by = buffer_id, self.core.num_calls, self.control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
         if lane.is_own:
             lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
@@ -313,7 +286,7 @@ class LatencyCudaPath(Memory):
         )
         if core.device.codes != NO_REPORTS:
             core.check()
-        made_by = buffer_id, core.num_calls, self._control.exchange.epoch
+        made_by = buffer_id, core.num_calls, self.control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, True)
         rows = got.x if got.scales is None else (got.x, got.scales)
         result = CudaLatencyDispatched(rows, handle, CURRENT, self.config.device, stream, None)
@@ -335,7 +308,7 @@ class LatencyCudaPath(Memory):
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None)
         if stream is None or type(handle) is not CudaLatencyHandle:
             return None
-        is_own = handle.buffer_id == known.buffer_id and handle.epoch == self._control.exchange.epoch
+        is_own = handle.buffer_id == known.buffer_id and handle.epoch == self.control.exchange.epoch
         if not (is_own and handle.is_received):
             return None
         facts = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks)
@@ -366,21 +339,13 @@ class LatencyCudaPath(Memory):
         sizes = replace(latency_config(replace(config, room_bytes=0), self.rank), room=self.core.config.sections)
         return self.core.plans_of(sizes)
 
-    def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: a CPU-side barrier always makes its checks."""
-        return False
-
-    def barrier(self, deadline: float) -> None:
-        """Let the ranks' CPU threads meet; raises as `LatencyBuffer.barrier`."""
-        self._control.all_gather_bytes(b"", deadline)
-
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members and continue from the same call; raises as `Buffer.sync`. Waits for the GPU."""
         if self.core.num_outstanding:
             raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
         mask = self.core.active_ranks if active_ranks is None else active_ranks
         used = self.core.memory.tags()
-        return path_lane.sync(self._control, self._lane, mask.tolist(), active_ranks, used, deadline)
+        return path_lane.sync(self.control, self._lane, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
 
@@ -417,12 +382,12 @@ class LatencyCudaPath(Memory):
     # -- errors
 
     def _hook(self, op: str, receive: Hook, handle: CudaLatencyHandle | None) -> Hook:
-        of_epoch, halves = self._control.exchange.epoch, [receive]
+        of_epoch, halves = self.control.exchange.epoch, [receive]
 
         def run() -> None:
             """Launch the receive phase, in the epoch of the send phase only."""
             if halves:  # a second call raises that it is one
-                check_hook(of_epoch, self._control.exchange.epoch)
+                check_hook(of_epoch, self.control.exchange.epoch)
             is_capturing = self._platform.is_capturing()
             if not is_capturing:
                 self._lane.require_place(is_masked=True)
@@ -463,14 +428,14 @@ class LatencyCudaPath(Memory):
 
     def _note_calm(self, state: object) -> None:
         """Record that nothing delays any call, strict or not (`quiet_stream`)."""
-        if not self._control.exchange.membership.must_turn:
+        if not self.control.exchange.membership.must_turn:
             self._lane.note_calm(state)
 
     def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
         """Raise that a dead rank is the cause of a timeout, if it is; else allow no call before a sync."""
         if dead := self._dead():
             raise self._death(op, dead) from error
-        where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self._control.exchange.epoch)
+        where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self.control.exchange.epoch)
         self._given_up = given_up(where)
 
     def _dead(self) -> tuple[int, ...]:
@@ -479,7 +444,7 @@ class LatencyCudaPath(Memory):
         return tuple(sorted({*dead, *told})) if told else dead
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
-        seq, epoch = self.core.num_calls, self._control.exchange.epoch
+        seq, epoch = self.core.num_calls, self.control.exchange.epoch
         names = ", ".join(str(rank) for rank in dead)
         return RankFailedError(
             f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "

@@ -99,12 +99,12 @@ class EpochLane(BufferLane):
     counts_entering = True
 
     @property
-    def has_turned(self) -> bool:
+    def has_turned(self) -> bool:  # type: ignore[override]
         """Whether the plan has changed since it was last queried, or is about to."""
         return self._seen != self._calls.version or self._calls.frozen
 
     @property
-    def must_turn(self) -> bool:
+    def must_turn(self) -> bool:  # type: ignore[override]
         """Whether the next call needs work first: querying the plan, raising a loss, or entering an epoch."""
         if self.has_turned or not self._is_ready or self._next:
             return True

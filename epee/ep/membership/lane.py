@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ...errors import CommTimeoutError
 from ..config import BufferConfig
 from ..control.inbox import Exchange
-from ..control.membership import Agreed
+from ..control.membership import Agreed, Membership
 from .birth import Begun
 from .inboxes import Inboxes
 from .sync import Sync
@@ -24,7 +24,7 @@ from .sync import Sync
 _closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet removed from the control plane
 
 
-class BufferLane:
+class BufferLane(Membership):
     """The part of a buffer's membership that all modes share.
 
     Args:
@@ -51,7 +51,7 @@ class BufferLane:
         nbytes: int,
     ) -> None:
         self.roster = begun.roster
-        self.forget: Callable[[], None] = _nothing
+        self.forget = _nothing
         self._config = config
         self._rank = rank
         self._begun = begun
@@ -71,12 +71,12 @@ class BufferLane:
         self._pid = os.getpid()
 
     @property
-    def raises(self) -> bool:
+    def raises(self) -> bool:  # type: ignore[override]
         """Whether a loss is an error."""
         return self.roster.seat.raises
 
     @property
-    def takes_replacements(self) -> bool:
+    def takes_replacements(self) -> bool:  # type: ignore[override]
         """Whether a process that replaces a lost rank is admitted."""
         return self.roster.seat.is_open and self._config.takes_replacements
 
@@ -95,12 +95,12 @@ class BufferLane:
         self._begun.take_back = take_back
 
     @property
-    def inbox_bytes(self) -> int:
+    def inbox_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the memory that this rank lends."""
         return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
 
     @property
-    def must_turn(self) -> bool:
+    def must_turn(self) -> bool:  # type: ignore[override]
         """Whether the buffer has to be brought into another epoch before its next call."""
         raise NotImplementedError
 

@@ -63,7 +63,7 @@ logger = logging.getLogger("epee")
 
 
 class SyncedLane(BufferLane):
-    """The group of a latency buffer or a buffer of GPUs; a `Membership`.
+    """The group of a latency buffer or a buffer of GPUs.
 
     Args:
         watch: of the calls: knows which of the epoch's processes have ended.
@@ -193,13 +193,12 @@ class SyncedLane(BufferLane):
         self._calm = state
 
     @property
-    def has_turned(self) -> bool:
+    def has_turned(self) -> bool:  # type: ignore[override]
         """Whether a `sync` has begun an epoch with this rank that it has not entered, because of an error."""
         agreed = self.roster.view.agreed
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
     must_turn = has_turned
-    counts_entering = False
 
     def turn(self, op: str, deadline: float) -> None:
         """Enter the newest epoch.
@@ -291,14 +290,6 @@ class SyncedLane(BufferLane):
             publish()
         return is_newest
 
-    def gather(self, seq: int, note: Callable[[], None]) -> bool:
-        """Record that all rows of CPU-side call `seq` are here, as `issue`."""
-        return self.issue(seq, False, note)
-
-    def withdraw(self) -> bool:
-        """Return whether the epoch is the newest."""
-        return not self.has_turned
-
     def decide(self, op: str, seq: int, deadline: float) -> Parties:
         """Raise `Moved`: a CPU-side call that has not ended in its epoch is made again in the next."""
         raise Moved
@@ -327,23 +318,6 @@ class SyncedLane(BufferLane):
     def patience(self, deadline: float) -> float:
         """Return until when to wait for ranks that have just agreed: missing ranks may have used up the timeout."""
         return max(deadline, time.monotonic() + self._timeout_s)
-
-    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """Return False: a timeout is recorded, no rank is accused."""
-        return False
-
-    def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Return False: no rank leaves an epoch."""
-        return False
-
-    def unfinished(self, op: str) -> PeerError:
-        """Return an error; never raised, because CPU-side calls move no payload."""
-        return PeerError(f"{op}: a rank is gone", [])
-
-    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """Enter the newest epoch, and return None: losses are recorded in masks."""
-        self.turn(op, deadline)
-        return None
 
     # ---- between two calls
 

@@ -27,8 +27,6 @@ import torch
 
 from ...arrays import writing
 from ...errors import (
-    AbortedError,
-    CommTimeoutError,
     NoQuorumError,
     PeerError,
     is_own,
@@ -37,10 +35,10 @@ from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import OP_GATHER, ExchangedRows, Moved
+from ..control.inbox import ExchangedRows, Moved
 from ..control.messages import refused_alike
 from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, mask_of
-from ..paths import Making
+from ..paths import Making, Path
 from ..streams import Lane, RunOptions
 from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
@@ -73,7 +71,7 @@ def _own(handle: Handle) -> HostHandle:
     return handle
 
 
-class CpuPath:
+class CpuPath(Path):
     """Moves rows through the arenas of one buffer.
 
     Args:
@@ -84,9 +82,6 @@ class CpuPath:
         arenas: this rank's, and what it has mapped of the peers'.
     """
 
-    barrier_op = OP_GATHER
-    is_recorded = False
-
     def __init__(self, making: Making, poison: bool) -> None:
         self.config = config = making.config
         self.rank = making.rank
@@ -95,37 +90,10 @@ class CpuPath:
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
 
-    max_num_sms = 0
-
-    def num_announced(self, op: int) -> int:
-        """Return how many calls have been announced to the peers."""
-        return self.exchange.num_calls
-
-    def is_told(self, error: Exception) -> bool:
-        """Return whether the peers know about `error`, or cannot be notified: they caused it."""
-        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
-
-    def refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Take part in the peers' call as the rank that cannot make it."""
-        self.control.refuse(op, error, deadline)
-
     @property
     def num_copied(self) -> int:
         """Results that were copied out because no slot was free."""
         return self.arenas.num_copied
-
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether a process that replaces a lost rank is admitted with the next call."""
-        return self.exchange.membership.takes_replacements
-
-    def barrier_again(self, timeout_s: float) -> bool:
-        """Return False: a CPU-side barrier always makes its checks."""
-        return False
-
-    def barrier(self, deadline: float) -> None:
-        """Let the ranks' CPU threads meet; raises as `Buffer.barrier`."""
-        self.control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members; raises as `Buffer.sync`."""
@@ -140,15 +108,6 @@ class CpuPath:
             marks.copy_(mask)
         membership.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
         return mask
-
-    def check(self) -> None:
-        """Do nothing: no work runs asynchronously here."""
-
-    def join(self) -> None:
-        """Do nothing: there are no streams here."""
-
-    def abort(self) -> None:
-        """Do nothing: calls check by themselves whether the buffer is to be closed."""
 
     @property
     def nbytes(self) -> int:

@@ -37,7 +37,7 @@ from ..control.messages import reason_bytes
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
 from ..membership import path_lane
-from ..paths import Making
+from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
 from ..streams import Lane, RunOptions
 from .gpu.combine import combine, combine_input, refuse
@@ -74,7 +74,7 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
     )
 
 
-class CudaPath:
+class CudaPath(GpuPath):
     """The GPU side of one buffer. Construction is collective, except in a replacement that joins a running buffer.
 
     Args:
@@ -96,7 +96,7 @@ class CudaPath:
         control = self.control
         self._exchange = control.exchange
         self._handles = HandleMaker(self.config, self.rank, buffer_id, control.exchange)
-        self._platform = platform
+        super().__init__(platform)
         self._lane = path_lane.lane_of(control)
         self._timeout = timeout
         deadline = time.monotonic() + timeout
@@ -170,28 +170,9 @@ class CudaPath:
         return self.machine.pool.num_copies
 
     @property
-    def max_num_sms(self) -> int:
-        """Multiprocessors of the GPU."""
-        return self._platform.limits.num_sms
-
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether `sync` admits processes that replace lost ranks."""
-        return self._exchange.membership.takes_replacements
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a CUDA graph has recorded calls."""
-        return self.machine.device.is_recorded
-
-    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self.machine.nbytes
-
-    def num_announced(self, op: int) -> int:
-        """Return how many calls of this kind have been announced to the peers: on the CPU side, or on the GPU."""
-        return self._exchange.seq if op == OP_GATHER else self.machine.num_calls
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers cannot be notified because the buffer is finished. An earlier call's error is
@@ -331,14 +312,6 @@ class CudaPath:
         except EpeeError as error:
             self._epochs.blame_death("check", error, is_capturing)
             raise
-
-    def join(self) -> None:
-        """Make the current stream wait for all work of this buffer on other streams."""
-        self.machine.join()
-
-    def abort(self) -> None:
-        """End the waits of the kernels in flight, from any thread."""
-        self.machine.device.abort()
 
     def close(self) -> None:
         """Free all memory after the kernels in flight; they are aborted if they wait for peers. Idempotent."""

@@ -49,6 +49,7 @@ from ...latency.types import (
     Quantisation,
 )
 from ...latency.wire import SectionHeader, checked_tokens
+from ...paths import PathOverHosts
 from ...throughput.placement import Ints
 from ..assembly import Assembly, CallPlacement
 from ..exchange import HostsExchange
@@ -59,7 +60,7 @@ from .sums import HostSums, take_back
 from .wire import HostsWire, TakenBack
 
 
-class LatencyHostsPath(LatencyCalls):
+class LatencyHostsPath(LatencyCalls, PathOverHosts):
     """Moves the rows of one `LatencyBuffer` between several hosts.
 
     Args:
@@ -177,7 +178,7 @@ class LatencyHostsPath(LatencyCalls):
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         if error is not None:
-            self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
+            self.control.refuse(OP_GATHER, error, deadline)  # the others are in it
             raise error
         # on the same links as what follows: a rank that has passed the meeting has it
         self.wire.set_cut([True] * num_ranks, 0)

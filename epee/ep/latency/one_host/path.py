@@ -90,11 +90,6 @@ class LatencyCpuPath(LatencyCalls, Memory):
         self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
         self._flights.restart()
 
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether `sync` admits processes that replace lost ranks."""
-        return self._lane.takes_replacements
-
     def take_sizes(self, config: BufferConfig) -> SectionCut:
         """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
         return checked_cut(config, self._layout["payload"].shape[-1], self._layout.nbytes)
@@ -187,4 +182,4 @@ class LatencyCpuPath(LatencyCalls, Memory):
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return path_lane.sync(self._control, self._lane, marks, active_ranks, 0, deadline)
+        return path_lane.sync(self.control, self._lane, marks, active_ranks, 0, deadline)

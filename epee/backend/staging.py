@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,52 +57,19 @@ class Twin(NamedTuple):
     host: torch.Tensor
 
 
-class Device(Protocol):
-    """The interface of a kind of device for staging; the tests have one whose streams run when they please."""
-
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous pinned memory for `tensor`, uninitialised; of a sparse tensor a copy on the CPU.
-
-        Raises:
-            UnsupportedError: a CUDA graph is being recorded.
-        """
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Put a copy on the current stream of the GPU tensor among the two."""
-
-    def marks(self, twins: Sequence[Twin]) -> list[Any]:
-        """Return a mark behind the pending work on the current stream of each GPU of the tensors."""
-
-    def here(self) -> list[Any]:
-        """Return a mark behind the pending work on the current stream of the current GPU.
-
-        The list is empty where no GPU is in use.
-        """
-
-    def is_done(self, mark: Any) -> bool:
-        """Return whether a stream has reached the mark."""
-
-    def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
-        """Copy twins back on streams of our own, behind the marks; returns the marks behind the copies."""
-
-    def join(self, marks: Sequence[Any]) -> None:
-        """Make the current streams wait for the marks."""
-
-    def future(self, twins: Sequence[Twin]) -> Any:
-        """Return a future whose value may lie on the tensors' GPUs."""
-
-    def fulfil(self, future: Any, value: Any, marks: Sequence[Any]) -> None:
-        """Complete a future with a value that is ready at the marks."""
-
-
 class Cuda:
-    """The GPUs of this process."""
+    """The GPUs of this process, as staging uses them; the tests have another whose streams run when they please."""
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory of torch's caching allocator, or a copy of a sparse tensor."""
+        """Return contiguous pinned memory of torch's caching allocator, uninitialised; of a sparse tensor a copy on the
+        CPU.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being recorded.
+        """
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a collective on CUDA tensors needs the host, so a CUDA graph cannot record it; make the call outside"
@@ -114,13 +81,13 @@ class Cuda:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Put a copy on the current stream."""
+        """Put a copy on the current stream of the GPU tensor among the two."""
         on_gpu = source if source.is_cuda else destination
         with torch.cuda.device(on_gpu.device), torch.no_grad(), writing(destination):
             destination.copy_(source, non_blocking=True)
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
-        """Return an event per GPU."""
+        """Return a mark, an event, behind the pending work on the current stream of each GPU of the tensors."""
         events = []
         for index in sorted({twin.tensor.device.index for twin in twins}):
             event = torch.cuda.Event()
@@ -129,7 +96,7 @@ class Cuda:
         return events
 
     def here(self) -> list[Any]:
-        """Return an event, once CUDA is in use."""
+        """Return a mark behind the pending work on the current GPU's current stream; none if CUDA is not in use."""
         if not torch.cuda.is_initialized():
             return []
         if torch.cuda.is_current_stream_capturing():
@@ -139,11 +106,11 @@ class Cuda:
         return [(torch.cuda.current_device(), event)]
 
     def is_done(self, mark: Any) -> bool:
-        """Return whether the event has completed."""
+        """Return whether a stream has reached the mark."""
         return bool(mark[1].query())
 
     def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
-        """Copy on our own stream of each GPU."""
+        """Copy twins back on our own stream of each GPU, behind the marks; returns the marks behind the copies."""
         marks = []
         for index, event in behind:
             stream = self._stream(index)
@@ -161,17 +128,17 @@ class Cuda:
         return marks
 
     def join(self, marks: Sequence[Any]) -> None:
-        """Make the current stream of each GPU wait."""
+        """Make the current stream of each GPU wait for the marks."""
         for index, event in marks:
             torch.cuda.current_stream(index).wait_event(event)
 
     def future(self, twins: Sequence[Twin]) -> Any:
-        """Return a future that knows the GPUs."""
+        """Return a future whose value may lie on the tensors' GPUs."""
         indices = sorted({twin.tensor.device.index for twin in twins})
         return torch.futures.Future(devices=[torch.device("cuda", index) for index in indices])
 
     def fulfil(self, future: Any, value: Any, marks: Sequence[Any]) -> None:
-        """Complete it where our streams are current: it puts its own events there."""
+        """Complete a future with a value that is ready at the marks; our streams are current: it puts events there."""
         if not marks:
             future.set_result(value)
             return
@@ -185,7 +152,7 @@ class Cuda:
         return stream
 
 
-_device: Device = Cuda()
+_device = Cuda()
 
 
 def await_marks(marks: Sequence[Any], engine: Engine, name: str) -> None:

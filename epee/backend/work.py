@@ -24,7 +24,32 @@ _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
 
 
 @untraced_methods
-class Done(_WorkBase):  # type: ignore[misc]
+class WorkOfGroup(_WorkBase):  # type: ignore[misc]
+    """The part of a work that calls on CPUs and on GPUs share.
+
+    Attributes:
+        engine: of the group; works that report lost ranks have it.
+    """
+
+    engine: Engine
+    _outputs: Any
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the size of the group."""
+        return self.engine.box.group_size
+
+    def synchronize(self) -> None:
+        """Same as `wait()`."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Return the tensors that the call writes."""
+        return self._outputs
+
+
+@untraced_methods
+class Done(WorkOfGroup):
     """The work of a call that has completed before it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -42,9 +67,6 @@ class Done(_WorkBase):  # type: ignore[misc]
     def exception(self) -> BaseException | None:
         """Return None."""
         return None
-
-    def synchronize(self) -> None:
-        """Do nothing."""
 
     def result(self) -> list[torch.Tensor]:
         """Return an empty list: the tensors are those of the call."""
@@ -71,11 +93,6 @@ class Ended(Done):
         self.engine = engine
         self.error = error
 
-    @property
-    def num_ranks(self) -> int:
-        """Return the size of the group."""
-        return self.engine.box.group_size
-
     def contributors(self) -> set[int]:
         """Return no rank."""
         return set()
@@ -99,7 +116,7 @@ def is_loss(error: object) -> bool:
 
 
 @untraced_methods
-class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
+class Work(CallsOfWork, WorkOfGroup):
     """A call in progress (several for a coalesced call with several dtypes).
 
     After an error the tensors are unchanged; the group can be used again unless the error says otherwise.
@@ -115,11 +132,6 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         self.ops = ops
         self._outputs = outputs
         self._future: Any = None
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the size of the group."""
-        return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Drive the call to its end; may be called again, also after it raised.
@@ -190,14 +202,6 @@ class Work(CallsOfWork, _WorkBase):  # type: ignore[misc]
         for op in self.ops:
             ranks &= {*op.box.members} if isinstance(op, Operation) else ranks - self.lost_ranks()
         return ranks
-
-    def synchronize(self) -> None:
-        """Same as `wait()`: CPU tensors have no streams."""
-        self.wait()
-
-    def result(self) -> Any:
-        """Return the tensors that the call writes."""
-        return self._outputs
 
     def source_rank(self) -> int:
         """Return the group rank that a receive got its message from (-1 before that, and for other calls)."""

@@ -15,7 +15,7 @@ from ...gpu.event import Event
 from ...gpu.platform import Platform
 from ...untraced import untraced_methods
 from ...values import waiting_time
-from ..work import _WorkBase
+from ..work import WorkOfGroup
 
 NAP_S = 50e-6
 
@@ -59,7 +59,7 @@ def note_use(tensors: Any, stream: torch.cuda.Stream) -> None:
 
 
 @untraced_methods
-class DeviceWork(_WorkBase):  # type: ignore[misc]
+class DeviceWork(WorkOfGroup):
     """A call whose kernels are queued on a stream.
 
     Errors of kernels are raised at the next entry from the cpu: at a `wait`, or at the next call. They may be of
@@ -109,6 +109,19 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
         self._join()
         return True
 
+    def _await_passed(self, what: str) -> None:
+        """Block the cpu until the GPU has passed the call, `what`, of a work that has an engine.
+
+        Raises:
+            CommTimeoutError: it has not within twice the group's timeout.
+        """
+        deadline = time.monotonic() + 2 * self.engine.timeout_s
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                late = f"the GPU has not ended the {what} within twice the group's time-out"
+                raise CommTimeoutError(late, has_job=True)
+            time.sleep(NAP_S)
+
     def _join(self) -> None:
         """Make the current stream wait, if it is another one than the call's."""
         if self._device.type == "cuda" and torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
@@ -121,10 +134,6 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
             self._error = exc
             raise
 
-    def synchronize(self) -> None:
-        """Same as `wait()`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """True when the GPU has passed the call."""
         return bool(self._event.query())
@@ -136,10 +145,6 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
     def exception(self) -> BaseException | None:
         """Return the failure that `wait` has raised."""
         return self._error
-
-    def result(self) -> Any:
-        """Return the tensors that the call writes."""
-        return self._outputs
 
     def source_rank(self) -> int:
         """Return -1: no receive."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from ....engine import Engine
-from ....errors import CommTimeoutError, PeerError
+from ....errors import PeerError
 from ....untraced import untraced_methods
 from ...work import is_loss
-from ..work import NAP_S, DeviceWork
+from ..work import DeviceWork
 from .counts import Count
 from .losses import ranks_of
 
@@ -37,11 +36,6 @@ class MaskedWork(DeviceWork):
         super().__init__(*rest)
         self.engine = engine
         self._before, self._count, self._present = before, count, present
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the size of the group."""
-        return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as `DeviceWork.wait`; if the group reports losses, one that ends the call raises nothing."""
@@ -69,12 +63,7 @@ class MaskedWork(DeviceWork):
         return self._ranks_in()
 
     def _ranks_in(self) -> set[int]:
-        deadline = time.monotonic() + 2 * self.engine.timeout_s
-        while not self.is_completed():
-            if time.monotonic() > deadline:
-                late = "the GPU has not ended the call within twice the group's time-out"
-                raise CommTimeoutError(late, has_job=True)
-            time.sleep(NAP_S)
+        self._await_passed("call")
         told = 0 if self._count is None or self._error is not None else self._count.ranks()
         if told:
             return {*ranks_of(told)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -12,13 +11,13 @@ import torch
 from ....arrays import require_memory
 from ....engine import Engine
 from ....engine.tensors import refuse_overlap
-from ....errors import CommTimeoutError, EpeeError
+from ....errors import EpeeError
 from ....gpu.event import Event
 from ....gpu.platform import Platform
 from ....gpu.report import NO_REPORTS
 from ....untraced import untraced_methods
-from ...work import _WorkBase
-from ..work import NAP_S, DeviceWork
+from ...work import WorkOfGroup
+from ..work import DeviceWork
 from .machine import ANY, Parcel, Queued
 from .report import number_of
 
@@ -104,7 +103,7 @@ class MessageWork(DeviceWork):
         is_send: bool,
         end: MessageEnd | None = None,
     ) -> None:
-        _WorkBase.__init__(self)  # a message that is collected has no stream and no event yet
+        WorkOfGroup.__init__(self)  # a message that is collected has no stream and no event yet
         self._owner, self._look, self._outputs, self._device = owner, owner.check, tensors, device
         self._peer, self._is_send, self._end = peer, is_send, end
         self._side = self._error = self._future = None
@@ -118,11 +117,6 @@ class MessageWork(DeviceWork):
     def _event(self) -> Event:  # type: ignore[override]
         assert self._end is not None
         return self._end.event
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the size of the group."""
-        return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the message; the cpu waits, too, for a receive from any source, whose source
@@ -172,12 +166,7 @@ class MessageWork(DeviceWork):
         Raises:
             CommTimeoutError: the GPU has not passed it within twice the group's timeout.
         """
-        deadline = time.monotonic() + 2 * self.engine.timeout_s
-        while not self.is_completed():
-            if time.monotonic() > deadline:
-                told = "the GPU has not ended the message within twice the group's time-out"
-                raise CommTimeoutError(told, has_job=True)
-            time.sleep(NAP_S)
+        self._await_passed("message")
         error = self.exception()
         known = {self._peer} if error is not None and self._peer != ANY else set()
         return {*getattr(error, "ranks", ())} or known

@@ -74,6 +74,7 @@ class CudaRegion:
     """GPU memory, own or a peer's, mapped for one device. Make one with `create` or `attach`.
 
     Attributes:
+        blob: `BLOB_BYTES` bytes that let another process of this user and host attach.
         nbytes: size that users may address.
         address: of the first user byte, as `device` sees it.
         device: index of the GPU that uses the mapping.
@@ -82,7 +83,7 @@ class CudaRegion:
 
     def __init__(self, mapping: Mapping, blob: bytes, ways: Way, held: contextlib.ExitStack) -> None:
         self._mapping: Mapping | None = mapping
-        self._blob = blob
+        self.blob = blob
         self._held = held  # the owner's descriptor and socket
         self.ways = ways
         self.device = mapping.device
@@ -184,14 +185,9 @@ class CudaRegion:
             assert new._mapping is not None
             with on_device(self.device):
                 put_in_place(self._mapping, new._mapping)
-            self._blob, self.ways = new.blob, new.ways
+            self.blob, self.ways = new.blob, new.ways
         finally:
             new.close()
-
-    @property
-    def blob(self) -> bytes:
-        """`BLOB_BYTES` bytes that let another process of this user and host attach."""
-        return self._blob
 
     def tensor(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor over the memory at byte `offset`; it keeps the mapping alive."""

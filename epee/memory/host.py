@@ -81,6 +81,7 @@ class HostRegion:
     """A shared mapping. Make one with `create` or `attach`.
 
     Attributes:
+        blob: `BLOB_BYTES` bytes that let another process of this user and machine attach.
         nbytes: size that users may address, without the header.
         mapped_bytes: size of the mapping.
         owner_pid: the process that made it.
@@ -94,7 +95,7 @@ class HostRegion:
         self.owner_pid = claim.pid
         self.owner_start_time = claim.start_time
         self._fd = fd
-        self._blob = claim.pack()
+        self.blob = claim.pack()
         self._is_writable = is_writable
         self._inode = os.fstat(fd).st_ino
         self._map: mmap.mmap | None = mmap.mmap(
@@ -168,11 +169,6 @@ class HostRegion:
         os.close(fd)  # the mapping stays; only the owner's descriptor must stay open, for other peers
         region._fd = -1
         return region
-
-    @property
-    def blob(self) -> bytes:
-        """`BLOB_BYTES` bytes that let another process of this user and machine attach."""
-        return self._blob
 
     @property
     def mapping(self) -> mmap.mmap:

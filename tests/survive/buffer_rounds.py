@@ -167,7 +167,7 @@ def arm(buffer: epee.Buffer, point: str, act: Callable[[], None] = die) -> None:
     store, signal_data, wait_data, pull = exchange._store_row, exchange.signal_data, exchange.wait_data, path._pull
 
     def store_row() -> None:
-        if exchange._op != op:
+        if exchange.op != op:
             store()
         elif point.endswith("first row"):
             peers, exchange._peers = exchange._peers, exchange._peers[:1]

@@ -81,6 +81,7 @@ class Exchange:
         interrupt: called while waiting; raises to end the wait.
 
     Attributes:
+        op: name of that call.
         epoch: of the view; 0 while membership cannot change, and before the first epoch.
         members: ranks of the epoch, ascending.
         parties: those with a part in the last call; `absent` the others.
@@ -116,7 +117,7 @@ class Exchange:
         self._watch = watch
         self._interrupt = interrupt
         self._limits = limits_of(config)
-        self._op = "none"
+        self.op = "none"
         self._inboxes = dict(enumerate(inboxes))
         self.begin(0, self._inboxes)
 
@@ -174,7 +175,7 @@ class Exchange:
             Moved: the view has changed before the call was started.
         """
         self.settle(deadline)
-        self._op = OP_NAMES[header.op]
+        self.op = OP_NAMES[header.op]
         row = self.words.pack(header, text, counts)
         seq = self.seq + 1
 
@@ -213,11 +214,6 @@ class Exchange:
     def dead(self) -> Collection[int]:
         """Return the ranks that decide nothing more: they are dead, or have left the view."""
         return {*self._watch.dead(), *self.gone}
-
-    @property
-    def op(self) -> str:
-        """Name of that call."""
-        return self._op
 
     @property
     def header(self) -> Header:
@@ -266,7 +262,7 @@ class Exchange:
     def _checked(self, copy: bytes, parties: tuple[int, ...]) -> ExchangedRows:
         """Return the contents of a copy of all rows, checked and agreed on."""
         if self.words.own_part(copy) != self._row[1]:
-            raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
+            raise ProtocolError(f"{context(self.op, seq=self.seq)}: this rank's own row was changed by somebody else")
         raw, texts, counts = self.words.split(copy)
         headers = [parse_header(words, src, self._limits) for src, words in enumerate(raw)]
         check_agreed(headers, texts, parties, self.seq, self.epoch)
@@ -314,7 +310,7 @@ class Exchange:
             The error with which the caller left the call before that was known; the call is to be aborted for it.
         """
         try:
-            self.lose(self.membership.decide(self._op, self.seq, deadline))
+            self.lose(self.membership.decide(self.op, self.seq, deadline))
             return None
         except BaseException as error:
             if self.gathered >= self.seq:  # it was made again, or a loss has ended it
@@ -428,7 +424,7 @@ class Exchange:
         def check() -> None:
             """Raise what ends the wait before the word has arrived."""
             self._interrupt()
-            membership.show(self._op, self.seq, self.behind(want, is_data))
+            membership.show(self.op, self.seq, self.behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
             if words[index] == want:
@@ -467,7 +463,7 @@ class Exchange:
         return RankFailedError(
             f"{self.where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
             dead,
-            self._op,
+            self.op,
             self.seq,
             self.epoch,
             "process ended",
@@ -481,7 +477,7 @@ class Exchange:
             started: `time.monotonic()` at the start of the wait, for the seconds that it took; None leaves them out.
         """
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
-        return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
+        return context(self.op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
 
 
 def _silent(facts: str, src: int, is_data: bool) -> CommTimeoutError:

@@ -58,6 +58,7 @@ class HostsExchange:
         take_back: removes this rank's notice of the buffer from the group.
 
     Attributes:
+        box: the outboxes with which the last call ran.
         epoch: handles of another one are stale. Of the view in the last call, so the same on all ranks between the same
             two calls; in a `LatencyBuffer` it is set by `sync`.
         members: ranks with a part in the last call.
@@ -81,7 +82,7 @@ class HostsExchange:
         self.membership = Membership(0)
         self.end = NothingOpen()
         self.epoch = 0 if config.is_latency else engine.members.epoch
-        self._box: Outboxes = engine.members
+        self.box: Outboxes = engine.members
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._interrupt, self._take_back = interrupt, take_back
@@ -89,14 +90,9 @@ class HostsExchange:
         self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
 
     @property
-    def box(self) -> Outboxes:
-        """The outboxes with which the last call ran."""
-        return self._box
-
-    @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the last call, ascending."""
-        return self._box.members
+        return self.box.members
 
     @property
     def seq(self) -> int:
@@ -117,7 +113,7 @@ class HostsExchange:
             CommTimeoutError, RankFailedError: a rank did not take part.
             ProtocolError: a row cannot be right.
         """
-        last = self._box
+        last = self.box
         row, patience = self._row(header, counts, text), CallPatience.until(deadline)
         met = self._read(row, self.run(row.plan, patience))
         if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
@@ -138,7 +134,7 @@ class HostsExchange:
         """Run a call of the engine to its end."""
         self._interrupt()
         op = self.engine.run(make, patience)
-        self._box = op.box
+        self.box = op.box
         if not self.config.is_latency:
             self.epoch = op.box.epoch
         return op

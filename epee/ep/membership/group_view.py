@@ -96,6 +96,7 @@ class Roster:
     """The membership of one buffer.
 
     Attributes:
+        lane: the id of the buffer's stream, once it is watched.
         seat: job handle of the buffer's group.
         state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
         newest: epoch of the view.
@@ -107,7 +108,7 @@ class Roster:
         """Begin with the decisions that the runtime stores; `watch` follows."""
         self.seat = seat
         self.lock = threading.Lock()
-        self._lane = 0
+        self.lane = 0
         self._awaited = Awaited(seat.runtime, seat.on_stall)
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._host = seat.runtime.member.host
@@ -138,9 +139,9 @@ class Roster:
         runtime = self.seat.runtime
         if runtime.view().epoch < first:
             runtime.await_decision(first - 1, timeout_s)
-        self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
+        self.lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
         known = (*runtime.since(0), runtime.view())
-        past = [decision.epoch for decision in known if self._lane in decision.met]
+        past = [decision.epoch for decision in known if self.lane in decision.met]
         with self.lock:
             now = self._view_of(self._last)  # the excluded ranks could not be determined without the buffer's number
             before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
@@ -148,7 +149,7 @@ class Roster:
             if has_calls:
                 heard = {decision.epoch: decision for decision in known if decision.epoch <= self.heard}
                 self.calls = CallCourse(
-                    self._lane,
+                    self.lane,
                     self.seat.slots,
                     self.seat.slots[rank],
                     self.seat.raises,
@@ -157,14 +158,14 @@ class Roster:
                     [heard[epoch] for epoch in sorted(heard)],
                     first,
                 )
-        state = LaneState(self._lane, 0, 0)
+        state = LaneState(self.lane, 0, 0)
         freeze, thaw = (lambda: state, _nothing) if self.calls is None else (self.calls.freeze, self.calls.thaw)
-        row = runtime.register(self._lane, freeze, thaw, self.decided, self.trouble)
+        row = runtime.register(self.lane, freeze, thaw, self.decided, self.trouble)
         self._is_registered = True
-        self._awaited.begin(self._lane, row)
+        self._awaited.begin(self.lane, row)
         self._replay()
         # what was agreed before the stream was registered here leaves no trace in the decisions after it
-        met = max((decision.epoch for decision in runtime.since(0) if self._lane in decision.met), default=0)
+        met = max((decision.epoch for decision in runtime.since(0) if self.lane in decision.met), default=0)
         with self.lock:
             self.newest = max(self.view.epoch, first, met)
             self.state = self.heard, self.view._replace(epoch=self.newest)
@@ -181,7 +182,7 @@ class Roster:
             self._is_over = True
             self._awaited.end()
             if self._is_registered:
-                self.seat.runtime.unregister(self._lane)
+                self.seat.runtime.unregister(self.lane)
 
     # ---- on the agent thread
 
@@ -215,14 +216,14 @@ class Roster:
 
     def _view_of(self, decision: Decision) -> View:
         """Return what a decision says by itself; its epoch is the first in which this can have been true."""
-        since = parts_of(decision, self._lane)
+        since = parts_of(decision, self.lane)
         ours = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
         members = {rank: m._replace(incarnation=since[m.slot]) for rank, m in ours.items() if m.slot in since}
         out = {rank: m for rank, m in ours.items() if rank not in members}
-        changed = [abs(part.since) for part in decision.parts if part.lane == self._lane]
+        changed = [abs(part.since) for part in decision.parts if part.lane == self.lane]
         epochs = [*changed, *(member.incarnation for member in members.values())]
-        is_agreed = self._lane in decision.met
-        used = next((start.seq - 1 for start in decision.starts if start.lane == self._lane), 0)
+        is_agreed = self.lane in decision.met
+        used = next((start.seq - 1 for start in decision.starts if start.lane == self.lane), 0)
         agreed = Agreed(decision.epoch, tuple(sorted(members)), used) if is_agreed else Agreed(0, ())
         return View(max(epochs, default=0), members, out, agreed)
 
@@ -242,11 +243,6 @@ class Roster:
         """Record that the agent thread has failed; other errors are in `Runtime.error`."""
         if not isinstance(error, PeerError):
             self._trouble = error
-
-    @property
-    def lane(self) -> int:
-        """The id of the buffer's stream, once it is watched."""
-        return self._lane
 
     def _is_ours(self, member: Member) -> bool:
         if member.slot not in self._rank_of:
@@ -322,7 +318,7 @@ class Roster:
             heard: the newest epoch of the job when the request was computed.
         """
         taking, going = (tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out))
-        self.seat.runtime.want(Want(self._lane, taking, going, least, used), heard)
+        self.seat.runtime.want(Want(self.lane, taking, going, least, used), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return whether the process that had `rank` is no longer a member."""

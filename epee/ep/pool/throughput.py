@@ -137,6 +137,9 @@ class ThroughputRooms:
         memory: to be made now.
         device: of the memory; None: none is made.
         wide_partials: as of `Buffer`, on CPUs.
+
+    Attributes:
+        lane: the buffer through which the ranks' CPU threads meet, and are notified of refusals: the one used last.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class ThroughputRooms:
         self.whole: Buffer | None = None
         self._cut: dict[tuple[object, ...], Room] = {}
         self._made: dict[tuple[object, ...], Room] = {}
-        self._last: Buffer | None = None
+        self.lane: Buffer | None = None
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
         self._likes: dict[object, Like] = {}  # over the current memory
         self._lately: list[Like] = []  # the last few of them with `looks`, the newest first
@@ -166,11 +169,6 @@ class ThroughputRooms:
         """The buffers in use that have memory of their own."""
         whole = [] if self.whole is None else [self.whole]
         return [*whole, *self._kept, *(room.core for room in self._made.values())]
-
-    @property
-    def lane(self) -> Buffer | None:
-        """The buffer through which the ranks' CPU threads meet, and are notified of refusals: the one used last."""
-        return self._last
 
     def find(self, need: Need, is_gpu: bool) -> Room:
         """Return the room for a call; see `BufferPool.room`."""
@@ -184,7 +182,7 @@ class ThroughputRooms:
         """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
         if self.whole is None:
             return None
-        self._last = self.whole  # through which all will agree, if they must
+        self.lane = self.whole  # through which all will agree, if they must
         room = self._cut_for(need)
         if room is None or not room.fits(need):
             self.whole.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
@@ -213,7 +211,7 @@ class ThroughputRooms:
         like: Any
         for like in self._lately:
             if like.options == options and like.looks(*tensors):
-                self._last = like.room.core
+                self.lane = like.room.core
                 if len(self._made) > 1:
                     self._note(like.room)
                 found: Like = like
@@ -231,7 +229,7 @@ class ThroughputRooms:
         """Close the buffers in use; replaced ones are closed with their last handle. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
-        self.whole = self._last = None
+        self.whole = self.lane = None
         self._cut.clear()
         self._likes.clear()
         self._lately.clear()
@@ -240,7 +238,7 @@ class ThroughputRooms:
 
     def _note(self, room: Room) -> None:
         """Make a call in `room` run after those in others: the calls of one pool run one after another."""
-        self._last = room.core
+        self.lane = room.core
         for other in self._made.values() if len(self._made) > 1 else ():
             if other is not room:
                 other.core.join()
@@ -338,7 +336,7 @@ class ThroughputRooms:
         _log.info("memory for dispatch and combine: %d bytes on %s", made.nbytes, device)
         if self.whole is not None and self.whole.is_recorded:
             self._kept.append(self.whole)
-        self.whole = self._last = made
+        self.whole = self.lane = made
         self._memory = memory
         self._cut.clear()
         self._likes.clear()

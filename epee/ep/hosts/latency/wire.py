@@ -69,6 +69,9 @@ class HostsWire(Wire):
         engine: of the buffer.
         ended, interrupt, epoch: as of `Wire`.
         poison: fill memory with 0xFF before it is written.
+
+    Attributes:
+        gateways: by other host the rank that receives there what this rank sends; hosts without living ranks have none.
     """
 
     _max_had = (1 << 64) - 1
@@ -92,7 +95,7 @@ class HostsWire(Wire):
         self._fields = [HostsFields(region, layout, box.extra) for region in box.regions]
         self._own = self._fields[topology.rank]
         self._state = box.regions[topology.rank].words(0, STATE_WORDS)
-        self._gateways = topology.gateways()  # by host; of the epoch
+        self.gateways = topology.gateways()  # by host; of the epoch
         self._links = exports.links
         self._looks = exports.new_looks(_FIRST_LOOK)
         self._poison = poison
@@ -107,18 +110,13 @@ class HostsWire(Wire):
         """The fields of all ranks: outboxes of this host, mirrors of others."""
         return self._fields
 
-    @property
-    def gateways(self) -> dict[int, int]:
-        """By other host the rank that receives there what this rank sends; hosts without living ranks have none."""
-        return self._gateways
-
     def begin_epoch(self, roles: Roles) -> None:
         """Begin an epoch with these ranks, which have met: read their current mirrors, send to their gateways."""
         old = self._fields
         self._fields = [HostsFields(region, self._layout, self._box.extra) for region in self._box.regions]
         self._own = self._fields[self.rank]
         self.topology = roles.topology
-        self._gateways = roles.gateways()
+        self.gateways = roles.gateways()
         for fields in old:
             fields.close()
         self.restart()
@@ -148,12 +146,12 @@ class HostsWire(Wire):
         """Write bytes and a word (both counted from the fields' beginning) to the mirror on a host."""
         base = self._own.base
         word = base // 8 + index if index >= 0 else NO_WORD
-        self._links.write(self._gateways[host], base + first, data, word, value, self._state[CONSUMED])
+        self._links.write(self.gateways[host], base + first, data, word, value, self._state[CONSUMED])
 
     def free(self, seq: int) -> None:
         """As `Wire.free`."""
         super().free(seq)
-        for host in self._gateways:
+        for host in self.gateways:
             self._tell(host, 0, 0, self._own.at("freed", self.slot(seq)))
 
     def end_words(self, seq: int) -> EndWords:
@@ -163,7 +161,7 @@ class HostsWire(Wire):
 
         def tell() -> None:
             """Notify all hosts that this rank has aborted, after what it had gathered before."""
-            for host in self._gateways:
+            for host in self.gateways:
                 self._tell(host, 0, 0, line + GATHERED)
                 self._tell(host, 0, 0, line + GAVE_UP)
 
@@ -181,7 +179,7 @@ class HostsWire(Wire):
                 for slot in range(self.config.num_slots):  # the peer sleeps on the word it waits for
                     futex_wake(own.address + 8 * own.at("head", slot))
                     futex_wake(own.address + 8 * own.at("early", slot))
-            elif self.topology.host_of[peer] in self._gateways:
+            elif self.topology.host_of[peer] in self.gateways:
                 self._tell(self.topology.host_of[peer], 0, 0, index)
 
     def is_cut_by(self, peer: int, seq: int) -> bool:
@@ -204,12 +202,12 @@ class HostsWire(Wire):
         if not super().has_room(dst, seq, patience):
             return False
         host = self.topology.host_of[dst]
-        if host != self.topology.host and host not in self._gateways:
+        if host != self.topology.host and host not in self.gateways:
             return False
         number = self._sent.get((host, self.slot(seq)))
         if host == self.topology.host or number is None:
             return True
-        gateway = self._gateways[host]
+        gateway = self.gateways[host]
         while not self._links.is_out(gateway, number):
             self.interrupt()
             if time.monotonic() > patience.deadline or dst in self.ended():
@@ -259,7 +257,7 @@ class HostsWire(Wire):
         own.words[index + 2] = max(0, int((until - time.monotonic()) * 1e6))
         own.words[index + 3] += 1
         super()._say_waiting(seq, until)
-        for host in self._gateways:
+        for host in self.gateways:
             self._tell(host, index + 1, 3, index)
 
     def _waits_until(self, peer: int, seq: int) -> float:
@@ -321,7 +319,7 @@ class HostsWire(Wire):
             self._let_see(seq)
         else:
             self._write(host, 8 * index + 8, half.data, index, mark)
-            self._sent[host, slot] = self._links.newest(self._gateways[host])
+            self._sent[host, slot] = self._links.newest(self.gateways[host])
 
     def _let_see(self, seq: int) -> None:
         """Store the tag of the message for this rank's host, and wake the ranks that wait for any part of it."""

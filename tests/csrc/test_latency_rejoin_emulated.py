@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from epee.ep.latency import gpu_path as latency_gpu_path
-from epee.ep.latency.gpu.core import LatencyCore
-from epee.ep.latency.gpu.memory import LatencyMemory
+from epee.ep.latency.gpu.core import LatencyCore, LatencyMemory
 from epee.ep.latency.gpu.types import CoreOptions
 from epee.ep.membership.inboxes import Inboxes
 from epee.errors import ResourceError

@@ -11,7 +11,7 @@ import torch
 
 from epee.ep.config import BufferConfig
 from epee.ep.control.words import inbox_layout
-from epee.ep.membership import sync
+from epee.ep.membership import lane as sync
 from epee.ep.membership.inboxes import Absent, Inboxes, Wait
 from epee.ep.membership.registry import MAX_BUFFERS, NUMBER, USED, Registry
 from epee.errors import CommTimeoutError, ProtocolError

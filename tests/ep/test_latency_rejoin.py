@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.membership.inboxes import Inboxes
+from epee.ep.membership.lane import Sync
 from epee.ep.membership.registry import Registry
-from epee.ep.membership.sync import Sync
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import CommTimeoutError, EvictedError, PeerError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle

@@ -18,7 +18,7 @@ import epee
 from epee.ep.membership.call_course import CallCourse
 from epee.ep.membership.epochs import EpochLane
 from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.sync import Sync
+from epee.ep.membership.lane import Sync
 from epee.errors import (
     CommTimeoutError,
     EvictedError,

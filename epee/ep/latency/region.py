@@ -1,6 +1,6 @@
 """The memory that a rank lends to a `LatencyBuffer` on CPUs: its fields, and how a call of some sizes cuts a section.
 
-`one_host/wire.py` documents the writers and the order. The words have fixed offsets. The payload of (slot, source), a
+`one_host/path.py` documents the writers and the order. The words have fixed offsets. The payload of (slot, source), a
 section, has the same length in each call of the buffer's life and holds no words that any rank waits for, so calls of
 different sizes share it: each cuts it its own way (`SectionCut`), and only its source writes it, whatever the sizes.
 """

@@ -5,7 +5,7 @@ stored last, after the header and the payload; the readers wait for exactly this
 receive phase is over, whether everything arrived or not (`freed`). A source writes its message of call n only after its
 readers have freed call `n - num_slots`.
 
-Two wires decide where the words are. Ranks of one host push (`one_host/wire.py`): a message lies in the memory of its
+Two wires decide where the words are. Ranks of one host push (`one_host/path.py`): a message lies in the memory of its
 reader. Ranks of several hosts pull (`../hosts/latency/wire.py`): a message lies in its writer's memory, and in the
 mirrors of it on other hosts.
 

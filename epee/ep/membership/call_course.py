@@ -8,7 +8,7 @@ is frozen: this rank publishes no call, and does not complete a call whose rows 
 there; the payload moves after that, and is counted per source). So what it reports to the other ranks stays true until
 they have decided.
 
-A decision that ends a `sync` (`sync.py`) restarts the stream: no rank waits for earlier calls any more, and all ranks
+A decision that ends a `sync` (`lane.py`) restarts the stream: no rank waits for earlier calls any more, and all ranks
 of the decision continue above the highest number that any rank had issued.
 
 The agent thread calls `freeze`, `thaw` and `add`; the thread of a call calls the rest. Every step holds the

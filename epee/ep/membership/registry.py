@@ -11,7 +11,7 @@ running buffers, nor the others to find its own.
             the process has dropped it, which happens when it ends), tag of the call with which this rank has entered
             its epoch (`epochs.py`), the ranks for which this rank waits and when it published that last, the epoch for
             which it has arrived at sync and the ranks it counts on there, and the last number that its calls have used
-            (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
+            (`lane.py`), view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (only the newest number in the header is stored after it), and
 marked when it ends, after the closed number in the header. Another buffer may have the line then, so a reader checks

@@ -2,7 +2,7 @@
 
 A latency call ends by itself on each rank: a rank that does not send is recorded in the call's mask. Calls between
 kernels cannot be stopped or aborted: a call of a `Buffer` during which a rank dies is lost. So no call has to stop for
-a new view. An **epoch** begins when the buffer is made, and with each `sync` (`sync.py`), which ends with a decision of
+a new view. An **epoch** begins when the buffer is made, and with each `sync` (`lane.py`), which ends with a decision of
 the job. Each epoch has an inbox of its own (`control/inbox.py`), made by its members for its members, followed by the
 memory that the path lends; handles of earlier epochs are stale. The rest depends on the path (`Memory`):
 

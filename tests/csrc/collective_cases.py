@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from epee.backend.cuda import moves
+from epee.backend.cuda.half import error_of
 from epee.backend.cuda.machine import Collectives
 from epee.backend.cuda.mask.moves import masked
 from epee.backend.cuda.moves import row_of, rows_of
 from epee.backend.cuda.params import CollectiveConfig
 from epee.backend.cuda.plan import CollectivePlan
 from epee.backend.cuda.pool import ALIGN
-from epee.backend.cuda.report import error_of
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 
 # Small enough that a few kilobytes are "large": several chunks for each of two lanes, slots used many times over.

@@ -4,15 +4,15 @@ Data path: a call's arguments become rows of memory (`calls.py`, `moves.py`), wh
 of a call that matches an earlier one are cached (`again.py`). The cpu launches and waits for no rank, except in
 meetings of the ranks (`meeting.py`).
 
-Failures. Kernels report (`report.py`); the error is raised at the next entry from the cpu: a call, or the `wait` of
-one. A rank that has lost a call makes the next one fail on all ranks (`csrc/kernels/collective/call.cuh`), so all ranks
-are notified, and all meet before their next call. A thread reports a death to the kernels (`gpu/death_notifier.py`), at
-different times on different ranks; so kernels send each other the rank whose death lost a call, and all ranks raise the
-same error, whenever their own thread detects the death. Nothing waits for that: after a report that names no death the
-cpu polls once for dead ranks. The engine detects a death by its own means: the meeting is its first call without the
-rank, which in mode "raise" would raise the loss; it does so only if the error has not been raised here before. A call
-that is refused here is still made, with a signature that matches no other, so that peers are notified at once.
-"""
+Failures. Kernels report (numbers in pinned cpu memory); the error is raised at the next entry from the cpu: a call, or
+the `wait` of one. A rank that has lost a call makes the next one fail on all ranks
+(`csrc/kernels/collective/call.cuh`), so all ranks are notified, and all meet before their next call. A thread reports a
+death to the kernels (`gpu/death_notifier.py`), at different times on different ranks; so kernels send each other the
+rank whose death lost a call, and all ranks raise the same error, whenever their own thread detects the death. Nothing
+waits for that: after a report that names no death the cpu polls once for dead ranks. The engine detects a death by its
+own means: the meeting is its first call without the rank, which in mode "raise" would raise the loss; it does so only
+if the error has not been raised here before. A call that is refused here is still made, with a signature that matches
+no other, so that peers are notified at once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ from typing import Any
 import torch
 
 from ...errors import (
+    AbortedError,
+    CommTimeoutError,
     EpeeError,
     InvalidArgument,
+    MismatchError,
     PeerError,
+    ProtocolError,
     RankFailedError,
     ResourceError,
     UnsupportedError,
+    context,
     named,
 )
-from ...gpu.report import KernelReport
+from ...gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
 from ..work import DONE, Ended, is_loss
 from . import meeting, moves
 from .calls import NotServed, Prepared, prepare
@@ -43,9 +48,75 @@ from .mask.moves import masked
 from .mask.work import MaskedWork
 from .meeting import MeetingHalf
 from .moves import Move
+from .params import OPS
 from .pool import MemoryPool
-from .report import error_of, failed, may_be_of_dead
 from .work import DeviceWork, note_use
+
+_WAITS = {
+    1: "its last call",
+    2: "packets",
+    3: "a chunk",
+    4: "a credit",
+    5: "its call",
+    6: "its call",
+    7: "its own blocks",
+    8: "its own copies",
+}
+_LOST = "the output is lost"
+
+
+def name_of(report: KernelReport) -> str:
+    """Return the operation that a report is about."""
+    return OPS[report.op - 1] if 1 <= report.op <= len(OPS) else f"op {report.op}"
+
+
+def may_be_of_dead(report: KernelReport) -> bool:
+    """Whether a death that no kernel was notified of may be the cause of a report."""
+    return report.code in (TIMEOUT, PEER_GAVE_UP)
+
+
+def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
+    """Return a report as an exception, which also states the fate of the output."""
+    code, tag, _, peer, _, _, where = report
+    head = context(name_of(report), rank=rank, peer=peer, seq=tag)
+    what = f"{_WAITS.get(where, f'wait {where}')} of rank {peer}"
+    if code == TIMEOUT:
+        return CommTimeoutError(f"{head}: no sign of {what} within the time-out; {fate}", [peer])
+    if code == PEER_DEAD:
+        return failed(report, rank, peer, fate)
+    if code == PEER_GAVE_UP:
+        return CommTimeoutError(
+            f"{head}: rank {peer} has lost this call or an earlier one, so the ranks may stand before different steps; "
+            f"{fate}; agree on the step to be made again",
+            [peer],
+        )
+    if code == MISMATCH:
+        return MismatchError(
+            f"{head}: ranks disagree: rank {peer} makes another call, or one on other sizes, another dtype, reduction "
+            f"or root; all ranks must make the same calls in the same order; {fate}"
+        )
+    if code == BAD_ROW:
+        return ProtocolError(
+            f"{head}: rank {peer} says that its rows lie where they would be outside of its pool; they were not "
+            "read; this is a fault of epee's, or of who has written into its memory"
+        )
+    if code == ABORTED:
+        return AbortedError(f"{head}: the call was aborted, waiting for {what}")
+    return ProtocolError(f"{head}: the kernel reports code {code} about {what}")
+
+
+def failed(report: KernelReport, rank: int, peer: int, fate: str = _LOST) -> RankFailedError:
+    """Return the error of a call that rank `peer` has died in."""
+    head = context(name_of(report), rank=rank, peer=peer, seq=report.tag)
+    return RankFailedError(
+        f"{head}: rank {peer} is dead (its process ended) and had a part in this call; {fate}; the next call on CUDA "
+        "tensors runs without it",
+        [peer],
+        name_of(report),
+        report.tag,
+        cause="process ended",
+    )
+
 
 logger = logging.getLogger("epee")
 

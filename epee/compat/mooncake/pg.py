@@ -4,13 +4,15 @@ A `backend` argument is the process group itself (`dist.group.WORLD` or the resu
 
 A lost rank leaves the membership by itself, a healthy one by `deactivate_ranks`; a replacement (`is_extension=True`)
 joins by `recover_ranks`, ranks beyond the group's size by `extend_group_size_to`. A call that cannot have its effect
-here raises an error with the reason.
+here raises an error with the reason. Enums and response objects of the control calls are here as well.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,14 +31,45 @@ from ...backend import (
 )
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
 from ...values import MAX_US, is_whole, shown
-from .responses import (
-    ProposalStatus,
-    ProposeViewUpdateResponse,
-    SyncAfterFailureResponse,
-    SyncAfterFailureStatus,
-    SyncStatus,
-    ViewUpdateStatus,
-)
+
+
+class ProposalStatus(enum.Enum):
+    """The outcome of a proposal to change the active ranks."""
+
+    Rejected = 0
+    Applied = 1
+    AppliedWithDroppedRanks = 2
+
+
+class SyncStatus(enum.Enum):
+    """The outcome of `sync_after_failure`."""
+
+    Reconciled = 0
+    NoPending = 1
+    Rejected = 2
+
+
+ViewUpdateStatus = ProposalStatus  # Mooncake's earlier name
+SyncAfterFailureStatus = SyncStatus  # Mooncake's present name
+
+
+@dataclass(frozen=True)
+class ProposeViewUpdateResponse:
+    """Response of `activate_ranks`, `recover_ranks` and `deactivate_ranks`."""
+
+    status: ProposalStatus
+    new_epoch: int
+    dropped_ranks: list[int] = field(default_factory=list)
+    reject_reason: str = ""
+
+
+@dataclass(frozen=True)
+class SyncAfterFailureResponse:
+    """Response of `sync_after_failure`."""
+
+    status: SyncStatus
+    reject_reason: str = ""
+
 
 __all__ = [
     "MooncakeBackendOptions",

@@ -214,7 +214,7 @@ def begin_lane(
     interrupt: Callable[[], None],
 ) -> None:
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
-    config, rank = exchange.config, exchange.rank
+    config = exchange.config
 
     def enter(begun: Begun) -> EpochLane | SyncedLane:
         """Make the membership of this rank in a group that has begun, and give it to the exchange."""
@@ -222,9 +222,9 @@ def begin_lane(
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
             nbytes = inbox_layout(config).nbytes + beside
-            lane = SyncedLane(config, rank, begun, exchange, timeout_s, interrupt, watch, nbytes)
+            lane = SyncedLane(begun, exchange, timeout_s, interrupt, watch, nbytes)
         else:
-            lane = EpochLane(config, rank, begun, exchange, timeout_s, interrupt)
+            lane = EpochLane(begun, exchange, timeout_s, interrupt)
         exchange.membership = lane
         return lane
 

@@ -43,7 +43,6 @@ from ...memory.signals import futex_sleep, tag
 from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Member
 from ...view.protocol.outcome import CallState
-from ..config import BufferConfig
 from ..control.header import GIVEN_UP, Header
 from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed, Parties
@@ -65,16 +64,8 @@ _LOOK_S = 0.001
 class EpochLane(BufferLane):
     """The group of a `Buffer` on CPUs: its calls move from epoch to epoch as ranks are lost and rejoin."""
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        begun: Begun,
-        exchange: Exchange,
-        timeout_s: float,
-        interrupt: Callable[[], None],
-    ) -> None:
-        super().__init__(config, rank, begun, exchange, timeout_s, interrupt, inbox_layout(config).nbytes)
+    def __init__(self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None]) -> None:
+        super().__init__(begun, exchange, timeout_s, interrupt, inbox_layout(exchange.config).nbytes)
         assert begun.roster.calls is not None
         self._calls: CallCourse = begun.roster.calls
         self._peers: dict[int, EpochMember] = {}  # of the epoch; includes this rank's own line

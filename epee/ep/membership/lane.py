@@ -43,9 +43,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ...errors import CommTimeoutError, MismatchError, NoQuorumError, ProtocolError, context
-from ...view.protocol.messages import FOREVER, Member
 from ...view.protocol.decision import has_quorum
-from ..config import BufferConfig
+from ...view.protocol.messages import FOREVER, Member
+from ...view.protocol.quorum import has_quorum
 from ..control.inbox import Exchange
 from ..control.membership import Agreed, Membership
 from .birth import Begun
@@ -251,8 +251,6 @@ class BufferLane(Membership):
     """The part of a buffer's membership that all modes share.
 
     Args:
-        config: of the buffer.
-        rank: this rank.
         begun: the buffer's part in its group.
         exchange: of the buffer; brought from epoch to epoch by the subclass.
         timeout_s: of the buffer's calls.
@@ -264,15 +262,9 @@ class BufferLane(Membership):
     """
 
     def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        begun: Begun,
-        exchange: Exchange,
-        timeout_s: float,
-        interrupt: Callable[[], None],
-        nbytes: int,
+        self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
     ) -> None:
+        config, rank = exchange.config, exchange.rank
         self.roster = begun.roster
         self.forget = _nothing
         self._config = config

@@ -49,7 +49,6 @@ from ...memory.host import HostRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
-from ..config import BufferConfig
 from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed, Parties
 from .birth import Begun, death_in_birth
@@ -78,8 +77,6 @@ class SyncedLane(BufferLane):
 
     def __init__(
         self,
-        config: BufferConfig,
-        rank: int,
         begun: Begun,
         exchange: Exchange,
         timeout_s: float,
@@ -87,7 +84,7 @@ class SyncedLane(BufferLane):
         watch: DeathWatch,
         nbytes: int,
     ) -> None:
-        super().__init__(config, rank, begun, exchange, timeout_s, interrupt, nbytes)
+        super().__init__(begun, exchange, timeout_s, interrupt, nbytes)
         self._inboxes.fill = lambda region: self.memory.fill(region)
         self.regions: Mapping[int, HostRegion] = {}
         self.memory = Memory()
@@ -99,7 +96,7 @@ class SyncedLane(BufferLane):
         self._prepared = 0  # the last epoch that `memory` is prepared for
         self._entering = 0  # the epoch that this rank enters, or has entered last
         self._first = begun.first
-        self._needs_all = config.is_cuda and not config.is_latency
+        self._needs_all = exchange.config.is_cuda and not exchange.config.is_latency
         self._waits_for_all = False
         self._calm: object = None  # the membership's state when calls last found no change
 

@@ -385,7 +385,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             InvalidArgument: they live.
         """
         engine = self._engine
-        wait_s = _UNSEEN_HERE_S if engine.box.exports is None else UNSEEN_DEATH_S
+        wait_s = UNSEEN_DEATH_S if engine.box.exports.spans else _UNSEEN_HERE_S
         until = time.monotonic() + min(engine.timeout_s, wait_s)
         while not engine.mask.has_lost(error.members, error.epoch):
             if time.monotonic() > until:

@@ -81,10 +81,7 @@ class CallsOfView:
 
         A group on one host has one, with all ranks that the group counts (`num_slots`).
         """
-        exports = self._engine.box.exports
-        if exports is None:
-            return (tuple(range(self._engine.members.group_size)),)
-        placement: tuple[tuple[int, ...], ...] = exports.topology.placement
+        placement: tuple[tuple[int, ...], ...] = self._engine.box.exports.placement(self._engine.members)
         return placement
 
     def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:

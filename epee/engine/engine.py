@@ -91,7 +91,6 @@ from .p2p.message import Absence, Message
 from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from .progress import Helper
 from .waiting import NAP_ROUNDS, Waiting
-from .wake import publish_word
 from .withdrawal import withdrawn
 
 
@@ -295,9 +294,7 @@ class Engine:
             own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
             op.filled = 1
         op.offsets[box.rank] = base
-        if box.exports is not None:
-            box.exports.call(box, plan, cell, base)
-        publish_word(box, cell, tag)
+        box.exports.publish_call(box, cell, tag, plan, base)
         op.published = True
         if not _met(op, self.waits, sealed, check):
             return False
@@ -581,16 +578,13 @@ class Engine:
             if op.error is not None and op.published:
                 stays = op.is_counted and own[op.cell] == op.tag
                 gave_up = COMPLETES if stays else failed_by_view(op.tag) if op.by_view else op.tag
-                own[op.cell + GAVE_UP] = gave_up
-                if self.box.exports is not None:
-                    self.box.exports.word(op.cell + GAVE_UP, gave_up)
+                self.box.exports.publish(self.box, op.cell + GAVE_UP, gave_up)
                 if op.by_view and not stays:  # a rank that was voted out and does not know it yet must not complete it
                     own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
-            if self.box.exports is not None:
-                self.box.exports.consumed(op.seq)
+            self.box.exports.consumed(op.seq)
             self.contributors = op.box.members if op.error is None else ()
             if self.survival is not None:
                 self.unsettled.note(op)
@@ -746,12 +740,11 @@ class Engine:
             return
         self.raise_flag(CLOSED | (ABORTED if aborted else 0))
         self.has_failed = failed
-        if self.box.exports is not None:
-            self.box.exports.tell_ends(self.seq)
+        box = self.box
+        box.exports.tell_ends(self.seq)
         if not self.ended_by:
-            publish_word(self.box, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT)
-        if self.box.exports is not None:
-            self.box.exports.say_goodbye()
+            box.exports.publish(box, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT)
+        box.exports.say_goodbye()
         self._wake_peers()
         if self.entry.is_marked_inside():
             if self.entry.num_calls_below() or self.helper.is_current():
@@ -786,7 +779,7 @@ class Engine:
             time.sleep(0.001)
         if got and not entry.asleep:
             self.mail.close()
-            (box.exports.end if box.exports is not None else box.close)()
+            box.exports.end(box)
 
     def break_down(self, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
         """End the group on all ranks, because a call does not have the same outcome on all. May be repeated.
@@ -804,7 +797,7 @@ class Engine:
         told = f"{cause}{f': {error!r}' if error is not None else ''}"
         self.ended_by = f"the process group was ended on all ranks, as {told}; destroy it and initialise again"
         self.raise_flag(ABORTED)
-        publish_word(box, LIFE, LIFE_BROKEN)
+        box.exports.publish(box, LIFE, LIFE_BROKEN)
         self._wake_peers()
         pending: list[Driven] = [*self.queue, *self.mail.pending()]
         for op in pending:

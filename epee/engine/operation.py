@@ -56,7 +56,6 @@ from .p2p.message import Message
 from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors
 from .ranges import holdups, is_free, let_begin
 from .signature import REFUSED, unpack
-from .wake import publish_word
 from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
 
@@ -153,9 +152,7 @@ class Operation:
         if plan.preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
         self.offsets[box.rank] = self.base
-        if box.exports is not None:
-            box.exports.call(box, plan, cell, self.base)
-        publish_word(box, cell, self.tag)
+        box.exports.publish_call(box, cell, self.tag, plan, self.base)
         self.published = True
         if plan.rounds > 1:
             while self.filled < plan.num_halves:
@@ -179,13 +176,11 @@ class Operation:
         return True
 
     def _fill(self, box: Outboxes) -> None:
-        plan = self.plan
+        plan, k = self.plan, self.filled
+        offset = self.base + k % plan.num_halves * plan.round_bytes
         if plan.put_bytes:
-            offset = self.base + self.filled % plan.num_halves * plan.round_bytes
-            plan.put(box, self.filled, offset)
-            if box.exports is not None:
-                box.exports.block(box, plan, self.filled, offset)
-        publish_word(box, self.cell + FILLED, counted(self.filled + 1))
+            plan.put(box, k, offset)
+        box.exports.publish_block(box, self.cell + FILLED, counted(k + 1), plan, k, offset)
         self.filled += 1
 
     # ---- step
@@ -365,7 +360,7 @@ class Operation:
         if has_begun_to_withdraw and self.withdrawal is None:
             self.withdraw(box, [])  # a peer may have seen it
         has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)
-        if box.exports is not None and own[cell] == self.tag and not self.done:
+        if own[cell] == self.tag and not self.done:
             box.exports.call_again(box, self.plan, cell, self.base, has_counts)
         if self.published and has_counts:
             self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
@@ -423,7 +418,7 @@ class Operation:
 
     def _drain(self, box: Outboxes) -> None:
         self.plan.take(box, self.drained, self.round_offsets(self.drained))
-        publish_word(box, self.cell + DRAINED, counted(self.drained + 1))
+        box.exports.publish(box, self.cell + DRAINED, counted(self.drained + 1))
         self.drained += 1
 
     def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
@@ -449,9 +444,7 @@ class Operation:
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
         plan.merge(box, k, offsets, own)
-        if box.exports is not None:
-            box.exports.share(box, plan, k, own)
-        publish_word(box, self.cell + MERGED, counted(k + 1))
+        box.exports.publish_share(box, self.cell + MERGED, counted(k + 1), plan, k, own)
         self.merged += 1
 
     def round_offsets(self, k: int) -> list[int]:

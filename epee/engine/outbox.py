@@ -18,6 +18,15 @@ Order: a writer stores the payload, then the header's words, then the tag (x86-6
 sleepers. A crash before the tag leaves an old tag, so a partial contribution is never read. A cell or slot is written
 again only when every reader has published, in its own outbox, that it has finished with it.
 
+A rank announces its sleep in its own outbox (the SLEEPERS word) before it enters the kernel; the writer reads that
+word after its store (`publish_word`). A full fence is needed between the store and the read, else both sides could miss
+each other (Dekker's pattern, the one reordering that x86-64 does; `memory.signals.fence`, here without its call). On
+the sleeper's side the futex call itself orders the announcement before the kernel's read of the word. A lost wake-up is
+bounded: the sleep is timed. A receive from any source waits for a word of each of several ranks. It sleeps on the BELL
+word of its own outbox, which never changes while it sleeps; a sender that finds BELL set wakes the sleepers there.
+
+Ranks of other hosts do not map an outbox: its stores are sent to them (`replication/exports.py`).
+
 An outbox names its owner (`OutboxOwner`), written once before its blob is sent to any rank, so that a blob that was
 sent for another rank, group or incarnation is detected when it is mapped.
 
@@ -29,8 +38,9 @@ touched.
 from __future__ import annotations
 
 import struct
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +49,7 @@ import torch
 from ..errors import ProtocolError
 from ..memory.host import HostRegion
 from ..memory.layout import Field, Layout
-from ..memory.signals import SEQ_BITS
+from ..memory.signals import SEQ_BITS, futex_wake
 from ..view.label import Label
 
 NUM_CELLS = 128
@@ -59,7 +69,7 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
 # OWNER: the owner of this outbox, packed (`OutboxOwner`).
 # GENERATION: the epoch of the newest join by which this rank plays its roles between hosts; for the ranks of its host.
-# BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders wake it (`wake.py`).
+# BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders wake it (`ring`).
 CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 46
 CONSUMED_TOO, VIEW = CONSUMED + 1, CONSUMED + 2
 STATE_WORDS = 48
@@ -217,6 +227,65 @@ def has_exited(words: Mapping[int, int] | memoryview) -> bool:
     return words[LIFE] == LIFE_EXITED
 
 
+_fence = threading.Lock()
+_take, _give_back = _fence.acquire, _fence.release
+
+
+def publish_word(outboxes: Outboxes, index: int, value: int, *moved: object) -> None:
+    """Store `value` in word `index` of this rank's outbox and wake the waiters of this host.
+
+    `moved`: the data that the word announces; ranks of this host read it in the outbox.
+    """
+    outboxes.own[index] = value
+    if _take(False):
+        _give_back()
+    else:
+        threading.Lock().acquire(False)
+    for words in outboxes.peer_words:
+        if words[SLEEPERS]:
+            futex_wake(outboxes.own_address + 8 * index)
+            return
+
+
+def ring(outboxes: Outboxes, peer: int) -> None:
+    """Wake the receives from any source of `peer`, after a message for it was published."""
+    if outboxes.words[peer][BELL]:
+        futex_wake(outboxes.address[peer] + 8 * BELL)
+
+
+class NoExports:
+    """`replication.exports.Exports` of a group on one host: its ranks read every store in the outbox.
+
+    Attributes:
+        spans: whether ranks of other hosts may take part.
+    """
+
+    spans = False
+    publish = publish_call = publish_block = publish_share = publish_fragment = staticmethod(publish_word)
+    later: Callable[[int], object] = int
+    consumed: Callable[[int], object] = int
+    tell_ends: Callable[[int], object] = int
+    say_goodbye: Callable[[], object] = int
+
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank shares this rank's host."""
+        return True
+
+    def placement(self, outboxes: Outboxes) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each host: of this one, those that the group counts in the calls of `outboxes`."""
+        return (tuple(range(outboxes.group_size)),)
+
+    def call_again(self, *call: object) -> None:
+        """Do nothing: a store that was made is there for all."""
+
+    def end(self, outboxes: Outboxes) -> None:
+        """Drop the memory of the group."""
+        outboxes.close()
+
+
+NO_EXPORTS = NoExports()
+
+
 class Views(dict[Any, list[np.ndarray[Any, Any]]]):
     """Every rank's outbox as a flat array of a dtype, made when first asked for: `views[dtype][rank]`.
 
@@ -258,7 +327,7 @@ class Outboxes:
         num_entries: of the user's lists with one element per rank, where they end before the highest member, because
             all members from there on are known to be lost; 0: they have `group_size`.
         zeroes: the entries of excluded ranks in the results are filled with zeros; else they stay unchanged.
-        exports: sends the stores to ranks of other hosts; None in a group on one host.
+        exports: publishes words, and sends the stores to ranks of other hosts.
         host_of: per rank of the group the number of its host; nothing in a group on one host.
         placed_in: the epoch of the last view that took a rank in, in which this placement begins; 0: the creation.
         here: the ranks of this rank's host, itself among them; nothing in a group on one host.
@@ -267,7 +336,7 @@ class Outboxes:
         label: the group's name.
     """
 
-    exports: Any = None
+    exports: Any = NO_EXPORTS
     host_of: Sequence[int] = ()
     placed_in = 0
     here: Sequence[int] = ()

@@ -5,7 +5,7 @@ before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Ca
 order in which they get the lock.
 
 A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. The words belong
-to peers, which store them and wake the futex when this rank's SLEEPERS word announces a sleeper (`wake.py`). A peer
+to peers, which store them and wake the futex when this rank's SLEEPERS word announces a sleeper (`outbox.py`). A peer
 that dies wakes no rank, so every sleep is timed and the caller checks for failures after it (`engine.py`).
 """
 

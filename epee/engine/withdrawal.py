@@ -39,7 +39,6 @@ from .outbox import (
     has_left,
 )
 from .signature import REFUSED
-from .wake import publish_word
 
 if TYPE_CHECKING:
     from .operation import Operation
@@ -86,10 +85,8 @@ class Withdrawal:
         patience_s = op.deadline - op.started if op.deadline else GRACE_S
         self._grace_s = min(GRACE_S, patience_s)
         self._until = time.monotonic() + self._grace_s
-        box.own[op.cell + GAVE_UP] = op.tag
-        if box.exports is not None:
-            box.exports.word(op.cell + GAVE_UP, op.tag)
-        publish_word(box, op.cell, 0)
+        box.exports.publish(box, op.cell + GAVE_UP, op.tag)
+        box.exports.publish(box, op.cell, 0)
 
     def is_over(self, op: Operation, box: Outboxes) -> bool:
         """Check the call's outcome.
@@ -97,7 +94,7 @@ class Withdrawal:
         True when it ends here: it has failed, or `op.completing` is set and it must complete.
         """
         look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
-        if look.end is End.FAILED and box.exports is not None:
+        if look.end is End.FAILED:
             # a part that is missing here may yet complete the call where this abort has not arrived
             unheard = [peer for peer in box.peers if _words_behind(box, peer, op) is None]
             look = Look(End.OPEN, tuple(unheard)) if unheard else look
@@ -140,7 +137,7 @@ def _words_behind(box: Outboxes, peer: int, op: Operation) -> Mapping[int, int] 
     (`replication/looks.py`).
     """
     exports, words, rank = box.exports, box.words[peer], box.members[peer]
-    if exports is None or exports.topology.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
+    if exports.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
         return words
     if rank in op.lost:  # everything that exists of it has been received
         return words

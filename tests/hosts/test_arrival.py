@@ -17,8 +17,9 @@ class Told:
     def __init__(self) -> None:
         self.words: list[tuple[int, int]] = []
 
-    def word(self, index: int, value: int) -> None:
-        """As `Exports.word`."""
+    def publish(self, box: Any, index: int, value: int) -> None:
+        """As `Exports.publish`."""
+        box.own[index] = value
         self.words.append((index, value))
 
 

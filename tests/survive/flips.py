@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from epee.engine import engine as express
-from epee.engine import operation
-from epee.engine.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
+from epee.engine.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG, NoExports, publish_word
 
 from .histories import COLLECTIVES, before, expected
 from .rounds import LONG, begin, one_call
@@ -100,9 +98,7 @@ class Flipper:
         self._seq = -1
         self._flip: Any = None
         self._undo: Any = None
-        self._real = express.publish_word
-        for module in (express, operation):
-            module.publish_word = self._publish_word  # type: ignore[attr-defined]
+        NoExports.publish_call = staticmethod(self._publish_call)  # type: ignore[method-assign]
 
     def begin(self, group: Any, seq: int, flip: Flip) -> None:
         """Flip in call `seq`; a state word at once."""
@@ -122,7 +118,7 @@ class Flipper:
                 words[index] = value
             self._undo = None
 
-    def _publish_word(self, box: Any, index: int, value: int) -> None:
+    def _publish_call(self, box: Any, index: int, value: int, *moved: Any) -> None:
         if value == box.epoch_bits | self._seq:
             word, bit = CELL_WORD_NAMES.index(self._flip.word), 1 << self._flip.bit
             self._seq = -1
@@ -130,4 +126,4 @@ class Flipper:
                 value ^= bit
             else:
                 box.own[index + word] ^= bit
-        self._real(box, index, value)
+        publish_word(box, index, value)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epee.engine import engine as express
-from epee.engine import operation
 from epee.engine.operation import Operation
+from epee.engine.outbox import NoExports
 from epee.engine.p2p import recv as receiving
 from epee.engine.p2p import send as sending
 from epee.engine.plan import Plan
+from epee.engine.replication.exports import Exports
 from epee.view.process.board import Board
 from epee.view.protocol.agent import Agent
 
@@ -108,18 +108,28 @@ def _arm_plan(plan: Any, point: str, act: Callable[..., None]) -> None:
 
 def _arm_publish(point: str, seq: int, act: Callable[..., None]) -> None:
     """Replace the store of the tag: die just before it (the payload is there) or just after."""
-    real = express.publish_word
+    _wrap_publishing("publish_call", act, point == "after_payload", lambda box, cell, tag: tag == box.epoch_bits | seq)
 
-    def publish_word(box: Any, index: int, value: int) -> None:
-        is_tag = value == box.epoch_bits | seq
-        if is_tag and point == "after_payload":
-            act()
-        real(box, index, value)
-        if is_tag and point == "after_tag":
-            act()
 
-    for module in (express, operation):
-        module.publish_word = publish_word  # type: ignore[attr-defined]
+def _wrap_publishing(name: str, act: Callable[..., None], is_before: bool, concerns: Callable[..., bool]) -> None:
+    """Run `act` before or after each store by a method of `Exports` for which `concerns(box, index, value)`."""
+
+    def wrapped(real: Callable[..., None]) -> Callable[..., None]:
+        def publish(exports: Any, box: Any, index: int, value: int, *moved: Any) -> None:
+            is_it = concerns(box, index, value)
+            if is_it and is_before:
+                act()
+            real(exports, box, index, value, *moved)
+            if is_it and not is_before:
+                act()
+
+        return publish
+
+    def stored(real: Callable[..., None]) -> Callable[..., None]:
+        return lambda exports, *call: real(*call)
+
+    setattr(NoExports, name, wrapped(stored(getattr(NoExports, name))))
+    setattr(Exports, name, wrapped(getattr(Exports, name)))
 
 
 def arm_messages(point: str, act: Callable[..., None] = die) -> None:
@@ -133,12 +143,16 @@ def arm_messages(point: str, act: Callable[..., None] = die) -> None:
         sending.Sender._write = _wrapped(sending.Sender._write, act, True)  # type: ignore[method-assign]
     elif point in ("after_payload", "after_tag"):
         is_before = point == "after_payload"
-        sending.publish_word = _wrapped(sending.publish_word, act, is_before)  # type: ignore[attr-defined]
+        _wrap_publishing("publish_fragment", act, is_before, lambda *word: True)
     elif point == "before_copyout":
         receiving.Receiver._pull = _wrapped(receiving.Receiver._pull, act, True)  # type: ignore[method-assign]
     else:
         is_before = point == "mid_copyout"
-        receiving.publish_word = _wrapped(receiving.publish_word, act, is_before)  # type: ignore[attr-defined]
+        _wrap_publishing("publish", act, is_before, _is_verdict)
+
+
+def _is_verdict(box: Any, index: int, value: int) -> bool:
+    return bool(box.verdict_base[0] <= index < box.lane_base[0])
 
 
 def arm_agreement(point: str, act: Callable[..., None] = die) -> None:

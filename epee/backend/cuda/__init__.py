@@ -25,7 +25,7 @@ def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) ->
     """Create the collectives of a group; None if its CUDA tensors go through cpu memory. Opens no device."""
     # Not by the size: a process that joins a grown group must take part in the meeting, to learn that the group is too
     # large.
-    if options.mode not in MODES or size <= 0 or engine.box.exports is not None:
+    if options.mode not in MODES or size <= 0 or engine.box.exports.spans:
         return None
     if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is no NVML
         return None
@@ -42,7 +42,7 @@ def make_messages(
 
     Served are all modes in which no kernel waits for a decision about a living rank, as for collectives.
     """
-    if options.mode not in MODES or engine.box.exports is not None:
+    if options.mode not in MODES or engine.box.exports.spans:
         return None
     from .messages.half import MessageHalf
 

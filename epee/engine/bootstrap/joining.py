@@ -46,7 +46,6 @@ from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.coming import Entrance, Found, find_over_hosts, tell_contact
 from ..replication.waiting import LinkedWaiting
-from ..wake import publish_word
 from .attempt import read_fields
 from .birth import keep
 from .elsewhere import require_host
@@ -195,7 +194,7 @@ def place_of(engine: Engine, mode: str) -> Place | None:
     if engine.survival is None:
         return None
     box, (lane, slots, is_home) = engine.box, engine.survival.place
-    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports is not None else ()
+    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports.spans else ()
     num_ranks = box.num_ranks if is_home else len(slots)
     return Place(Home(lane, num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
 
@@ -351,7 +350,7 @@ def _start(
             engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
         survival.attach(engine)
         if door is None:
-            publish_word(box, LIFE, LIFE_READY)
+            box.exports.publish(box, LIFE, LIFE_READY)
         keep(engine)
         undo.pop_all()
         return engine

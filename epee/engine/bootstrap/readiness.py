@@ -8,7 +8,6 @@ from collections.abc import Callable
 from ...errors import CommTimeoutError
 from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes
-from ..wake import publish_word
 from .attempt import BootstrapAttempt, died
 
 
@@ -16,7 +15,7 @@ def await_all(
     this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline: float, check: Callable[[], None]
 ) -> None:
     """Publish that this rank has mapped all outboxes; wait until all have. `check` raises errors reported meanwhile."""
-    publish_word(box, LIFE, LIFE_READY)
+    box.exports.publish(box, LIFE, LIFE_READY)
     pause = 0.0001
     for peer in box.peers:
         while box.words[peer][LIFE] == LIFE_BORN:

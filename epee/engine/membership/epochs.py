@@ -57,7 +57,6 @@ from ..p2p.message import Absence, Message
 from ..replication.gate import Gate
 from ..replication.settling import Settling
 from ..replication.ways import Ways
-from ..wake import publish_word
 from .admission import Admission
 from .boxes import Boxes
 from .intake import Arrival, Intake, unready
@@ -101,7 +100,7 @@ class Survival(LaneBirth):
         known, hosts = occupants.ours(occupants.known), self._hosts_of_slots(box)
         self._course = course = Course(occupants.lane, known, self._raises, None, self._is_joiner, hosts)
         self._arrival = Arrival(box, joined_in)
-        publish_word(box, VIEW, occupants.epoch)
+        box.exports.publish(box, VIEW, occupants.epoch)
         if joined_in:
             engine.seq = course.first_seq - 1
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
@@ -287,7 +286,8 @@ class Survival(LaneBirth):
 
     def _take_over(self, decision: Decision) -> None:
         """Apply a decision; the rank table's `epoch` is written last and marks completion."""
-        publish_word(self._boxes.full, VIEW, decision.epoch)
+        full = self._boxes.full
+        full.exports.publish(full, VIEW, decision.epoch)
         for rank in self._occupants.remove(decision):
             if rank == self._boxes.full.rank:
                 self._end_here(decision)
@@ -404,7 +404,8 @@ class Survival(LaneBirth):
                     self._limits.append((slot, self._cuts[epoch]))
             self._leave_out(rank)
         if not self._is_ready and not settling.has_moves:
-            publish_word(self._boxes.full, LIFE, LIFE_READY)
+            full = self._boxes.full
+            full.exports.publish(full, LIFE, LIFE_READY)
             self._is_ready = True
 
     def unsettled(self) -> list[int]:

@@ -31,7 +31,6 @@ from ..bootstrap.home import OutboxEndpoint
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_BORN, Outboxes
 from ..p2p.channel import first_number
-from ..wake import publish_word
 from .boxes import Boxes
 from .members import attach_outbox, make_blank, replace
 from .occupants import Occupants
@@ -118,7 +117,7 @@ class Arrival:
         self._is_adopted = not joined_in
         for peer in full.peers if joined_in else ():  # for ranks that joined in the same epoch
             # Sent, not only stored: other hosts may have received everything else in this outbox a moment before.
-            publish_word(full, full.verdict_base[peer], first_number(joined_in) - 1)
+            full.exports.publish(full, full.verdict_base[peer], first_number(joined_in) - 1)
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether all ranks that take part in `op` can read each other's outboxes."""

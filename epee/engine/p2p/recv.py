@@ -36,7 +36,6 @@ from ..outbox import (
 )
 from ..signature import unpack
 from ..tensors import CARRIERS, Array
-from ..wake import publish_word
 from .message import (
     ANY,
     BYTE,
@@ -394,7 +393,7 @@ class Receiver(Books):
 
     def _decline(self, peer: int, number: int) -> None:
         index = self._box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
-        publish_word(self._box, index, number << 2 | DECLINED)
+        self._box.exports.publish(self._box, index, number << 2 | DECLINED)
 
     # ---- results
 
@@ -425,8 +424,8 @@ class Receiver(Books):
         if number:
             index = box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
             if verdict == REFUSED:
-                publish_word(box, index + 1, message.signature)
-            publish_word(box, index, number << 2 | verdict)
+                box.exports.publish(box, index + 1, message.signature)
+            box.exports.publish(box, index, number << 2 | verdict)
         if message in self._posted:
             self._posted.remove(message)
         if message.wanted == ANY:
@@ -444,12 +443,11 @@ class Receiver(Books):
         box = self._box
         freed = lane.next_slot - 1
         if freed - lane.woken > NUM_LANE_SLOTS // 4:
-            publish_word(box, box.verdict_base[peer], freed)
+            box.exports.publish(box, box.verdict_base[peer], freed)
             lane.woken = freed
         else:
             box.own[box.verdict_base[peer]] = freed
-            if box.exports is not None:
-                box.exports.later(box.verdict_base[peer])
+            box.exports.later(box.verdict_base[peer])
 
     def _to_private(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         """Move the fragments of a message out of the channel: its receive was aborted."""

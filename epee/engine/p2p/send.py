@@ -26,8 +26,8 @@ from ..outbox import (
     TAKEN_BACK,
     VERDICT_WORDS,
     Outboxes,
+    ring,
 )
-from ..wake import publish_word, ring
 from .message import (
     BYTE,
     CANCELLED,
@@ -110,7 +110,7 @@ class Sender(Books):
             return message.heir_of is not None  # else it is not written, and the receiver never delivers it
         box, number = self._box, message.number
         mark = box.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
-        publish_word(box, mark, number)  # with a fence
+        box.exports.publish(box, mark, number)  # with a fence
         return self._outcome(message.peer, lane, message) == CLAIMED
 
     def cancel(self, message: Message) -> None:
@@ -223,7 +223,7 @@ class Sender(Books):
     def _words_behind(self, peer: int, indices: tuple[int, int], number: int) -> Mapping[int, int] | memoryview | None:
         """Return words of a rank as they are behind this rank's mark on a message; None: its host has not answered."""
         exports = self._box.exports
-        if exports is None or exports.topology.is_here(peer):
+        if exports.is_here(peer):
             return self._box.words[peer]
         found: Mapping[int, int] | None = exports.looks.at(peer, indices, ("message", peer, number))
         return found
@@ -347,10 +347,8 @@ class Sender(Books):
         elif kind == CANCELLED:
             message.written = True
         lane.next_message = number + 1
-        if box.exports is not None:
-            start = box.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
-            box.exports.fragment(peer, start, fragment.nbytes, first_word + SLOT_MESSAGE, first_word + TAKEN_BACK)
-        publish_word(box, first_word, box.epoch_bits | slot_number)
+        tag = box.epoch_bits | slot_number
+        box.exports.publish_fragment(box, first_word, tag, peer, slot_number, fragment.nbytes)
         lane.next_slot = slot_number + used
         if box.words[peer][BELL]:
             ring(box, peer)

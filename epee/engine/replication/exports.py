@@ -35,12 +35,18 @@ from ..outbox import (
     FILLED,
     FINAL,
     GAVE_UP,
+    LANE_SLOT_BYTES,
     LANE_WORDS,
     MERGED,
+    NO_EXPORTS,
     NUM_CELLS,
+    NUM_LANE_SLOTS,
+    SLOT_MESSAGE,
     SOURCE_WORDS,
+    TAKEN_BACK,
     Outboxes,
     has_left,
+    publish_word,
 )
 from ..plan import Plan
 from .looks import Looks
@@ -64,9 +70,12 @@ class Exports:
         ears: readers of the partners' frames.
 
     Attributes:
+        spans: whether ranks of other hosts may take part.
         routes: per host the gateway that receives there; replaced as a whole when it changes.
         looks: remote reads from other hosts.
     """
+
+    spans = True
 
     def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
         self.topology = topology
@@ -91,6 +100,14 @@ class Exports:
 
     # ---- receivers
 
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank shares this rank's host."""
+        return self.topology.is_here(rank)
+
+    def placement(self, outboxes: Outboxes) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each host that has any."""
+        return self.topology.placement
+
     def move(self, topology: Topology) -> None:
         """Apply the placement of ranks from now on. The engine's lock is held."""
         with self.links.lock:
@@ -112,6 +129,42 @@ class Exports:
 
     # ---- words
 
+    def publish(self, outboxes: Outboxes, index: int, value: int) -> None:
+        """Store `value` in word `index` of this rank's outbox, send it, and wake the waiters of this host."""
+        outboxes.own[index] = value
+        self.word(index, value)
+        publish_word(outboxes, index, outboxes.own[index])  # a signal handler may have ended the group meanwhile
+
+    def publish_call(self, outboxes: Outboxes, cell: int, tag: int, plan: Plan, base: int) -> None:
+        """Publish a call: its header in the cell at word `cell`, its first block at byte `base`, and the tag."""
+        self.call(outboxes, plan, cell, base)
+        outboxes.own[cell] = tag
+        self.word(cell, tag)
+        publish_word(outboxes, cell, outboxes.own[cell])
+
+    def publish_block(self, outboxes: Outboxes, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
+        """Publish the block of round `k`, which lies at byte `offset`, with its counter."""
+        if plan.put_bytes:
+            self._drop_held()
+            for gateway, readers in self._readers(outboxes):
+                self._send(gateway, offset, plan.exports(outboxes, k, readers))
+        self.publish(outboxes, index, value)
+
+    def publish_share(self, outboxes: Outboxes, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
+        """Publish this rank's reduced share of round `k`, which lies at byte `offset`, with its counter."""
+        self._drop_held()
+        for gateway, readers in self._readers(outboxes):
+            self._send(gateway, offset, plan.exports_merged(outboxes, k, readers))
+        self.publish(outboxes, index, value)
+
+    def publish_fragment(
+        self, outboxes: Outboxes, index: int, value: int, peer: int, slot_number: int, nbytes: int
+    ) -> None:
+        """Publish a fragment for `peer` in a slot of its channel, whose words begin at `index`."""
+        start = outboxes.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
+        self.fragment(peer, start, nbytes, index + SLOT_MESSAGE, index + TAKEN_BACK)
+        self.publish(outboxes, index, value)
+
     def word(self, index: int, value: int) -> None:
         """Send that word `index` of this rank's outbox has `value`, behind everything sent before."""
         while self._prepared is not None:
@@ -120,12 +173,12 @@ class Exports:
                 again(self, *args)
         if index < self._verdicts:
             for gateway in self.routes.values():
-                self._write(gateway, index, value)
+                (self._write_late if gateway in self._late else self._tell)(gateway, index, value)
             return
         base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
         reader = self._gateway_of((index - base) // size)
         if reader is not None:
-            self._write(reader, index, value)
+            (self._write_late if reader in self._late else self._tell)(reader, index, value)
 
     def later(self, index: int) -> None:
         """Send word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
@@ -138,15 +191,13 @@ class Exports:
         """Return the gateway on the host of a rank; None where that is this host."""
         return self.routes.get(self.topology.host_of[peer])
 
-    def _write(self, gateway: int, index: int, value: int) -> None:
-        if gateway in self._late:
-            with self.links.lock:  # the thread sends them, too: no older value may come behind a newer one
-                for late in self._late.get(gateway, ()):
-                    self._hold(gateway, 8 * late, 8)
-                self._tell(gateway, index, value)
-                self._late.pop(gateway, None)
-        else:
+    def _write_late(self, gateway: int, index: int, value: int) -> None:
+        """Send a word behind those that were stored and not sent yet."""
+        with self.links.lock:  # the thread sends them, too: no older value may come behind a newer one
+            for late in self._late.get(gateway, ()):
+                self._hold(gateway, 8 * late, 8)
             self._tell(gateway, index, value)
+            self._late.pop(gateway, None)
 
     def _tell(self, gateway: int, index: int, value: int) -> None:
         """Send a word, and the bytes held for it, in one frame."""
@@ -223,18 +274,6 @@ class Exports:
             self.word(cell + word, own[cell + word])
         self.word(cell, own[cell])
 
-    def block(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
-        """Send the block of round `k`, which lies at byte `offset`; its counter follows."""
-        self._drop_held()
-        for gateway, readers in self._readers(box):
-            self._send(gateway, offset, plan.exports(box, k, readers))
-
-    def share(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
-        """Send this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
-        self._drop_held()
-        for gateway, readers in self._readers(box):
-            self._send(gateway, offset, plan.exports_merged(box, k, readers))
-
     def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
         """Send a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
         if self.topology.is_here(peer):
@@ -296,7 +335,7 @@ class Exports:
         for gateway in self.routes.values():
             self.links.say(gateway, END, self._box.rank, FINAL)
 
-    def end(self) -> None:
+    def end(self, outboxes: Outboxes) -> None:
         """Leave the memory to the thread of the links, for as long as others of this host receive through this rank."""
         self.links.end(lambda: not self._is_needed(), self._close)
 
@@ -307,7 +346,7 @@ class Exports:
 
     def _close(self) -> None:
         self._prepared = None
-        self._box.exports = None  # else the two would keep each other, and the mappings, until a collection
+        self._box.exports = NO_EXPORTS  # else the two would keep each other, and the mappings, until a collection
         for ear in self._ears.values():
             ear.close()
         self.on_close()

@@ -9,7 +9,7 @@ Data path: a gateway asks the answering rank (FETCH). The answer, between BEGIN 
 source (`telling.py`); if the source itself answers, its frames follow from then on, in the order in which it writes.
 Each frame is checked before a byte is stored: it must lie in the cells, channels or payload of the outbox, its word
 must be one that peers read. The payload goes straight into the mirror, the word behind it, then the sleepers on the
-word are woken, as `wake.publish_word` does. The source of a mirror cannot be forged: frames of a source are accepted
+word are woken, as `outbox.publish_word` does. The source of a mirror cannot be forged: frames of a source are accepted
 only on the link on which it was asked for, the answer to an older question is dropped.
 
 A gateway that dies leaves a mirror that no longer changes, readable as long as a process maps it. The next gateway

@@ -45,7 +45,6 @@ from typing import NamedTuple
 from ...errors import CommTimeoutError, MismatchError, NoQuorumError, ProtocolError, context
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
-from ...view.protocol.quorum import has_quorum
 from ..control.inbox import Exchange
 from ..control.membership import Agreed, Membership
 from .birth import Begun

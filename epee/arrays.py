@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, expected
 
 Array = np.ndarray[Any, Any]
 
@@ -112,7 +112,7 @@ def _behind_wrapper(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
         raise _no_memory(tensor)
     try:
         found: Array = tensor.detach().numpy()
-    except (RuntimeError, TypeError, NotImplementedError):  # for example a fake tensor
+    except expected(RuntimeError, TypeError, NotImplementedError):  # for example a fake tensor
         raise _no_memory(tensor) from None
     # numpy allocates where the address is 0
     if found.flags.owndata or found.shape != tuple(tensor.shape) or found.dtype.itemsize != dtype.itemsize:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, expected
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -248,7 +248,7 @@ def get(name: str) -> object:
         return variable.default
     try:
         return variable.parse(text)
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise InvalidArgument(f"{name}: {exc}, got {text!r}; {variable.doc}") from exc
 
 
@@ -284,7 +284,7 @@ def temporary_folders() -> list[str]:
     """
     try:
         found = [tempfile.gettempdir()]
-    except OSError:  # none is writable
+    except expected(OSError):  # none is writable
         found = []
     return [*found, SHARED_MEMORY]
 

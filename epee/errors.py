@@ -29,9 +29,18 @@ All of them can be imported from `epee`. Names and fields are API.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 _DOCTOR = "epee doctor --pid"
 
@@ -173,22 +182,44 @@ def is_own(exc: BaseException) -> bool:
 
 
 def is_of_handler(exc: BaseException) -> bool:
-    """Return whether an exception comes from a signal handler in Python, and not from epee or what epee calls.
+    """Return whether an exception comes from a signal handler in Python, and not from the code that it interrupts.
 
-    The frame of a handler stands in the traceback, between the interrupted code and the line that raised.
+    The frame of a handler stands in the traceback directly behind the interrupted frame, which is its argument.
     """
-    step = exc.__traceback__
-    while step is not None:
-        frame = step.tb_frame
-        if not frame.f_code.co_filename.startswith(_FOLDER):
-            name = str(frame.f_globals.get("__name__", ""))
-            if name.partition(".")[0] not in _CALLED:
-                return True
-        step = step.tb_next
-    return False
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    return any(_is_handler(frame, interrupted) for interrupted, frame in itertools.pairwise(frames))
 
 
-_CALLED = ("numpy", "torch", "contextlib", "functools")  # modules whose frames may stand between those of epee
+def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
+    if frame.f_code.co_filename.startswith(_FOLDER):
+        return False
+    for value in frame.f_locals.values():
+        if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
+            return True
+    handlers = map(signal.getsignal, signal.valid_signals())  # it may have deleted its arguments
+    return any(getattr(handler, "__code__", None) is frame.f_code for handler in handlers)
+
+
+def expected(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
+    """Return the classes that an `except` clause names; none while the exception is a signal handler's.
+
+    `except expected(OSError):` leaves a handler's `TimeoutError` to the caller of the interrupted call, and
+    `except expected(RuntimeError):` a `RecursionError`, which the interpreter may raise at any line.
+    """
+    exc = sys.exc_info()[1]
+    is_foreign = exc is not None and (isinstance(exc, RecursionError) or is_of_handler(exc))
+    return () if is_foreign else kinds
+
+
+@contextlib.contextmanager
+def ignored(*kinds: type[BaseException]) -> Iterator[None]:
+    """Suppress exceptions as `contextlib.suppress`, but not those of signal handlers."""
+    try:
+        yield
+    except expected(*kinds):
+        pass
+
+
 _FOLDER = is_own.__code__.co_filename.removesuffix("errors.py")
 
 

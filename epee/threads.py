@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .errors import ResourceError
+from .errors import ResourceError, expected
 
 START_S = 10.0  # on a busy machine a new thread may wait for its first step
 
@@ -50,7 +50,7 @@ class BackgroundThread(threading.Thread):
                 raise ResourceError(f"the thread has made no step for {START_S:.0f} s")
             if failures:
                 raise failures[0]
-        except (RuntimeError, MemoryError) as exc:
+        except expected(RuntimeError, MemoryError) as exc:
             self._is_abandoned = True
             raise ResourceError(
                 f"no thread can be started for {purpose}: {exc or 'no memory'}; free memory, or raise the limits on "

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .errors import expected
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 _WHY = "a call between ranks"
@@ -40,7 +42,7 @@ def _mark(function: Any) -> bool:
     try:
         skip = _compiler._FrameAction.SKIP
         _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):
+    except expected(AttributeError, TypeError):
         return False
     function._torchdynamo_disable = function._torchdynamo_disable_recursive = True
     function._torchdynamo_disable_msg = _WHY

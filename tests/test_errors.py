@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 import re
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -88,3 +92,71 @@ def test_a_time_out_ends_with_the_command_that_shows_who_waits() -> None:
     sent = copy.copy(error)  # as pickling does it
     assert (str(sent), sent.ranks) == (str(error), (1,))
     assert str(epee.CommTimeoutError("init: no word from rank 1", [1], has_job=False)) == "init: no word from rank 1"
+
+
+def _handler(*_: Any) -> None:
+    raise TimeoutError("raised by a signal handler")
+
+
+def _handler_without_arguments(number: int, frame: Any) -> None:
+    del number, frame
+    raise TimeoutError("raised by a signal handler")
+
+
+class Handler:
+    def handle(self, number: int, frame: Any) -> None:
+        """Raise in a method, one call below the handler's own frame."""
+        _handler(number)
+
+
+@pytest.fixture(
+    params=[_handler, _handler_without_arguments, Handler().handle, functools.partial(_handler, "given")],
+    ids=["function", "without arguments", "method", "partial"],
+)
+def send_signal(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Yield a function that interrupts its caller by a signal whose handler raises `TimeoutError`."""
+    old = signal.signal(signal.SIGUSR1, request.param)
+    yield lambda: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, old)
+
+
+def test_an_exception_of_a_handler_is_not_the_one_that_a_clause_expects(send_signal: Callable[[], None]) -> None:
+    def call() -> None:
+        try:
+            send_signal()
+        except errors.expected(ValueError, OSError):
+            pytest.fail("the exception was swallowed")
+
+    with pytest.raises(TimeoutError, match="raised by a signal handler"):
+        call()
+    with pytest.raises(TimeoutError, match="raised by a signal handler"), errors.ignored(OSError):
+        send_signal()
+
+
+def test_an_exception_of_the_code_itself_is_the_one_that_a_clause_expects() -> None:
+    def fail(*_: Any) -> None:
+        raise FileNotFoundError("no such file")
+
+    with errors.ignored(OSError):
+        fail(1, None)
+    try:
+        fail(1, (None,))
+    except errors.expected(ValueError, OSError):
+        pass
+    with pytest.raises(FileNotFoundError), errors.ignored(ValueError):
+        fail()
+
+
+def test_a_handlers_error_of_ours_is_not_our_own() -> None:
+    def handler(*_: Any) -> None:
+        raise errors.InvalidState("a call inside a call")
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(errors.InvalidState) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert errors.is_of_handler(caught.value)
+    assert not errors.is_own(caught.value)
+    assert errors.is_own(errors.InvalidState("not of a handler"))

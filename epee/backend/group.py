@@ -60,16 +60,7 @@ from ..engine.plan import Make, Tensors
 from ..engine.signature import DTYPE_CODE, OP_CODE
 from ..engine.signature import pack as pack_signature
 from ..engine.tensors import NeedsStaging, carrier_of, source, target
-from ..errors import (
-    EpeeError,
-    InvalidArgument,
-    PeerError,
-    RankFailedError,
-    UnsupportedError,
-    is_of_handler,
-    is_own,
-    named,
-)
+from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError, expected, named
 from ..profiling import is_profiling, range_of
 from ..untraced import untraced_methods
 from ..values import MAX_S, longest, seconds
@@ -118,13 +109,10 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 return method(self, *args, **kwargs)
             except NeedsStaging:
                 pass  # below, where a further error is not one during this one
-            except (InvalidArgument, UnsupportedError) as exc:
-                if is_own(exc):
-                    self._engine.refuse(name, exc)
+            except expected(InvalidArgument, UnsupportedError) as exc:
+                self._engine.refuse(name, exc)
                 raise
-            except EpeeError as exc:
-                if not is_own(exc):
-                    raise
+            except expected(EpeeError) as exc:
                 is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
                 if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
                     self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
@@ -132,9 +120,9 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 if self._engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
                     return Ended(self._engine, exc)
                 raise
-            except Exception as exc:
+            except expected(Exception) as exc:
                 # numpy's or torch's own error about an argument, or no memory
-                if self._engine.seq == seq and not is_of_handler(exc):
+                if self._engine.seq == seq:
                     self._engine.refuse(name, exc)
                 raise
             with real_tensors():
@@ -566,7 +554,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                 return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
         try:
             check_peer_in_view(self._engine, self._rank, dst_rank, "send")
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             return self._ended(exc)
         if tag:
             _check_tag(tag, "send")
@@ -587,7 +575,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                     return self._messages.post(is_send, tensor, peer, tag)
                 with range_of("send" if is_send else "recv", (self, tensor)):
                     return self._messages.post(is_send, tensor, peer, tag)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             return self._ended(exc)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
@@ -599,7 +587,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                 return work
         try:
             check_peer_in_view(self._engine, self._rank, src_rank, "recv")
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             return self._ended(exc)
         return self._recv(tensor, src_rank, tag)
 
@@ -633,7 +621,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             else:
                 with range_of("send" if message.is_send else "recv", (self, tensors)):
                     self._engine.post(message)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             return self._ended(exc)
         try:
             return Work(self._engine, [message], tensors)
@@ -644,7 +632,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _ended(self, error: PeerError) -> Ended:
         """Return the work of a message that a loss has ended, or raise the error."""
         named(error, self._engine.box.label.text)
-        if self._engine.reports_losses and is_loss(error) and is_own(error):
+        if self._engine.reports_losses and is_loss(error):
             return Ended(self._engine, error)
         raise error
 

@@ -27,7 +27,6 @@ A rank whose copies fail refuses its call: the peers get `MismatchError` with th
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ from ..engine.entry import CLOSED
 from ..engine.overlap import batch_mates
 from ..engine.ranges import meet, not_run, spans_of
 from ..engine.tensors import refuse_overlap, refuse_shared
-from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context
+from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context, expected, ignored
 from ..untraced import untraced_methods
 from .work import Ended, Work, is_loss
 
@@ -223,7 +222,7 @@ class Staged:
             if self._back is None:
                 try:
                     self._back = _device.copy_back(self.written, self.marks)
-                except RuntimeError as exc:  # CUDA's message; another thread may report it
+                except expected(RuntimeError) as exc:  # CUDA's message; another thread may report it
                     self._broken = exc
                     raise
             return self._back
@@ -249,7 +248,7 @@ class StagedWork(Work):
         """Wait for the call as `Work.wait`; the current streams then wait for the copy of its results."""
         try:
             self._drive(timeout)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             if self.engine.reports_losses and is_loss(exc) and super().is_completed():
                 return True
             raise
@@ -272,7 +271,7 @@ class StagedWork(Work):
         def settle(op: Any) -> None:
             """Copy the results back and note that the call has ended."""
             if op.error is None:
-                with contextlib.suppress(RuntimeError):  # the waiter gets the error
+                with ignored(RuntimeError):  # the waiter gets the error
                     result.marks = self._staged.copy_back()
             result.work = None
 
@@ -282,7 +281,7 @@ class StagedWork(Work):
         """Wait for its end and make the current streams wait for its results, for a call on the same memory."""
         try:
             self.engine.wait(self.ops[-1], None)
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             if self.ops[-1].error is None:
                 raise  # it continues: the wait for it was ended
             if is_read:
@@ -294,7 +293,7 @@ class StagedWork(Work):
         """Return a future of the output tensors; a user of its value waits on its streams, not on the cpu."""
         if self._future is None:
             if self.engine.helper.is_current():
-                with contextlib.suppress(EpeeError):  # the future raises it
+                with ignored(EpeeError):  # the future raises it
                     self._drive(None)
             ended = self._staged.futures_device()
             self._future = ended.then(self._value)
@@ -303,13 +302,13 @@ class StagedWork(Work):
 
     def _copy_back(self, op: Any) -> None:
         if op.error is None:
-            with contextlib.suppress(RuntimeError):  # the waiter gets the error
+            with ignored(RuntimeError):  # the waiter gets the error
                 self._staged.copy_back()
 
     def _fulfil(self, future: Any) -> None:
         marks: list[Any] = []
         if super().is_success():
-            with contextlib.suppress(RuntimeError):  # `_value` raises it
+            with ignored(RuntimeError):  # `_value` raises it
                 marks = self._staged.copy_back()
         _device.fulfil(future, self._outputs if marks else None, marks)
 
@@ -359,7 +358,7 @@ class Staging:
             self._let_end(_tensors_of(args), context(name, rank=engine.box.rank), name != "recv")
             staged = Staged(name, args, name != "recv", is_written)
             staged.await_values(engine, name)
-        except Exception as exc:
+        except expected(Exception) as exc:
             if name not in ("send", "recv"):
                 engine.refuse(name, exc)
             raise
@@ -382,7 +381,7 @@ class Staging:
         """
         try:
             await_marks(_device.here(), self._engine, name)
-        except Exception as exc:
+        except expected(Exception) as exc:
             self._engine.refuse(name, exc)
             raise
 

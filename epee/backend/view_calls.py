@@ -17,7 +17,7 @@ from ..engine.entry import ENDED
 from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission
 from ..engine.outbox import leavers
-from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
+from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError, expected
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
@@ -355,7 +355,7 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
 def _check_ranks(ranks: Sequence[int], name: str) -> None:
     try:
         numbers = list(ranks)
-    except TypeError:
+    except expected(TypeError):
         raise InvalidArgument(f"{name}: ranks must be a list of numbers, got {shown(ranks)}") from None
     for rank in numbers:
         if not is_whole(rank, 0, MAX_RANKS - 1):

@@ -6,7 +6,6 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ..engine import Engine
 from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.p2p.message import ANY, Message
-from ..errors import EpeeError, PeerError, RankFailedError, is_own, named
+from ..errors import EpeeError, PeerError, RankFailedError, ignored, is_own, named
 from ..untraced import caller, untraced_methods
 from ..values import waiting_time
 
@@ -217,7 +216,7 @@ class Work(CallsOfWork, WorkOfGroup):
         """
         if self._future is None:
             if self.engine.helper.is_current():
-                with contextlib.suppress(EpeeError):  # the future raises it
+                with ignored(EpeeError):  # the future raises it
                     self.wait()
             ended: Any = torch.futures.Future()
             self._future = ended.then(self._value)

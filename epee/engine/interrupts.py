@@ -34,7 +34,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import AbortedError, InvalidArgument, InvalidState, is_of_handler, is_own
+from ..errors import AbortedError, InvalidArgument, InvalidState, expected, is_of_handler, is_own
 from .entry import ENDED
 from .operation import Driven, Operation
 from .p2p.message import Message
@@ -123,7 +123,7 @@ class Recovery:
         self.repair = apart = Apart(step)
         try:
             apart.start()
-        except RuntimeError:
+        except expected(RuntimeError):
             self.repair = None
             error = _error_of(step)
             if error is not None and (is_of_handler(error) or not isinstance(error, Exception)):

@@ -23,7 +23,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ..errors import AbortedError, EpeeError, ResourceError, is_of_handler
+from ..errors import AbortedError, EpeeError, ResourceError, ignored
 from ..threads import BackgroundThread
 from . import stall as trouble
 from .entry import SLICE_S
@@ -79,11 +79,8 @@ class HelperThread:
         """End the parking of the thread, if it is parked."""
         if not self._gate.locked():
             return
-        try:
+        with ignored(RuntimeError):  # another thread has just opened it
             self._gate.release()
-        except RuntimeError as exc:  # another thread has just opened it
-            if is_of_handler(exc):
-                raise
 
     def release(self, helper: Helper | None = None) -> None:
         """Release a use, of a group or of its creator; when this returns the thread is not inside the group.

@@ -16,6 +16,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ..errors import expected, ignored
 from ..memory.signals import YIELD_S, futex_sleep, usable_cores
 from .entry import CHANGING, Entry
 from .operation import Block
@@ -121,7 +122,7 @@ class Waiting:
         self._narrowed = allowed, others  # first: a signal handler may raise at any point from here on
         try:
             os.sched_setaffinity(0, others)
-        except OSError:  # the cores that the process may use have just changed: stay
+        except expected(OSError):  # the cores that the process may use have just changed: stay
             self._narrowed = None
             return False
         self.widen()
@@ -136,11 +137,9 @@ class Waiting:
         if self._narrowed is None:
             return
         allowed, others = self._narrowed
-        try:
+        with ignored(OSError):  # the cores that the process may use have just changed: they are the system's now
             if os.sched_getaffinity(0) == others:
                 os.sched_setaffinity(0, allowed)
-        except OSError:  # the cores that the process may use have just changed: they are the system's now
-            pass
         self._narrowed = None
 
     def sleep_on(self, block: Block) -> None:

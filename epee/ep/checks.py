@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import refuse_fake
-from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
+from ..errors import InvalidArgument, StaleHandleError, UnsupportedError, expected
 from ..gpu.payload import FP8, LAYOUTS, PAYLOAD_DTYPES
 from ..values import is_whole, seconds, shown
 from .config import FP8_MULTIPLE, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, MAX_SMS, BufferConfig
@@ -31,7 +31,7 @@ def carries_gradient(rows: Any, weights: Any = None, bias: Any = None) -> bool:
     try:
         found: bool = rows.requires_grad or (weights is not None and weights.requires_grad)
         return found or (bias is not None and bias.requires_grad)
-    except AttributeError:  # a pair, or no tensor at all
+    except expected(AttributeError):  # a pair, or no tensor at all
         pairs = [each if isinstance(each, tuple) else (each,) for each in (rows, weights, bias)]
         return any(getattr(part, "requires_grad", False) for pair in pairs for part in pair)
 

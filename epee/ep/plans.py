@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import expected
 from ..memory.looks import MOST_LOOKS, Looks, looks_of
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
 from .config import BufferConfig
@@ -109,7 +110,7 @@ class CheckedCalls:
         try:
             facts = facts_of(*given)
             hash(facts)
-        except NO_FACTS:
+        except expected(*NO_FACTS):
             return None
         return facts
 
@@ -195,7 +196,7 @@ class KnownPlans:
                 if plan is None:
                     return None
                 _remember(self._dispatches, key, plan)
-        except NO_FACTS:
+        except expected(*NO_FACTS):
             return None
         if tensors:
             self._note(plan, options, tensors)
@@ -225,7 +226,7 @@ class KnownPlans:
             if plan is not None and plan.max_sms == self._machine.max_sms:
                 return plan, slot
             facts = combine_facts(y, handle, None)
-        except NO_FACTS:
+        except expected(*NO_FACTS):
             return None
         memo = self._checked.memo_of(facts)
         plan = None if memo is None else memo.get((is_copied, 0, num_sms, self._machine.max_sms))  # as of `combine`

@@ -13,7 +13,6 @@ When the folder grows over its cap, the least recently used entries are removed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -26,6 +25,7 @@ import weakref
 from pathlib import Path
 
 from .. import env
+from ..errors import expected, ignored
 
 _log = logging.getLogger(__name__)
 _HASH_BYTES = 32
@@ -52,7 +52,7 @@ class CubinCache:
         self.folder = default_folder() if folder is None else Path(os.path.abspath(folder))
         try:
             self._fd = _make_and_open(self.folder)
-        except OSError as exc:
+        except expected(OSError) as exc:
             reason = exc.strerror if isinstance(exc, _NotOurs) else str(exc)
             private = Path(tempfile.mkdtemp(prefix="epee-jit-", dir=env.temporary_folders()[0]))
             _log.warning("not using the kernel cache %s: %s; compiling into %s instead", self.folder, reason, private)
@@ -66,9 +66,9 @@ class CubinCache:
         path = self.folder / f"{key}.cubin"  # for messages
         try:
             raw = _read(path.name, self._fd)
-        except FileNotFoundError:
+        except expected(FileNotFoundError):
             return None
-        except OSError as exc:
+        except expected(OSError) as exc:
             _log.warning("cannot read %s: %s; compiling again", path, exc)
             return None
         if raw is None:
@@ -90,15 +90,15 @@ class CubinCache:
                 os.fsync(file.fileno())
             os.replace(temporary, f"{key}.cubin", src_dir_fd=self._fd, dst_dir_fd=self._fd)
             self._trim()
-        except OSError as exc:
+        except expected(OSError) as exc:
             _log.warning("cannot keep a compiled kernel in %s: %s", self.folder, exc)
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 os.unlink(temporary, dir_fd=self._fd)
 
     def _trim(self) -> None:
         entries = []
         for name in os.listdir(self._fd):
-            with contextlib.suppress(FileNotFoundError):  # another job trimmed it
+            with ignored(FileNotFoundError):  # another job trimmed it
                 status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
                 if name.endswith(".cubin"):
                     entries.append((status.st_mtime, status.st_size, name))
@@ -108,7 +108,7 @@ class CubinCache:
         for _, size, name in sorted(entries):
             if total <= self.cap_bytes:
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with ignored(FileNotFoundError):
                 os.unlink(name, dir_fd=self._fd)
             total -= size
 
@@ -130,7 +130,7 @@ def _read(name: str, folder_fd: int) -> bytes | None:
     try:
         if not _is_ours(os.fstat(fd)):
             return None
-        with contextlib.suppress(OSError):  # a read-only disk stores no times of use
+        with ignored(OSError):  # a read-only disk stores no times of use
             os.utime(fd)
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read()

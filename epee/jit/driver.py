@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..errors import ResourceError, UnsupportedError
+from ..errors import ResourceError, UnsupportedError, expected
 
 OLDEST_DRIVER = 12000  # as `cuDriverGetVersion` counts: CUDA 12.0, the first for Hopper's features as we use them
 
@@ -51,7 +51,7 @@ def driver() -> Any:
     try:
         check(module.cuInit(0), "start the NVIDIA driver")
         version = int(check(module.cuDriverGetVersion(), "ask for the driver's version"))
-    except RuntimeError as exc:
+    except expected(RuntimeError) as exc:
         if isinstance(exc, ResourceError):
             raise
         raise UnsupportedError(  # the bindings found no libcuda, or none that has the function
@@ -82,7 +82,7 @@ def nvrtc() -> Any:
         ) from exc
     try:
         module.nvrtcVersion()
-    except RuntimeError as exc:
+    except expected(RuntimeError) as exc:
         raise UnsupportedError(
             f"compiling kernels needs NVRTC ({exc}); it comes with torch's CUDA builds, or `pip install "
             "nvidia-cuda-nvrtc`"

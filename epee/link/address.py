@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import env
-from ..errors import InvalidArgument, ResourceError
+from ..errors import InvalidArgument, ResourceError, expected, ignored
 from .nixl.devices import nearest_device, rdma_devices
 
 BACKLOG = 256
@@ -135,7 +135,7 @@ def mtu_of(interface: str) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
+        except expected(OSError):
             return 0
     return int(struct.unpack_from("i", found, 16)[0])
 
@@ -149,14 +149,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise ResourceError(f"cannot listen at {address}: {exc}; free descriptors") from exc
     try:
         if port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run linger
         listener.bind((address, port))
         listener.listen(BACKLOG)
-    except OSError as exc:
+    except expected(OSError) as exc:
         listener.close()
         raise ResourceError(
             f"cannot listen at {address}{f', port {port}' if port else ''}: {exc}; is it an address of this machine"
@@ -170,7 +170,7 @@ def _checked(address: str, what: str) -> str:
         if not isinstance(address, str):  # `ip_address` takes numbers and bytes
             raise ValueError("no text")
         found = ipaddress.ip_address(address)
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise InvalidArgument(f"{what} must be an IPv4 or IPv6 address, got {address!r}") from exc
     if found.is_unspecified or found == ipaddress.ip_address("::ffff:0.0.0.0"):
         raise InvalidArgument(
@@ -183,7 +183,7 @@ def _checked(address: str, what: str) -> str:
 def _is_loopback(place: str) -> bool:
     try:
         return ipaddress.ip_address(place).is_loopback
-    except ValueError:  # a name
+    except expected(ValueError):  # a name
         return False
 
 
@@ -206,7 +206,7 @@ def _address_towards(place: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # of a datagram socket: looks up the route, sends nothing
             return str(probe.getsockname()[0])
-    except OSError:
+    except expected(OSError):
         return ""
 
 
@@ -227,12 +227,9 @@ def _interfaces_of(name: str) -> list[str]:
 
 
 def _addresses_of(interface: str) -> Iterator[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            yield socket.inet_ntoa(found[20:24])
-        except OSError:  # it has none of this kind
-            pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, ignored(OSError):  # it has none of this kind
+        found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        yield socket.inet_ntoa(found[20:24])
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.is_file() else ():
         digits, _, _, scope, _, name = line.split()

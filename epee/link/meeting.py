@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..errors import CommTimeoutError, EpeeError
+from ..errors import CommTimeoutError, EpeeError, expected
 from ..view.transport.auth import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -263,7 +263,7 @@ class Meeting:
             family = socket.AF_INET6 if ":" in partner.address else socket.AF_INET
             try:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            except OSError as exc:  # no descriptor is left here: current handshakes go on, and this is tried again
+            except expected(OSError) as exc:  # no descriptor is left here: other handshakes go on, and this again
                 if self._short is None:
                     logger.warning("rank %d cannot call rank %d now, and tries again: %s", self._me.slot, rank, exc)
                 self._again[rank], self._why[rank], self._short = now + _AGAIN_S, _reason(exc), exc
@@ -273,7 +273,7 @@ class Meeting:
                 connection.connect((partner.address, partner.port))
             except BlockingIOError:
                 pass
-            except OSError as exc:
+            except expected(OSError) as exc:
                 connection.close()
                 self._why[rank] = _reason(exc)
                 self._again[rank] = now + _AGAIN_S
@@ -309,7 +309,7 @@ class Meeting:
         for _ in range(MAX_STRANGERS):
             try:
                 connection, _ = self._listener.accept()
-            except OSError as exc:  # the queue is empty, or no descriptor is left here: the others stay in it
+            except expected(OSError) as exc:  # the queue is empty, or no descriptor is left here: the others stay in it
                 if exc.errno in (errno.EMFILE, errno.ENFILE):
                     time.sleep(_AGAIN_S)  # else the queue would wake this process all the time
                 return
@@ -354,7 +354,7 @@ class Meeting:
                 self._answered(talk)
         except BlockingIOError:
             return
-        except (OSError, EpeeError) as exc:  # none of its data was used; a partner's connection is made again
+        except expected(OSError, EpeeError) as exc:  # none of its data was used; a partner's connection is made again
             if isinstance(talk, _Dial):
                 self._why[talk.rank] = _reason(exc)
             self._drop(talk)

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import ResourceError
+from ..errors import ResourceError, ignored
 from ..threads import BackgroundThread
 from .alarm import Alarm
 from .meeting import Meeting
@@ -138,7 +138,7 @@ class Links:
             if link is None:
                 return
             if self._by_fd.pop(link.fd, None) is not None:
-                with contextlib.suppress(OSError):
+                with ignored(OSError):
                     self._poll.unregister(link.fd)
                 self._writers.discard(link.fd)
             link.close()
@@ -264,7 +264,7 @@ class Links:
 
     def _drop(self, fd: int, link: TcpLink) -> None:
         """End a link that is lost: after this no data of its peer is applied. Repeated when it was interrupted."""
-        with contextlib.suppress(OSError):  # it is not registered any more
+        with ignored(OSError):  # it is not registered any more
             self._poll.unregister(fd)
         self._writers.discard(fd)
         link.close()

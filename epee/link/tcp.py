@@ -16,14 +16,13 @@ The caller holds the lock of the links (`poller.py`) in every method.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import EpeeError, ProtocolError
+from ..errors import EpeeError, ProtocolError, expected, ignored
 from .frames import (
     ASK,
     MAX_PAYLOAD,
@@ -158,7 +157,7 @@ class TcpLink:
                 return True
             except BlockingIOError:
                 self.is_stuck = True
-            except OSError as exc:
+            except expected(OSError) as exc:
                 self._mute = exc  # the next `pump` reads what is still there, and finds the end
         return False
 
@@ -178,9 +177,9 @@ class TcpLink:
         except BlockingIOError:
             if self._mute is not None:
                 self._lose(LinkLoss.RESET, self._mute)
-        except EpeeError as exc:  # before OSError: AuthError is both
+        except expected(EpeeError) as exc:  # before OSError: AuthError is both
             self._lose(LinkLoss.DAMAGED, exc)
-        except OSError as exc:
+        except expected(OSError) as exc:
             self._lose(LinkLoss.RESET, exc)
         return came > 0 or has_sent
 
@@ -188,13 +187,13 @@ class TcpLink:
         """Announce that nothing more comes, when everything is sent; the peer's data is still applied until it
         closes."""
         self.is_finished = True
-        with contextlib.suppress(OSError):  # the connection has ended
+        with ignored(OSError):  # the connection has ended
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End the connection; idempotent."""
         self.fd = -1
-        with contextlib.suppress(OSError):  # it has ended; else the peer is notified, though a child holds a copy
+        with ignored(OSError):  # it has ended; else the peer is notified, though a child holds a copy
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
+from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, expected, shortage
 
 _CLAIM = struct.Struct("<8sqqqq16s")
 CLAIM_BYTES = _CLAIM.size
@@ -106,9 +106,9 @@ def _stat_of(pid: int) -> list[bytes]:
     """Return the fields in /proc of a process, from its state on; empty when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except expected(FileNotFoundError, ProcessLookupError):
         return []
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise shortage(f"cannot see whether process {pid} lives", exc) from exc
     return stat[stat.rindex(b")") + 2 :].split()  # the command's name may hold spaces and brackets
 
@@ -127,7 +127,7 @@ def is_torn_down(pid: int, start_time: int) -> bool:
             return False
         # a thread that was not listed can only come from one that was, and would be listed by now
         return set(os.listdir(f"/proc/{pid}/task")) == threads and started_at(pid) == start_time
-    except (OSError, ResourceError):
+    except expected(OSError, ResourceError):
         return False
 
 
@@ -139,9 +139,9 @@ def is_leaving(pid: int, start_time: int) -> bool:
     """
     try:
         return _has_no_memory(f"/proc/{pid}/statm") or started_at(pid) != start_time
-    except (FileNotFoundError, ProcessLookupError):
+    except expected(FileNotFoundError, ProcessLookupError):
         return True
-    except (OSError, ResourceError):
+    except expected(OSError, ResourceError):
         return False
 
 
@@ -175,7 +175,7 @@ def naming_death(claim: Claim) -> Iterator[None]:
         yield
     except OwnerEndedError:
         raise
-    except (EpeeError, OSError) as exc:
+    except expected(EpeeError, OSError) as exc:
         if claim.pid != os.getpid() and is_proved_dead(claim.pid, claim.start_time):
             raise OwnerEndedError(claim.pid, claim.start_time) from exc
         raise
@@ -231,9 +231,9 @@ def require_own(pid: int) -> None:
     """
     try:
         user = os.stat(f"/proc/{pid}").st_uid
-    except (FileNotFoundError, ProcessLookupError) as exc:
+    except expected(FileNotFoundError, ProcessLookupError) as exc:
         raise ResourceError(f"process {pid} has ended; its memory is out of reach ({exc})") from exc
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise shortage(f"cannot see whose process {pid} is", exc) from exc
     if user != os.geteuid():
         raise AuthError(

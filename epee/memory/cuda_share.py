@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 from .. import env
-from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, shortage
+from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, expected, shortage
 from .claim import Claim, naming_death, require_alive
 from .passing import fetch_descriptor
 
@@ -68,11 +68,11 @@ def why_pidfd_may_fail(yama: str = _YAMA) -> str:
     """
     try:
         pidfd = os.pidfd_open(os.getpid())
-    except OSError as exc:
+    except expected(OSError) as exc:
         return f"pidfd_open is refused ({exc.strerror})"
     try:
         os.close(copy_by_pidfd(pidfd, pidfd))
-    except OSError as exc:
+    except expected(OSError) as exc:
         return f"pidfd_getfd is refused ({exc.strerror})"
     finally:
         os.close(pidfd)
@@ -88,7 +88,7 @@ def yama_scope(path: str = _YAMA) -> int:
     """Return Yama's ptrace_scope (0: any process of the user, 1: descendants, 2: administrators, 3: nobody)."""
     try:
         return int(Path(path).read_text())
-    except (OSError, ValueError):
+    except expected(OSError, ValueError):
         return 0  # a kernel without Yama
 
 
@@ -148,7 +148,7 @@ def _obtain(claim: Claim, ways: Way, socket_fd: int) -> tuple[int, Way]:
     if ways & Way.PIDFD:
         try:
             return _copy_from_owner(claim), Way.PIDFD
-        except OSError as exc:
+        except expected(OSError) as exc:
             if exc.errno == errno.EBADF:
                 raise ProtocolError(
                     f"process {claim.pid} has no descriptor {claim.fd}; it closed the GPU region"
@@ -170,7 +170,7 @@ def _obtain(claim: Claim, ways: Way, socket_fd: int) -> tuple[int, Way]:
 def _duplicate(claim: Claim) -> int:
     try:
         return os.dup(claim.fd)
-    except OSError as exc:
+    except expected(OSError) as exc:
         if exc.errno != errno.EBADF:
             raise shortage(f"cannot copy this process's descriptor {claim.fd}", exc) from exc
         raise ProtocolError(f"this process has no descriptor {claim.fd}; it closed the GPU region") from exc

@@ -39,7 +39,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import AuthError, EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError, shortage
+from ..errors import (
+    AuthError,
+    EpeeError,
+    InvalidState,
+    ProtocolError,
+    ResourceError,
+    UnsupportedError,
+    expected,
+    ignored,
+    shortage,
+)
 from .claim import (
     CLAIM_BYTES,
     COOKIE_BYTES,
@@ -117,16 +127,14 @@ class HostRegion:
         mapped_bytes = mapped_size(nbytes)
         try:
             fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as exc:
-            if exc.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-                raise shortage(f"memfd for {name} ({mapped_bytes} bytes)", exc, "memfd_create") from exc
-            raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; free memory or descriptors") from exc
+        except expected(OSError) as exc:
+            raise shortage(f"memfd for {name} ({mapped_bytes} bytes)", exc, "memfd_create") from exc
         try:
             os.ftruncate(fd, mapped_bytes)
             claim = make_claim(_MAGIC, fd, mapped_bytes)
             region = cls(fd, claim)
             _seal(fd, only_owner_writes)
-        except (OSError, ValueError, OverflowError) as exc:
+        except expected(OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
         except EpeeError:
@@ -160,7 +168,7 @@ class HostRegion:
         except EpeeError:
             os.close(fd)
             raise
-        except (OSError, ValueError) as exc:
+        except expected(OSError, ValueError) as exc:
             os.close(fd)
             raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
         if region.mapping[:COOKIE_BYTES] != claim.cookie:
@@ -245,7 +253,7 @@ class HostRegion:
 def _open_again(inode: int) -> int:
     """Return a descriptor of a memory that this process has mapped: Python's mapping keeps one; -1: not found."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no file
+        with ignored(OSError):  # closed meanwhile, or no file
             found = os.stat(f"/proc/self/fd/{name}")
             if found.st_ino == inode and "/memfd:" in os.readlink(f"/proc/self/fd/{name}"):
                 return os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -256,7 +264,7 @@ def _parts_with_data(fd: int, place: int, end: int) -> Iterator[tuple[int, int]]
     while place < end:
         try:
             first = os.lseek(fd, place, os.SEEK_DATA)
-        except OSError as exc:
+        except expected(OSError) as exc:
             if exc.errno == errno.ENXIO:  # nothing but a hole up to the end
                 return
             raise
@@ -272,7 +280,7 @@ def _seal(fd: int, only_owner_writes: bool) -> None:
         try:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE | _SEAL_FUTURE_WRITE)
             return
-        except OSError as exc:
+        except expected(OSError) as exc:
             if exc.errno != errno.EINVAL:
                 raise
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
@@ -283,11 +291,11 @@ def _open_peer_fd(claim: Claim, is_writable: bool = True) -> int:
     require_alive(claim)
     try:
         return os.open(path, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
-    except PermissionError as exc:
+    except expected(PermissionError) as exc:
         raise ResourceError(
             f"opening {path} is forbidden; the ranks must run as one user, dumpable, in one PID namespace"
         ) from exc
-    except OSError as exc:
+    except expected(OSError) as exc:
         if exc.errno == errno.ENOENT:
             raise ProtocolError(f"process {claim.pid} has no descriptor {claim.fd}; it closed the region") from exc
         raise ResourceError(f"cannot open {path}: {exc}") from exc
@@ -305,7 +313,7 @@ def _check_file(fd: int, claim: Claim) -> None:
         raise ProtocolError(f"region of process {claim.pid}: {claim.nbytes} bytes promised, {nbytes} there")
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise ProtocolError(f"descriptor {claim.fd} of process {claim.pid} is no memfd: {exc}") from exc
     if seals & _SEAL_SIZE != _SEAL_SIZE:
         raise ProtocolError(f"region of process {claim.pid} is not sealed (seals {seals:#x})")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import is_of_handler
+from ..errors import expected
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 Looks = Callable[..., bool]
@@ -35,9 +35,7 @@ def looks_of(*tensors: Any) -> Looks | None:
 def _check_of(*tensors: torch.Tensor) -> Looks | None:
     try:
         check: Looks = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (AttributeError, TypeError, RuntimeError) as exc:
-        if is_of_handler(exc):
-            raise
+    except expected(AttributeError, TypeError, RuntimeError):
         return None
     return check
 
@@ -55,7 +53,5 @@ def _is_right() -> bool:
         try:
             negated = torch._neg_view(first)
             return check(first, first.clone()) is True and not any(check(first, other) for other in (*others, negated))
-        except (AttributeError, TypeError, RuntimeError) as exc:
-            if is_of_handler(exc):
-                raise
+        except expected(AttributeError, TypeError, RuntimeError):
             return False

@@ -27,7 +27,7 @@ import threading
 import time
 
 from .. import env
-from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
+from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, expected, shortage
 from ..threads import BackgroundThread
 from .claim import COOKIE_BYTES, Claim, naming_death, require_alive
 
@@ -68,7 +68,7 @@ class DescriptorServer:
                 undo.enter_context(stopped)
                 self._thread = BackgroundThread(_serve, "epee-descriptors", (listener, stopped, copy, cookie))
                 self._thread.begin("peers that want a descriptor")
-            except OSError as exc:
+            except expected(OSError) as exc:
                 raise ResourceError(
                     f"cannot listen for peers that want a descriptor: {exc}; let TMPDIR name a folder that can be "
                     "written, or raise the limit on descriptors"
@@ -158,7 +158,7 @@ def _fetch(claim: Claim, socket_fd: int) -> int:
     require_alive(claim)
     try:
         made = socket.socket(socket.AF_UNIX, _KIND)
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise shortage(f"no socket to ask process {claim.pid} for its descriptor", exc) from exc
     with made as connection:
         _bound(connection, PATIENCE_S)
@@ -172,7 +172,7 @@ def _fetch(claim: Claim, socket_fd: int) -> int:
                 )
             connection.sendall(_ASK + claim.cookie)
             fd = _receive_one(connection, claim.pid)
-        except OSError as exc:
+        except expected(OSError) as exc:
             if isinstance(exc, AuthError):
                 raise
             raise ResourceError(

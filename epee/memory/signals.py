@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..errors import expected
+
 SPIN_LOADS = 300
 YIELD_S = 0.001  # how long to yield before sleeping in the kernel
 SLEEP_S = 0.005  # longest sleep between two checks of the deadline and of the peers' health
@@ -36,7 +38,7 @@ def usable_cores() -> set[int]:
     """Return the cores that this thread may run on; all of the machine where a filter forbids the query."""
     try:
         return os.sched_getaffinity(0)
-    except OSError:
+    except expected(OSError):
         return set(range(os.cpu_count() or 1))
 
 

@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import EpeeError, ProtocolError, ResourceError
+from ..errors import EpeeError, ProtocolError, ResourceError, expected
 from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS
@@ -163,7 +163,7 @@ def _tell(gather: Gather, words: dict[str, Any]) -> list[dict[str, Any]]:
 def _fields(data: bytes, peer: int) -> dict[str, Any]:
     try:
         return told_fields(data, TOLD_BYTES)
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         at = getattr(exc, "pos", 0)  # of text that is not JSON
         around, length = data[max(0, at - 20) : at + 20], len(data.rstrip(b" "))
         raise ProtocolError(
@@ -178,7 +178,7 @@ def _presence(fields: dict[str, Any], peer: int) -> Presence:
         if type(lane) is not int or not 0 < lane < LANE_LIMIT:
             raise ValueError("lane")
         return Presence({key: _standing(*standing) for key, standing in jobs.items()}, lane)
-    except (ValueError, TypeError, AttributeError) as exc:
+    except expected(ValueError, TypeError, AttributeError) as exc:
         told = str(fields)[:200]
         raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right ({exc}): {told}") from exc
 

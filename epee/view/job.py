@@ -16,7 +16,6 @@ other death.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument, InvalidState, MismatchError, ProtocolError, shortage
+from ..errors import EpeeError, InvalidArgument, InvalidState, MismatchError, ProtocolError, expected, ignored, shortage
 from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
 from .protocol.messages import LEFT, Member
@@ -161,7 +160,7 @@ def set_death_window(seconds: float) -> None:
         raise InvalidArgument(f"the window must be a number of seconds from 0 on, got {seconds!r}")
     _window.seconds = float(seconds)
     for job in jobs():
-        with contextlib.suppress(InvalidState):  # closed, or not begun: then it reads the window when it begins
+        with ignored(InvalidState):  # closed, or not begun: then it reads the window when it begins
             job.runtime.set_death_window(_window.seconds)
 
 
@@ -198,7 +197,7 @@ def new_folder(kind: str = "") -> JobDirectory:
     """Make the folder of a new job of some kind; `ResourceError` where the system gives none."""
     try:
         return JobDirectory.create(job_name() + kind)
-    except OSError as exc:
+    except expected(OSError) as exc:
         if isinstance(exc, EpeeError):
             raise
         raise shortage("cannot make a folder for the job", exc) from exc
@@ -249,7 +248,7 @@ def told_fields(raw: bytes, limit: int) -> dict[str, Any]:
         raise ValueError(f"{len(raw)} bytes")
     try:
         fields = json.loads(raw)
-    except RecursionError as exc:
+    except expected(RecursionError) as exc:
         raise ValueError(str(exc)) from exc
     if not isinstance(fields, dict):
         raise ValueError(f"{type(fields).__name__} instead of an object")
@@ -271,7 +270,7 @@ def parse_member(text: str, rank: int) -> Member:
         if type(slot) is not int or slot != rank or len(member.nonce) != NONCE_BYTES:
             raise ValueError(f"slot {slot!r}, nonce of {len(member.nonce)} bytes")
         parse_endpoint(member.endpoint)
-    except (ValueError, TypeError, RecursionError, ProtocolError) as exc:
+    except expected(ValueError, TypeError, RecursionError, ProtocolError) as exc:
         raise ProtocolError(
             f"rank {rank}'s record names a member that cannot be right ({exc}); is the store ours?"
         ) from exc
@@ -295,7 +294,7 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
             raise TypeError(f"spans is {hello.spans!r}")
         if len(bytes.fromhex(hello.nonce)) != NONCE_BYTES:
             raise ValueError("nonce has another size")
-    except (TypeError, ValueError) as exc:
+    except expected(TypeError, ValueError) as exc:
         raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
     if hello.num_ranks != num_ranks:
         raise ProtocolError(f"num_ranks must be equal on all ranks: {num_ranks} here, {hello.num_ranks} on rank {rank}")

@@ -40,6 +40,7 @@ from ..errors import (
     PeerError,
     ProtocolError,
     ResourceError,
+    expected,
     shortage,
 )
 from .process.board import Board, LaneRow, read_board_of
@@ -170,7 +171,7 @@ class Loop:
                 undo.callback(os.close, self._bell)
                 self._poll.register(self._bell, select.EPOLLIN)
                 self.switchboard = Switchboard(job, Identity(*me[:3]), door, self._poll, listener, self._greeting)
-            except OSError as exc:
+            except expected(OSError) as exc:
                 if isinstance(exc, EpeeError):
                     raise
                 raise shortage(f"the agent of slot {me.slot} cannot listen", exc) from exc
@@ -270,7 +271,7 @@ class Loop:
         contacts = {member.nonce: member for member in self.contacts}
         try:
             found = self._job.sockets()
-        except OSError as exc:  # `_look_around` repeats it
+        except expected(OSError) as exc:  # `_look_around` repeats it
             logger.warning("cannot look into %s: %s; tried again", self._job.path, exc)
             return
         for slot, nonce, _ in found:

@@ -38,6 +38,7 @@ from ..errors import (
     PeerError,
     SlotTakenError,
     context,
+    ignored,
 )
 from ..memory.host import process_start_time
 from ..threads import BackgroundThread
@@ -392,7 +393,7 @@ class Runtime:
         for member in self.view().members:
             peer = loop.peers.get(member.nonce)
             if peer is not None:
-                with contextlib.suppress(ValueError):  # closed meanwhile
+                with ignored(ValueError):  # closed meanwhile
                     found[member.slot] = peer.told(lane)
         return {slot: data for slot, data in found.items() if data}
 

@@ -40,8 +40,8 @@ _SEND_COUNTS = [
 ]
 
 
-class Watchdog(Exception):
-    """An exception of a program's own, which its signal handler raises."""
+class Watchdog(TimeoutError, ValueError, TypeError, KeyError):
+    """An exception of a program's own, which its signal handler raises; code that expects one of these gets it too."""
 
 
 OTHERS: tuple[type[BaseException], ...] = (Watchdog, RecursionError, MemoryError, CommTimeoutError)

@@ -127,7 +127,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 class Interrupt:
-    """Raises `KeyboardInterrupt` before the `at`-th line that taking a decision over runs."""
+    """Raises `TimeoutError`, an `OSError`, before the `at`-th line that taking a decision over runs."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -142,7 +142,7 @@ class Interrupt:
             if self.left == 0:
                 self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise TimeoutError("raised by a signal handler")
         return self._trace
 
     def run(self, engine: Engine) -> bool:
@@ -150,10 +150,11 @@ class Interrupt:
         sys.settrace(self._trace)
         try:
             engine.look(lambda: None)
-        except KeyboardInterrupt:
+        except TimeoutError:
             return True
         finally:
             sys.settrace(None)
+        assert self.left > 0, f"the exception was swallowed: {self.where}"
         return False
 
 

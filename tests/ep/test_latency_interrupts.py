@@ -24,8 +24,8 @@ TRACED = ("/ep/latency/",)
 MOST = 20  # attempts until a step must succeed on all ranks
 
 
-class Interrupted(Exception):
-    """What a watchdog raises, say."""
+class Interrupted(TimeoutError, ValueError, TypeError, KeyError):
+    """An exception of a watchdog, say; code that expects one of these classes gets it too."""
 
 
 class At:

@@ -30,7 +30,7 @@ _BETWEEN_CALLS = ("with self.lock:", "if held:", "self.lock.release()")
 
 
 class Interrupt:
-    """Runs code and raises `KeyboardInterrupt` before its `at`-th line in these modules of `epee.link`."""
+    """Runs code and raises `TimeoutError`, an `OSError`, before its `at`-th line in these modules of `epee.link`."""
 
     def __init__(self, at: int, *modules: str) -> None:
         self.left = at
@@ -46,18 +46,20 @@ class Interrupt:
             if self.left == 0:
                 self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise TimeoutError("raised by a signal handler")
         return self._trace
 
     def run(self, call: Callable[[], object]) -> bool:
         """True when the call was interrupted."""
-        sys.settrace(self._trace if self.left > 0 else None)
+        is_armed = self.left > 0
+        sys.settrace(self._trace if is_armed else None)
         try:
             call()
-        except KeyboardInterrupt:
+        except TimeoutError:
             return True
         finally:
             sys.settrace(None)
+        assert self.left > 0 or not is_armed, f"the exception was swallowed: {self.where}"
         return False
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import expected
 from ..collectives.arguments import reduce_code
 from .machine import Collectives
 from .mask.counts import Count
@@ -85,7 +86,7 @@ class ReadyCall:
             if self._is_sum and own == addresses[self._num_ranks + self._rank]:
                 try:
                     copy = torch.empty_like(written)
-                except RuntimeError:  # no memory: peers must be notified
+                except expected(RuntimeError):  # no memory: peers must be notified
                     return False
                 place = copy.data_ptr()
                 again = tuple([place if at == own else at for at in addresses[: self._num_ranks]])
@@ -156,7 +157,7 @@ class KnownCalls:
             return None
         try:
             found = find(*args)
-        except NO_KEY:
+        except expected(*NO_KEY):
             return None
         if found is None:
             return None

@@ -16,7 +16,6 @@ no other, so that peers are notified at once."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -34,6 +33,8 @@ from ...errors import (
     ResourceError,
     UnsupportedError,
     context,
+    expected,
+    ignored,
     named,
 )
 from ...gpu.report import ABORTED, BAD_ROW, MISMATCH, PEER_DEAD, PEER_GAVE_UP, TIMEOUT, KernelReport
@@ -214,7 +215,7 @@ class DeviceHalf(MeetingHalf):
             call = self._prepare(method, args, kwargs)
         except NotServed:
             return NOT_SERVED
-        except Exception as exc:  # noqa: BLE001 - no memory for a copy, a word of torch's: the peers must hear of it
+        except expected(Exception) as exc:  # no memory for a copy, a word of torch's: the peers must hear of it
             refused = exc
         device = call.device if call is not None else _device_in(args)
         if device is None:
@@ -236,7 +237,7 @@ class DeviceHalf(MeetingHalf):
         if refused is None and call is not None:
             try:
                 again = [call.again(move) if machine.is_tried(move) else move for move in call.moves]
-            except RuntimeError as exc:  # no memory for a copy
+            except expected(RuntimeError) as exc:  # no memory for a copy
                 refused = exc
         if refused is not None or call is None:
             self._is_lost = True
@@ -262,7 +263,7 @@ class DeviceHalf(MeetingHalf):
             call = prepare(method, self._rank, entries, args, kwargs)
         except InvalidArgument:
             for number in range(least, size + 1):  # the lists may be made with or without a recent loss
-                with contextlib.suppress(InvalidArgument):
+                with ignored(InvalidArgument):
                     call, entries = prepare(method, self._rank, number, args, kwargs), number
                     break
             else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...errors import EpeeError, InvalidState
+from ...errors import InvalidState, expected
 from ...gpu.device import GpuDevice
 from ...gpu.platform import LentRegion, Platform
 from ...gpu.report import KernelReport
@@ -378,7 +378,7 @@ class Collectives:
         for rank in others:
             try:
                 self._map(self._pools, rank, (pools or {}).get(rank, b""))
-            except (EpeeError, RuntimeError, OSError) as exc:
+            except expected(RuntimeError, OSError) as exc:
                 self.no_pools = f"rank {self.config.rank} cannot map the pool of rank {rank}: {exc}"
 
     def _map(self, regions: list[LentRegion | None], rank: int, blob: bytes) -> None:

@@ -25,7 +25,14 @@ from typing import NamedTuple
 import torch
 
 from ...engine import Engine
-from ...errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
+from ...errors import (
+    InvalidArgument,
+    InvalidState,
+    ProtocolError,
+    RankFailedError,
+    UnsupportedError,
+    expected,
+)
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import CudaPlatform, Platform
 from ...memory.claim import process_start_time
@@ -165,7 +172,7 @@ class MeetingHalf:
         if machine.pool is None and self._pool_bytes:
             try:
                 machine.lend(self._pool_bytes)
-            except (EpeeError, RuntimeError) as exc:  # the others must be notified that there is none
+            except expected(RuntimeError) as exc:  # the others must be notified that there is none
                 self._why_no_pool = exc
         return b"" if machine.pool is None else machine.pool.blob
 
@@ -259,7 +266,7 @@ class MeetingHalf:
                 blob=machine.blob,
                 pool=self._lend(machine),
             )
-        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
+        except expected(RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
 
     def _begin(self, rows: Mapping[int, MeetingRow]) -> str:
@@ -285,7 +292,7 @@ class MeetingHalf:
             if self._losses is not None:
                 self._losses.met()
                 machine.shown = self._engine.mask.place_on(machine.platform.device)
-        except (EpeeError, RuntimeError, OSError) as exc:
+        except expected(RuntimeError, OSError) as exc:
             return f"rank {self._rank}: {exc}"
         return ""
 

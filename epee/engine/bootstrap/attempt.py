@@ -37,6 +37,8 @@ from ...errors import (
     SlotTakenError,
     UnsupportedError,
     context,
+    expected,
+    ignored,
 )
 from ...memory.claim import OwnerEndedError
 from ...memory.host import HostRegion
@@ -86,7 +88,7 @@ class BootstrapAttempt:
             raw = bytes(self.store.get(self.key(peer) + what))
         except SlotTakenError:
             raise
-        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
+        except expected(dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
             if self._twin:
                 raise self._twice() from exc
             again = (
@@ -122,7 +124,7 @@ class BootstrapAttempt:
             try:
                 self.store.wait([key], timedelta(seconds=TWIN_LOOK_S))
                 return
-            except RuntimeError:
+            except expected(RuntimeError):
                 if time.monotonic() - asked < TWIN_LOOK_S / 2:
                     raise  # it is not the time: the store no longer exists
             self._twin = self._find_twin()
@@ -153,16 +155,16 @@ class BootstrapAttempt:
                 words.release()
                 region.close()
                 return 0 if is_over else int(pid)
-        except (EpeeError, OSError, ValueError, TypeError, KeyError):  # it has ended; or what is there cannot be read
+        except expected(EpeeError, OSError, ValueError, TypeError, KeyError):  # it has ended, or cannot be read
             return 0
-        except RuntimeError:  # the store no longer exists
+        except expected(RuntimeError):  # the store no longer exists
             return self._twin
         return 0
 
     def _twice(self) -> SlotTakenError:
         """Return the error of a process whose rank another one has, and let that one's group be made again later."""
         self.others_know = True  # they have a group, and wait for no rank
-        with contextlib.suppress(RuntimeError):
+        with ignored(RuntimeError):
             if self.store.add(_counter(self.rank), 0) == self.number:
                 for what in WHATS:
                     self.store.delete_key(self.key(self.rank) + what)
@@ -201,7 +203,7 @@ class BootstrapAttempt:
         }
         if isinstance(error, RankFailedError):
             record["dead"] = list(error.ranks)
-        with contextlib.suppress(RuntimeError):  # the store no longer exists: the error itself counts
+        with ignored(RuntimeError):  # the store no longer exists: the error itself counts
             for rank in range(self.num_ranks):
                 for what in WHATS:
                     self.store.set(self.key(rank) + what, json.dumps(record))
@@ -219,7 +221,7 @@ class BootstrapAttempt:
             fields = read_fields(bytes(self.store.get(self.key(peer))), peer)
         except ProtocolError as exc:
             return exc
-        except RuntimeError:  # the store no longer exists
+        except expected(RuntimeError):  # the store no longer exists
             return None
         return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
 
@@ -283,7 +285,7 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
     """
     try:
         return told_fields(raw, MAX_RECORD_BYTES)
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
 
 

@@ -30,6 +30,8 @@ from ...errors import (
     MismatchError,
     ProtocolError,
     UnsupportedError,
+    expected,
+    ignored,
 )
 from ...link.engine import chosen_engine
 from ...memory.host import BLOB_BYTES, HostRegion
@@ -80,7 +82,7 @@ def find_job(store: Any) -> Found:
         return _open_told(bytes(store.get(FOLDER_KEY)), store)
     except (AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
         raise
-    except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
+    except expected(RuntimeError) as exc:  # the store has died or is another one: the folder itself can be found
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for this one
         if len(jobs) != 1:
             raise InvalidState(
@@ -178,7 +180,7 @@ def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
         return False
     try:
         directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
-    except (EpeeError, OSError):
+    except expected(EpeeError, OSError):
         return False  # obsolete or unreadable: a process that begins a group needs none of it
     directory.leave()  # and with it the folder, if no process uses it any more
     return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
@@ -204,7 +206,7 @@ def leave_note(store: Any, place: Place | None) -> None:
     job = own_job()
     if place is None or place.is_home or place.rank or job is None:
         return
-    with contextlib.suppress(RuntimeError):  # the store no longer exists: then no process joins
+    with ignored(RuntimeError):  # the store no longer exists: then no process joins
         note = prove(job.directory.token, pack_home(place.home).hex(), LANE_KEY.encode())
         store.set(LANE_KEY, note)
 
@@ -224,7 +226,7 @@ def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
     try:
         store.wait([LANE_KEY], timedelta(seconds=STORE_WAIT_S))
         fields = read_fields(bytes(store.get(LANE_KEY)), 0)
-    except RuntimeError as exc:
+    except expected(RuntimeError) as exc:
         raise InvalidArgument(
             f"is_extension=True: the store names no running group of ranks {list(ranks)} ({str(exc).splitlines()[0]}); "
             "make the groups in the order in which the running ranks have made them, with their store; a group that "
@@ -233,7 +235,7 @@ def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
     text = proved(job.directory.token, fields, LANE_KEY.encode(), "the group's")
     try:
         home = parse_home(bytes.fromhex(text))
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise ProtocolError(f"the note about the group of ranks {list(ranks)} cannot be read: {exc}") from exc
     return Place(home, list(ranks), rank, False)
 

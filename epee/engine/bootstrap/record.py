@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from ... import env
-from ...errors import MismatchError, ProtocolError, shortage
+from ...errors import MismatchError, ProtocolError, expected, shortage
 from ...link.engine import chosen_engine
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ...view.job import Seat, pack_member
@@ -65,7 +65,7 @@ def own_record(
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise shortage("cannot see which machine this is", exc) from exc
     return RankRecord(
         PROTOCOL,
@@ -129,7 +129,7 @@ def parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
             raise ValueError(f"pid is {record.pid}, port {record.port}")
         if record.address:
             ipaddress.ip_address(record.address)
-    except (ValueError, TypeError, KeyError) as exc:
+    except expected(ValueError, TypeError, KeyError) as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
     if record.protocol != PROTOCOL:
         raise ProtocolError(

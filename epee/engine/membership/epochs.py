@@ -32,14 +32,13 @@ This rank writes its own outbox only. A crash between two steps leaves a rank th
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context
+from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context, ignored
 from ...link.roles import Roles
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
@@ -238,7 +237,7 @@ class Survival(LaneBirth):
     def _told(self) -> dict[int, Offer]:
         """Return the offers of the members; nothing once this process has no agent, which its calls will raise."""
         own = {} if self._offer is None else {self._occupants.slot_of[self._offer.rank]: self._offer}
-        with contextlib.suppress(InvalidState):
+        with ignored(InvalidState):
             return parse_offers(self.runtime.told(self._occupants.lane)) | own
         return {}
 
@@ -543,7 +542,7 @@ class Survival(LaneBirth):
         if self.hooks.is_attached:
             for box in self._all_boxes():
                 box.forget_views()  # else mappings would live until a collection
-        with contextlib.suppress(NoQuorumError):  # the other ranks have left during an agreement: so does this one
+        with ignored(NoQuorumError):  # the other ranks have left during an agreement: so does this one
             self.runtime.unregister(self._occupants.lane)
         self._awaited.end()
         self._row = None  # it keeps the board

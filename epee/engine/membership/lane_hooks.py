@@ -9,7 +9,6 @@ Before the group has its engine there is nothing to stop, but the hooks must ans
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import time
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
+from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, ignored
 from ...link.meeting import Partner
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import BY_ITSELF, FOREVER, LEFT, Decision, LaneState
@@ -217,7 +216,7 @@ class LaneHooks:
     def asked(self) -> None:
         """Publish for which ranks processes wait, once the group is ready for that (`bootstrap/local_state.py`)."""
         if self.on_asked is not None:
-            with contextlib.suppress(InvalidState):  # the process is leaving the job
+            with ignored(InvalidState):  # the process is leaving the job
                 self.on_asked()
 
     def _tell_ways(self, decision: Decision) -> None:

@@ -12,12 +12,11 @@ Nothing here is shared with other processes; narrowing means not reading some of
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from collections.abc import Sequence
 
-from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError
+from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError, ignored
 from ...memory.host import HostRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
@@ -134,14 +133,14 @@ def fitted(make: Make, size: list[int], mask: Mask, box: Outboxes) -> Plan:
     except InvalidArgument as exc:
         error = exc
     for longer in range(1 + box.members[-1], 1 + max(box.group_size, size[0])):
-        with contextlib.suppress(InvalidArgument):
+        with ignored(InvalidArgument):
             plan = make(counting(box, longer))
             size[0] = longer
             return plan
     own = box.members[box.rank]
     for shorter in range(box.members[-1], own, -1):
         beyond = [rank for rank in box.members if rank >= shorter]
-        with contextlib.suppress(InvalidArgument):
+        with ignored(InvalidArgument):
             plan = make(_shortened(box, shorter))
             if mask.has_lost(beyond, box.epoch):
                 size[0] = shorter

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ...arrays import array_of, writing
+from ...errors import expected
 from ..limits import MAX_RANKS
 
 logger = logging.getLogger("epee")
@@ -200,7 +201,7 @@ class Mask:
             try:
                 with writing(self._shown):
                     self._fill(self._shown[rank : rank + 1], value, is_aside)
-            except RuntimeError as exc:  # the GPU is broken; the group must go on, and its calls do not need the GPU
+            except expected(RuntimeError) as exc:  # the GPU is broken; the group and its calls do not need it
                 logger.warning("active_ranks on %s is not kept up to date any more: %s", self._shown.device, exc)
                 self._shown = None
 

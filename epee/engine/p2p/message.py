@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import EpeeError, MismatchError, PeerError, context, is_own
+from ...errors import EpeeError, MismatchError, PeerError, context, expected
 from ..outbox import Outboxes
 from ..plan import NOTHING, Tensors
 from ..ranges import holdups
@@ -163,9 +163,8 @@ class Books:
             step, args = self.entry
             try:
                 step(*args)
-            except EpeeError as exc:
-                if is_own(exc):  # else it interrupts this step as well, which is still to be finished
-                    self.entry = None
+            except expected(EpeeError):  # another exception interrupts this step as well, which is to be finished still
+                self.entry = None
                 raise
             self.entry = None
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 
 from ... import env
-from ...errors import AuthError, CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, shortage
+from ...errors import AuthError, CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, expected, shortage
 from ...link.engine import LinkMaker
 from ...link.meeting import Meeting, Partner
 from ...link.poller import Links
@@ -73,8 +73,8 @@ class StoreLook:
 
 
 def in_words(exc: BaseException) -> BaseException:
-    """Return the error to raise for an error on the way."""
-    if isinstance(exc, OSError) and not isinstance(exc, EpeeError):
+    """Return the error to raise for the exception on the way, which is being handled."""
+    if isinstance(exc, expected(OSError)) and not isinstance(exc, EpeeError):
         return shortage("cannot make the links of the group", exc)
     return exc
 
@@ -114,7 +114,7 @@ def enter_job(this: BootstrapAttempt, greeting: Greeting, is_at_rank_0: bool, de
         secret = bytes.fromhex(told)
         if token is None and len(secret) != TOKEN_BYTES:
             raise ValueError(f"{len(secret)} bytes")
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise ProtocolError(f"rank 0's token in the store cannot be read ({exc}); is the store ours?") from exc
     return JobDirectory.enter(job_name(), job_id_of(greeting.folder), secret)
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ... import env
-from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError
+from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError, expected, ignored
 from ...link.address import listen, own_address
 from ...link.engine import LinkMaker
 from ...link.meeting import Meeting, Partner
@@ -79,7 +79,7 @@ def leave_notes(store: Any, job: Job, topology: Topology, home: Home) -> None:
 def tell_contact(store: Any, job: Job) -> None:
     """Publish in the store the identity of this member and the address of its agent."""
     key = contact_key(job.slot)
-    with contextlib.suppress(RuntimeError):  # the store has died: others are asked
+    with ignored(RuntimeError):  # the store has died: others are asked
         store.set(key, prove(job.directory.token, pack_member(job.runtime.member), key.encode()))
 
 
@@ -107,7 +107,7 @@ def find_over_hosts(store: Any, fields: dict[str, Any]) -> Found:
         text = read_fields(proved(token or Token(secret), record, FOLDER_KEY.encode(), "the job's").encode(), 0)
         folder, host = parse_place(str(text.get("place")))
         job_id, home = job_id_of(folder), parse_home(bytes.fromhex(str(text.get(_HOME_KEY))))
-    except ValueError as exc:
+    except expected(ValueError) as exc:
         raise ProtocolError(f"the job's record in the store cannot be read ({exc}); is the store ours?") from exc
     is_rank_0s = host == own_host_key()
     directory = _entered(folder) if is_rank_0s else None
@@ -116,7 +116,7 @@ def find_over_hosts(store: Any, fields: dict[str, Any]) -> Found:
         undo.callback(directory.leave)
         contacts = _contacts(store, directory)
         if not directory.read_home():
-            with contextlib.suppress(EpeeError):  # another process writes it just now
+            with ignored(EpeeError):  # another process writes it just now
                 directory.write_home(pack_home(home))
         undo.pop_all()
     return Found(directory, home, contacts)
@@ -136,7 +136,7 @@ def _contacts(store: Any, directory: JobDirectory) -> tuple[Member, ...]:
     for slot in range(MAX_RANKS):
         key = contact_key(slot)
         if store.check([key]):
-            with contextlib.suppress(AuthError, ProtocolError):
+            with ignored(AuthError, ProtocolError):
                 text = proved(directory.token, read_fields(bytes(store.get(key)), slot), key.encode(), f"slot {slot}'s")
                 found.append(parse_member(text, slot))
     return tuple(found)

@@ -13,14 +13,13 @@ not read.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...errors import ResourceError
+from ...errors import ResourceError, ignored
 from ...memory.claim import require_own
 from ...memory.host import HEADER_BYTES, process_start_time
 from ...memory.signals import SEQ_BITS
@@ -132,10 +131,10 @@ def _opened(mapped: dict[int, _Memory]) -> list[_Memory]:
 def _memories_of(pid: int) -> Iterator[tuple[str, int]]:
     """Yield path and inode of each outbox and mirror that a process of this user holds open for writing."""
     folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):  # another user's, or it has just ended
+    with ignored(OSError):  # another user's, or it has just ended
         for name in os.listdir(folder) if os.stat(folder).st_uid == os.geteuid() else ():
             path = f"{folder}/{name}"
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with ignored(OSError):  # closed meanwhile
                 is_writer = os.lstat(path).st_mode & stat.S_IWUSR  # the link shows how it was opened
                 if is_writer and _NAME.fullmatch(os.readlink(path)):
                     yield path, os.stat(path).st_ino

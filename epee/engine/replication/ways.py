@@ -43,7 +43,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...errors import EpeeError, ProtocolError
+from ...errors import EpeeError, ProtocolError, expected
 from ...link.engine import LinkMaker
 from ...link.frames import BEGIN, END, FETCH, NO_WORD
 from ...link.meeting import Connected, Meeting, Partner
@@ -281,7 +281,7 @@ class Ways:
             self._ask()
             if self._fetches:
                 self._answer()
-        except (EpeeError, OSError) as exc:
+        except expected(EpeeError, OSError) as exc:
             logger.warning("rank %d cannot do its part between hosts now, and tries again: %s", self.topology.rank, exc)
             self._retry_at = time.monotonic() + _RETRY_S
             return True

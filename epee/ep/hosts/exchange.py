@@ -16,7 +16,6 @@ which continues without the lost rank, or ends with its name; no rank has a resu
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +24,7 @@ from ...engine import Engine
 from ...engine.operation import Operation
 from ...engine.outbox import Outboxes
 from ...engine.plan import Make
-from ...errors import NoQuorumError, ProtocolError, context
+from ...errors import NoQuorumError, ProtocolError, context, ignored
 from ..config import BufferConfig
 from ..control.header import Header, check_agreed, limits_of, parse_header
 from ..control.inbox import OP_GATHER, ExchangedRows, Moved
@@ -165,7 +164,7 @@ class HostsExchange:
     def release(self) -> None:
         """End the engine; idempotent."""
         try:
-            with contextlib.suppress(NoQuorumError):  # then no rank is notified
+            with ignored(NoQuorumError):  # then no rank is notified
                 self._take_back()
         finally:
             self.engine.close(failed=self.is_dropped)

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ...engine import Home, pack_home, parse_home
 from ...engine.limits import MIN_STAGING_BYTES, MODES
-from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context
+from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context, expected
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
@@ -97,7 +97,7 @@ def parse_notice(data: bytes) -> BufferNotice | None:
         number, num_hosts, epoch, length = _HEAD.unpack_from(data)
         home = parse_home(data[_HEAD.size : _HEAD.size + length])
         words = _WORDS.unpack(data[_HEAD.size + length :])
-    except (EpeeError, struct.error):
+    except expected(EpeeError, struct.error):
         return None
     is_lane = home.spans == (num_hosts > 1) and home.lane < LANE_LIMIT
     can_be = number and 1 <= num_hosts <= home.num_ranks == words[0] and is_lane

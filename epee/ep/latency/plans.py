@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ...errors import is_of_handler
+from ...errors import expected
 from ..config import CPU
 from ..throughput.placement import check_topk_idx
 from .checks import (
@@ -93,9 +93,7 @@ class LatencyPlans:
         try:
             key = _dispatch_key(given, flags, async_op)
             facts = self._dispatches.get(key)
-        except _NO_KEY as exc:
-            if is_of_handler(exc):
-                raise
+        except expected(*_NO_KEY):
             key = facts = None
         x, topk_idx, topk_weights, active_ranks = given
         if facts is not None and not (facts.num_tokens and x.data_ptr() % 16):
@@ -132,9 +130,7 @@ class LatencyPlans:
         try:
             key = _combine_key(handle.num_tokens, given, return_hook, async_op) if self._remembers else None
             facts = self._combines.get(key)
-        except _NO_KEY as exc:
-            if is_of_handler(exc):
-                raise
+        except expected(*_NO_KEY):
             key = facts = None
         if facts is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
             return LatencyCombineCall(facts, handle, y, topk_weights, out, active_ranks, timeout_s)
@@ -177,9 +173,7 @@ class LatencyPlans:
             are_usual = idx.shape == shape and (weights is None or self._are_weights(weights, shape))
             if not (are_usual and (mask is None or self._is_mask(mask))):
                 return None
-        except _NO_KEY as exc:
-            if is_of_handler(exc):
-                raise
+        except expected(*_NO_KEY):
             return None
         if self._looks_at_ids:
             check_topk_idx(idx, self._num_experts)
@@ -210,9 +204,7 @@ class LatencyPlans:
                 )
                 if facts is not None:
                     _remember(self._quick_combines, key, facts)
-        except _NO_KEY as exc:
-            if is_of_handler(exc):
-                raise
+        except expected(*_NO_KEY):
             return None
         return facts
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from ...arrays import writing
-from ...errors import AbortedError, MismatchError, PeerError
+from ...errors import AbortedError, MismatchError, PeerError, expected
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
 from ..control.messages import ControlPlane, refused_alike
@@ -105,7 +105,7 @@ def told_alike(lane: PathLane) -> Iterator[None]:
         yield
     except (MismatchError, AbortedError):
         raise
-    except Exception as error:
+    except expected(Exception) as error:
         death = lane.death_in_birth()
         if death is not None:
             raise death from error

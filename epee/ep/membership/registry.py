@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...errors import EpeeError, ProtocolError, ResourceError, shortage
+from ...errors import EpeeError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_wake
@@ -241,9 +241,9 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
     folder = f"/proc/{pid}/fd"
     try:
         entries = os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):
+    except expected(FileNotFoundError, ProcessLookupError):
         return None
-    except OSError as exc:
+    except expected(OSError) as exc:
         if isinstance(exc, PermissionError) and is_leaving(pid, start_time):
             return None  # the folder of a process without memory is root's
         raise ResourceError(f"cannot look into {folder}: {exc}; the ranks must run as one user, dumpable") from exc
@@ -254,7 +254,7 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
                 found = _attach(path, pid, start_time, lane)
                 if found is not None:
                     return found
-        except OSError as exc:
+        except expected(OSError) as exc:
             if _is_shortage(exc):
                 raise shortage(f"cannot look at {path}", exc) from exc
             # closed meanwhile

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from ... import env
 from ...arrays import writing
-from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError
+from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError, expected
 from ...gpu.payload import DoesNotFit
 from ..config import MAX_LATENCY_TOKENS
 from ..latency.buffer import LatencyBuffer
@@ -82,7 +82,7 @@ class Steps:
             store = None if group is None else group.get_group_store()
             if store is not None and store.check([_PREFIX + "next"]):
                 self._number = int(store.get(_PREFIX + "next"))
-        except (RuntimeError, OSError) as error:
+        except expected(RuntimeError, OSError) as error:
             _log.warning("the number of the next step is not known, the group's store is out of reach: %s", error)
 
     def meet_again(self) -> None:
@@ -107,7 +107,7 @@ class Steps:
         while True:
             try:
                 found.update(self._read(group, number, set(range(group.size())) - found.keys()))
-            except (RuntimeError, OSError) as error:
+            except expected(RuntimeError, OSError) as error:
                 _log.warning("the group's store is out of reach, rooms are made as if no rank met again: %s", error)
                 return False
             if _AGAIN in found.values():
@@ -134,7 +134,7 @@ class Steps:
             return False
         try:
             group.get_group_store().set(_PREFIX + key, value)
-        except (RuntimeError, OSError) as error:
+        except expected(RuntimeError, OSError) as error:
             _log.warning(
                 "peers that make a buffer now cannot see this rank's step: the store is out of reach: %s", error
             )

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import env
-from ...errors import ForkError, ProtocolError, ResourceError
+from ...errors import ForkError, ProtocolError, ResourceError, expected, ignored
 from ..address import allowed_devices
 from .library import load
 
@@ -109,7 +109,7 @@ class NixlAgent:
             with restricted:
                 self._agent = api.nixlAgent(self.name, config)
                 self._backends = [self._agent.createBackend(BACKEND, {})]
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             where = f" on {devices}" if devices else ""
             raise ResourceError(
                 f"NIXL cannot make an agent with {BACKEND}{where}: {exc}; do UCX_TLS and UCX_NET_DEVICES, or "
@@ -141,14 +141,14 @@ class NixlAgent:
         """
         try:
             region = RingMemory(nbytes)
-        except OSError as exc:
+        except expected(OSError) as exc:
             raise ResourceError(f"no {2 * nbytes} bytes of memory for a link of NIXL: {exc}") from exc
         self._regions.append(region)
         try:
             self._agent.registerMem(
                 self._listed(region.address, region.address + nbytes, nbytes=nbytes), self._backends
             )
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             raise ResourceError(f"NIXL cannot register {2 * nbytes} bytes ({exc}); raise ulimit -l") from exc
         self.join(region)
         return region
@@ -170,9 +170,9 @@ class NixlAgent:
         """
         try:
             told = self._agent.loadRemoteMD(metadata)
-        except (self._api.nixlMismatchError, self._api.nixlInvalidParamError) as exc:
+        except expected(self._api.nixlMismatchError, self._api.nixlInvalidParamError) as exc:
             raise ProtocolError(f"NIXL cannot read a peer's metadata: {exc}; do all hosts have one version?") from exc
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             raise ConnectionError(f"NIXL cannot connect: {exc}") from exc
         if told != name.encode():
             raise ProtocolError(f"a peer says that its agent is {name}, its metadata that it is {told!r}")
@@ -183,7 +183,7 @@ class NixlAgent:
         users = self._peers.get(name, set())
         users.discard(user)
         if not users and self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # its connection has failed, so NIXL has dropped it
+            with ignored(*self._errors):  # its connection has failed, so NIXL has dropped it
                 self._agent.invalidateRemoteMD(name)
 
     # ---- writes
@@ -203,7 +203,7 @@ class NixlAgent:
                 transfer.handles.extend(map(agent.createXferReq, *args))
             if not transfer.states:
                 transfer.states.extend(map(agent.postXferReq, transfer.handles))
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             raise ConnectionError(f"NIXL: {exc}") from exc
 
     def is_done(self, transfer: Transfer) -> bool:
@@ -213,7 +213,7 @@ class NixlAgent:
         try:
             if transfer.states[-1] == self._api.NIXL_IN_PROG:
                 transfer.states[:] = (self._agent.getXferStatus(transfer.handles[0]),)
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             raise ConnectionError(f"NIXL: {exc}") from exc
         state = transfer.states[-1]
         if state not in (self._api.NIXL_IN_PROG, self._api.NIXL_SUCCESS):
@@ -225,7 +225,7 @@ class NixlAgent:
         if transfer.handles and not transfer.freed:
             try:
                 transfer.freed.extend(map(self._agent.releaseXferReq, transfer.handles))
-            except self._errors as exc:  # it was under way
+            except expected(*self._errors) as exc:  # it was under way
                 transfer.freed.append(exc)
                 logger.info("NIXL has kept a write that was given up: %s", exc)
 
@@ -233,7 +233,7 @@ class NixlAgent:
         """Let UCX move the data that can be moved; raises as `push`."""
         try:
             self._agent.getNotifs({}, self._backends)
-        except self._errors as exc:
+        except expected(*self._errors) as exc:
             raise ConnectionError(f"NIXL: {exc}") from exc
 
     def forget(self) -> None:

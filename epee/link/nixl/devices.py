@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import expected
+
 SYSFS = Path("/sys")  # read at each call: tests put another tree here
 _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")  # PCI classes of GPUs with and without a display
@@ -123,5 +125,5 @@ def _num_shared(first: Path, second: Path) -> int:
 def _word(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:
+    except expected(OSError):
         return ""

@@ -26,7 +26,7 @@ import hashlib
 import time
 from collections import deque
 
-from ...errors import EpeeError
+from ...errors import EpeeError, expected
 from ..frames import NO_WORD, FrameOpener, FrameSealer
 from ..meeting import Connected
 from ..seam import LinkLoss
@@ -100,7 +100,7 @@ class NixlLink(TcpLink):
                 has_room = True
             try:
                 self._post()
-            except OSError as exc:
+            except expected(OSError) as exc:
                 self._go_mute(exc)
             self._tell()
         self._note_stuck()
@@ -171,7 +171,7 @@ class NixlLink(TcpLink):
                 if self.is_stuck or has_moved:
                     self._agent.progress()
                 has_moved |= self._post()
-            except OSError as exc:
+            except expected(OSError) as exc:
                 self._go_mute(exc)
             has_moved |= self._drain()
             if self._out:

@@ -19,7 +19,6 @@ The heartbeat of a process (`Beat`) lies in a region of its own beside the board
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -31,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import EpeeError, ProtocolError, ResourceError
+from ...errors import EpeeError, ProtocolError, ResourceError, expected, ignored
 from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_sleep, futex_wake
@@ -328,7 +327,7 @@ def find_board(pid: int) -> BoardView:
     folder = Path(f"/proc/{pid}/fd")
     try:
         for name in os.listdir(folder):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with ignored(FileNotFoundError):  # closed meanwhile
                 if not os.readlink(folder / name).startswith(_MEMFD):
                     continue
                 fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -337,7 +336,7 @@ def find_board(pid: int) -> BoardView:
                 finally:
                     os.close(fd)
                 return BoardView.attach(blob)
-    except OSError as exc:
+    except expected(OSError) as exc:
         if isinstance(exc, EpeeError):
             raise
         raise ResourceError(f"cannot look into process {pid}: {exc}; it must be yours and alive") from exc
@@ -422,7 +421,7 @@ class Beat:
         self._timer = ctypes.c_void_p()
         try:
             self._create_timer()
-        except (OSError, AttributeError) as exc:
+        except expected(OSError, AttributeError) as exc:
             logger.warning("no heartbeat (%s): messages will not tell a rank that is busy from one that is frozen", exc)
 
     def _create_timer(self) -> None:

@@ -17,14 +17,13 @@ size, read through a descriptor that stays open (`DyingSigns`).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import select
 from collections.abc import Sequence
 
-from ...errors import ResourceError, shortage
+from ...errors import ResourceError, expected, ignored, shortage
 from ...memory.claim import is_leaving as is_leaving
 from ...memory.claim import is_torn_down as is_torn_down
 from ...memory.claim import started_at
@@ -47,9 +46,9 @@ def open_process(pid: int, start_time: int) -> int:
     """
     try:
         fd = os.pidfd_open(pid)
-    except (ProcessLookupError, FileNotFoundError):
+    except expected(ProcessLookupError, FileNotFoundError):
         return -1
-    except OSError as exc:
+    except expected(OSError) as exc:
         if exc.errno == errno.EINVAL and started_at(pid) != start_time:
             return -1  # the number is that of a thread of another process
         raise shortage(f"cannot watch process {pid}", exc, "pidfd_open") from exc
@@ -110,7 +109,7 @@ class DeathWatch:
         self._process_of.pop(rank, None)
         for fd, watched in list(self._rank_of_fd.items()):
             if watched == rank:
-                with contextlib.suppress(KeyError):  # an interrupt came before it was registered
+                with ignored(KeyError):  # an interrupt came before it was registered
                     self._poll.unregister(fd)
                 del self._rank_of_fd[fd]
                 os.close(fd)
@@ -170,9 +169,9 @@ class DyingSigns:
         if pid != os.getpid():
             try:
                 fd = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
-            except (FileNotFoundError, ProcessLookupError):
+            except expected(FileNotFoundError, ProcessLookupError):
                 pass
-            except OSError as exc:
+            except expected(OSError) as exc:
                 raise shortage(f"cannot watch process {pid}", exc) from exc
         self.forget(rank)
         if fd >= 0:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ... import env
-from ...errors import InvalidArgument, shortage
+from ...errors import InvalidArgument, expected, shortage
 
 KEY_DIGITS = 16  # hexadecimal
 
@@ -32,6 +32,6 @@ def own_host_key() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise shortage("cannot see which machine this is", exc) from exc
     return hashlib.sha256(f"{boot_id} {namespace} {named}".encode()).hexdigest()[:KEY_DIGITS]

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import AuthError, ProtocolError, ResourceError, shortage
+from ...errors import AuthError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
 from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, Endpoint, parse_endpoint
@@ -96,7 +96,7 @@ class Peer:
             return "stopped"
         try:
             self.look(now)
-        except ValueError:  # the agent thread has just dropped its board: the process has ended
+        except expected(ValueError):  # the agent thread has just dropped its board: the process has ended
             return "dead"
         beat, beat_at = self._seen.get("beat", (0, now))
         if beat and now - beat_at > FROZEN_S:
@@ -288,7 +288,7 @@ class Peers:
             return
         try:
             self._poll.register(fd, select.EPOLLIN)
-        except OSError as exc:
+        except expected(OSError) as exc:
             os.close(fd)
             raise shortage(f"cannot watch process {peer.endpoint.pid}", exc) from exc
         peer.pidfd = fd
@@ -421,9 +421,9 @@ def process_state(pid: int) -> str:
     """Return the state letter of a process from /proc (`R`, `S`, `D`, `T`, `Z` ...), "X" for none, "?" if not known."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except expected(FileNotFoundError, ProcessLookupError):
         return "X"
-    except OSError:
+    except expected(OSError):
         return "?"
     return stat[stat.rindex(b")") + 2 :][:1].decode("ascii", "replace")
 

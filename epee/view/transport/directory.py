@@ -37,6 +37,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import time
@@ -51,6 +52,8 @@ from ...errors import (
     InvalidState,
     ProtocolError,
     ResourceError,
+    expected,
+    ignored,
     shortage,
 )
 from ..process.machine import KEY_DIGITS, own_host_key
@@ -90,7 +93,7 @@ def runtime_folders() -> Iterator[Path]:
             try:
                 path.mkdir(mode=0o700, exist_ok=True)
                 os.close(_open_private(path))
-            except OSError as exc:
+            except expected(OSError) as exc:
                 if exc.errno in _SHORT:
                     raise shortage(f"cannot make the folder {path}", exc) from exc
                 refusals.append(exc)
@@ -122,7 +125,7 @@ def _existing_folders() -> Iterator[Path]:
         yield runtime_folder()
         return
     for path in (path for paths in _candidates() for path in paths):
-        with contextlib.suppress(OSError):  # it does not exist, or is not ours
+        with ignored(OSError):  # it does not exist, or is not ours
             os.close(_open_private(path))
             yield path.resolve()
 
@@ -152,7 +155,7 @@ def find_jobs(name: str | None = None) -> list[Path]:
         match = _JOB.fullmatch(path.name)
         if match is None or match[2] != host or (name is not None and match[1] != job_key(name)):
             continue
-        with contextlib.suppress(OSError):  # it is being removed, or is not ours
+        with ignored(OSError):  # it is being removed, or is not ours
             if not _visit(path, is_removed=False):
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
@@ -239,9 +242,9 @@ class JobDirectory:
         own_name = _folder_name(name, job_id)
         for _ in range(_NUM_TRIES):
             for folder in _existing_folders():
-                with contextlib.suppress(ResourceError):  # no process has made it, or the last one has just left it
+                with ignored(ResourceError):  # no process has made it, or the last one has just left it
                     return cls.open(folder / own_name)._checked(token)
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            with ignored(FileExistsError):  # another process was faster
                 return cls._make(name, job_id, secret)._checked(token)
         raise ResourceError(f"the folder {own_name} comes and goes; do the processes of its job end all the time?")
 
@@ -275,10 +278,9 @@ class JobDirectory:
         try:
             with contextlib.ExitStack() as undo:
                 unfinished.mkdir(mode=0o700)
-                undo.callback(unfinished.rmdir)
+                undo.callback(shutil.rmtree, unfinished, ignore_errors=True)  # an exception may come after the rename
                 folder_fd = _open_private(unfinished)
                 undo.callback(os.close, folder_fd)
-                undo.callback(_empty, folder_fd)
                 _lock_shared(folder_fd)
                 if env.get("EPEE_TOKEN_FILE"):
                     os.close(_make(folder_fd, "no-token", b""))  # a rename replaces an empty folder
@@ -287,13 +289,13 @@ class JobDirectory:
                 made = cls(path, folder_fd)  # reads the token, before others can find the folder
                 try:
                     unfinished.rename(path)
-                except OSError as exc:
+                except expected(OSError) as exc:
                     if exc.errno in (errno.EEXIST, errno.ENOTEMPTY):
                         raise FileExistsError(exc.errno, "another process has made it") from exc
                     raise
                 undo.pop_all()
                 return made
-        except OSError as exc:
+        except expected(OSError) as exc:
             if isinstance(exc, EpeeError | FileExistsError):
                 raise
             raise ResourceError(f"cannot make {path}: {exc}; let EPEE_RUNTIME_DIR name another folder") from exc
@@ -316,7 +318,7 @@ class JobDirectory:
                 if not _is_at(path, folder_fd):
                     raise FileNotFoundError(errno.ENOENT, "it was removed just now")
                 opened = cls(path, folder_fd)
-            except OSError as exc:
+            except expected(OSError) as exc:
                 if isinstance(exc, EpeeError):
                     raise
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -340,7 +342,7 @@ class JobDirectory:
         name = socket_name(slot, nonce)
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        except OSError as exc:
+        except expected(OSError) as exc:
             raise shortage(f"cannot listen in {self.path}", exc) from exc
         try:
             listener.bind(self._address(name))
@@ -348,7 +350,7 @@ class JobDirectory:
             os.chmod(name, 0o600, dir_fd=self._fd())  # no other user can enter the folder anyway
             listener.listen(backlog)
             fd = os.open(name, os.O_PATH | _FLAGS, dir_fd=self._fd())
-        except OSError as exc:
+        except expected(OSError) as exc:
             listener.close()
             raise ResourceError(f"cannot listen in {self.path}: {exc}; is the folder still there?") from exc
         return Door(listener, name, fd)
@@ -370,7 +372,7 @@ class JobDirectory:
         try:
             os.close(_make(self._fd(), "home.new", content))
             os.rename("home.new", "home", src_dir_fd=self._fd(), dst_dir_fd=self._fd())
-        except OSError as exc:
+        except expected(OSError) as exc:
             raise shortage(f"cannot leave a note for joiners in {self.path}", exc) from exc
 
     def read_home(self) -> bytes:
@@ -381,7 +383,7 @@ class JobDirectory:
         """
         try:
             fd = os.open("home", os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=self._fd())
-        except FileNotFoundError:
+        except expected(FileNotFoundError):
             return b""
         try:
             _require_private(os.fstat(fd), self.path / "home")
@@ -395,7 +397,7 @@ class JobDirectory:
         found: list[tuple[int, bytes, str]] = []
         try:
             names = os.listdir(self._fd())
-        except FileNotFoundError:  # the folder was removed
+        except expected(FileNotFoundError):  # the folder was removed
             return found
         for name in names:
             match = _SOCKET.fullmatch(name)
@@ -406,7 +408,7 @@ class JobDirectory:
     def remove(self, name: str) -> None:
         """Remove a socket from the folder: one's own, or that of a process that is proved dead."""
         if _SOCKET.fullmatch(name):
-            with contextlib.suppress(FileNotFoundError):
+            with ignored(FileNotFoundError):
                 os.unlink(name, dir_fd=self._fd())
             self._sockets.discard(name)
 
@@ -416,7 +418,7 @@ class JobDirectory:
             return
         for name in list(self._sockets):
             self.remove(name)
-        with contextlib.suppress(OSError):  # another process still uses it, or the folder was removed meanwhile
+        with ignored(OSError):  # another process still uses it, or the folder was removed meanwhile
             fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _empty(self._folder_fd)
             self.path.rmdir()
@@ -446,7 +448,7 @@ def remove_stale(parent: Path) -> int:
     removed = 0
     for path in parent.iterdir():
         if _JOB.fullmatch(path.name) or path.name.startswith("new-"):
-            with contextlib.suppress(OSError):  # it is not ours, or another process removes it
+            with ignored(OSError):  # it is not ours, or another process removes it
                 removed += _visit(path, is_removed=True)
     return removed
 
@@ -460,7 +462,7 @@ def _visit(path: Path, is_removed: bool) -> bool:
             return False
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except expected(BlockingIOError):
             return False
         if is_removed:
             _empty(folder_fd)
@@ -475,7 +477,7 @@ def _lock_shared(folder_fd: int) -> None:
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
-        except BlockingIOError:  # a process checks whether the job lives, which takes microseconds
+        except expected(BlockingIOError):  # a process checks whether the job lives, which takes microseconds
             if time.monotonic() > deadline:
                 raise
             os.sched_yield()
@@ -485,7 +487,7 @@ def _is_at(path: Path, folder_fd: int) -> bool:
     """Return whether `path` names the folder that is open as `folder_fd`."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(folder_fd))
-    except OSError:
+    except expected(OSError):
         return False
 
 
@@ -503,7 +505,7 @@ def _empty(folder_fd: int) -> None:
     """Remove the files that jobs put into their folders; other files stay, and then so does the folder."""
     for name in os.listdir(folder_fd):
         if name in ("token", "no-token", "home", "home.new") or _SOCKET.fullmatch(name):
-            with contextlib.suppress(FileNotFoundError):
+            with ignored(FileNotFoundError):
                 os.unlink(name, dir_fd=folder_fd)
 
 
@@ -511,7 +513,7 @@ def _open_private(path: Path) -> int:
     """Open a folder that belongs to this user and is closed to others; `AuthError` if it is another."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
-    except (NotADirectoryError, PermissionError) as exc:
+    except expected(NotADirectoryError, PermissionError) as exc:
         raise AuthError(f"{path} is a link, no folder, or another user's; remove it or set EPEE_RUNTIME_DIR") from exc
     try:
         _require_private(os.fstat(fd), path)
@@ -558,7 +560,7 @@ def _read_token(folder_fd: int) -> Token:
     path = Path(named or "token")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=None if named else folder_fd)
-    except OSError as exc:
+    except expected(OSError) as exc:
         if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise shortage(f"cannot read the job's token {path}", exc) from exc
         raise AuthError(f"cannot read the job's token {path}: {exc}; it must be a file of this user, no link") from exc

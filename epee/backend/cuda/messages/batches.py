@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ....errors import expected
+
 _TORCH = "torch."  # tensor subclasses call back through other modules
 _C10D = "torch.distributed.distributed_c10d"
 _MAX_DEPTH = 24
@@ -47,7 +49,7 @@ def is_below(frame: Any, depth: int) -> bool:
     """Whether a frame is at this depth on the stack, counted from the caller."""
     try:
         return sys._getframe(1 + depth) is frame
-    except ValueError:  # the stack is not so deep
+    except expected(ValueError):  # the stack is not so deep
         return False
 
 
@@ -55,7 +57,7 @@ def caller(tensor: torch.Tensor) -> MessageCaller:
     """Return the caller that makes a message of a tensor, found on the stack."""
     try:
         found = _of_batch(sys._getframe(1 + _usual[0]), _usual[0])
-    except ValueError:
+    except expected(ValueError):
         found = None
     if found is not None and found.operations[found.position].tensor is tensor:
         return found

@@ -55,6 +55,7 @@ from ....errors import (
     PeerError,
     RankFailedError,
     UnsupportedError,
+    expected,
     named,
 )
 from ....gpu.report import NO_REPORTS, PEER_GAVE_UP, TIMEOUT, KernelReport
@@ -164,7 +165,7 @@ class KnownBatches:
                     return None
                 key += op.op, op.group_peer, op.tag, x.dtype, x.numel(), x.get_device(), type(x)
                 addresses.append(x.data_ptr())
-        except NO_KEY:
+        except expected(*NO_KEY):
             return None
         return Likeness(tuple(key), addresses)
 

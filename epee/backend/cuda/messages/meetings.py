@@ -17,11 +17,11 @@ import torch
 from ....engine import Engine
 from ....errors import (
     CommTimeoutError,
-    EpeeError,
     InvalidArgument,
     InvalidState,
     ResourceError,
     UnsupportedError,
+    expected,
 )
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.platform import Platform
@@ -157,7 +157,7 @@ class Pairs:
             self.machine, self.streams = machine, Streams(platform)
             if platform.device.type == "cuda":
                 self.index, self.current = platform.device.index, torch._C._cuda_getDevice
-        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
+        except expected(RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
         self._board.publish(row)
         self.own_row, self._owners = row, self._members()

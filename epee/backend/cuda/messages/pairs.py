@@ -46,7 +46,7 @@ from typing import Any
 
 from ....engine import Engine
 from ....engine.outbox import OWNER, has_left
-from ....errors import CommTimeoutError, ProtocolError, RankFailedError, ResourceError, context
+from ....errors import CommTimeoutError, ProtocolError, RankFailedError, ResourceError, context, expected
 from ..meeting import MeetingRow
 
 NAP_S = 2e-4
@@ -116,7 +116,7 @@ class PairBoard:
     def _set(self, key: str, value: bytes) -> None:
         try:
             self._store.set(f"{_FOLDER}/{key}", value)
-        except RuntimeError as exc:
+        except expected(RuntimeError) as exc:
             raise ResourceError(f"the group's store takes nothing any more: {exc}") from exc
 
     def _await(self, key: str, peer: int, name: str, late: str) -> bytes:
@@ -125,7 +125,7 @@ class PairBoard:
             try:
                 if self._store.check([f"{_FOLDER}/{key}"]):
                     return bytes(self._store.get(f"{_FOLDER}/{key}"))
-            except RuntimeError as exc:
+            except expected(RuntimeError) as exc:
                 raise ResourceError(f"{name}: the group's store gives nothing any more: {exc}") from exc
             self._require_peer(peer, name)
             elapsed = time.monotonic() - started

@@ -10,7 +10,8 @@
 Data path: none; the path of the buffer's device moves the data.
 
 Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
-refusal, so that they raise at once and call numbers stay in step. A call that meets a new view (`Moved`) is made again
+refusal, so that they raise at once and call numbers stay in step. An exception of a signal handler, of any class, leaves
+a call that was not announced unmade: it may be repeated. A call that meets a new view (`Moved`) is made again
 there: `with` swallows it. A crash leaves nothing here: calls keep no state except the paths' own.
 
 `CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
@@ -21,8 +22,8 @@ the call takes the ordinary path, which checks it, makes it or raises. The paths
 and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys.
 
 Called on the thread of the call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
-lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation, or from a signal
-handler) before the call is visible to the peers.
+lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation) before the call is
+visible to the peers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EpeeError, InvalidArgument, named
+from ..errors import EpeeError, InvalidArgument, expected, is_of_handler, named
 from ..gpu.turns import Turns
 from ..profiling import is_profiling
 from .checks import check_timeout
@@ -90,7 +91,7 @@ class CallAttempt:
             return True
         try:
             is_announced = self._path.num_announced(self._op) != self._last_seq
-            if isinstance(error, Exception) and not is_announced and not self._path.is_told(error):
+            if isinstance(error, Exception) and not (is_announced or is_of_handler(error) or self._path.is_told(error)):
                 self._refuse(error, self._deadline)
         finally:
             self._exchange.membership.hide()
@@ -137,7 +138,7 @@ class CallAttempt:
             membership.turn(OP_NAMES[self._op], self._now + patience)
         except Moved:
             raise
-        except Exception as error:
+        except expected(Exception) as error:
             if membership.counts_entering and not self._path.is_told(error):
                 self._refuse(error, self._now + patience)
             raise
@@ -191,7 +192,7 @@ class CallsAgain:
                 if core.num_calls != before:
                     raise
                 return None
-            except Exception as error:
+            except expected(Exception) as error:
                 try:
                     self._fail(op, error, before)
                 except Exception as cause:

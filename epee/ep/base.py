@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, UnsupportedError, expected
 from ..gpu.platform import Platform
 from ..gpu.turns import Closing, Turns, on_gpu
 from ..link.topology import Topology
@@ -102,7 +102,7 @@ class SharedBuffer:
             elif config.room_bytes and not config.is_latency:
                 raise UnsupportedError("a room for calls of several shapes is memory of a GPU; pass device='cuda'")
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
-        except Exception as error:  # noqa: BLE001 - raised by `refuse_birth`, after the peers have been notified of it
+        except expected(Exception) as error:  # raised by `refuse_birth`, after the peers have been notified of it
             told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
             retire()
             refuse_birth(group, self.config, told)

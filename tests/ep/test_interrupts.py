@@ -29,8 +29,8 @@ TIMEOUT_S = 120.0  # far longer than the test
 MOST_S = 15.0  # for the lines of one test, however busy the machine is
 
 
-class Watchdog(Exception):
-    """An exception of a program's own, which its signal handler raises."""
+class Watchdog(TimeoutError, ValueError, TypeError, KeyError):
+    """An exception of a program's own, which its signal handler raises; code that expects one of these gets it too."""
 
 
 ERRORS: tuple[type[BaseException], ...] = (
@@ -66,12 +66,15 @@ class Interrupt:
         if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
             "with "
         ):
-            self.left -= 1
+            self._line()
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
                 raise self.error
         return self._trace
+
+    def _line(self) -> None:
+        self.left -= 1
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return what the call returns; None where it was interrupted."""
@@ -199,3 +202,34 @@ def test_an_exception_before_any_line_of_a_call_leaves_no_rank_with_a_value_of_a
     kind: str, errors: Any, share: int, stride: int
 ) -> None:
     run_ranks(at_every_line, 2, kind, stride, errors, share, backend="epee", timeout_s=55)
+
+
+class Count(Interrupt):
+    """Counts the lines of a call before it is announced, and raises nothing."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(1 << 30, KeyboardInterrupt)
+        self.lines, self._calls, self._before = 0, calls, calls.num_announced
+
+    def _line(self) -> None:
+        self.lines += self._calls.num_announced == self._before
+
+
+def unmade(rank: int, num_ranks: int, kind: str) -> int:
+    """Rank 0 is interrupted before it announces its call, again and again; the other waits in the call meanwhile."""
+    calls = Calls(kind, num_ranks)
+    calls.make(1)
+    count = Count(calls)
+    assert count.run(lambda: calls.make(2)) == 2.0
+    for at in range(1, count.lines, 5) if rank == 0 else ():
+        before, interrupt = calls.num_announced, Interrupt(at, Watchdog)
+        assert interrupt.run(lambda: calls.make(3)) is None
+        assert calls.num_announced == before, f"it was refused: {interrupt.where}"
+    assert calls.make(3) == 3.0
+    calls.buffer.close()
+    return count.lines
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "bytes", "latency combine"])
+def test_a_call_that_any_exception_ends_before_it_is_announced_has_not_been_made(kind: str) -> None:
+    assert run_ranks(unmade, 2, kind, backend="epee", timeout_s=55)[0] > 20

@@ -10,8 +10,8 @@
 Data path: none; the path of the buffer's device moves the data.
 
 Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
-refusal, so that they raise at once and call numbers stay in step. An exception of a signal handler, of any class, leaves
-a call that was not announced unmade: it may be repeated. A call that meets a new view (`Moved`) is made again
+refusal, so that they raise at once and call numbers stay in step. An exception of a signal handler, of any class,
+leaves a call that was not announced unmade: it may be repeated. A call that meets a new view (`Moved`) is made again
 there: `with` swallows it. A crash leaves nothing here: calls keep no state except the paths' own.
 
 `CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
@@ -22,8 +22,8 @@ the call takes the ordinary path, which checks it, makes it or raises. The paths
 and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys.
 
 Called on the thread of the call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
-lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation) before the call is
-visible to the peers.
+lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation) before the call
+is visible to the peers.
 """
 
 from __future__ import annotations

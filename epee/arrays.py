@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from .errors import InvalidArgument, expected
+from .torch_private import MODE_GUARDS, is_fake, num_dispatch_modes
 
 Array = np.ndarray[Any, Any]
 
@@ -128,8 +128,7 @@ def require_memory(tensor: torch.Tensor, name: str) -> None:
 
 def refuse_fake(tensor: torch.Tensor, name: str) -> None:
     """Raise `InvalidArgument` where a tensor is one of `FakeTensorMode`; wrappers around real ones are none."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # there is no public check
-    if module is not None and isinstance(tensor, module.FakeTensor):
+    if is_fake(tensor):
         raise InvalidArgument(f"{name}: {_no_memory(tensor)}")
 
 
@@ -158,10 +157,7 @@ def copy_array(destination: Array, source: Array) -> None:
     np.copyto(destination, source)
 
 
-num_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _AS_IS = contextlib.nullcontext()
-_GUARDS = [getattr(torch._C, name, None) for name in ("_DisableTorchDispatch", "DisableTorchFunction")]
 
 
 def plain_tensors() -> Any:
@@ -200,7 +196,6 @@ def without_modes() -> Iterator[None]:
     code's modes; where it lacks the private one, they stay in force.
     """
     with contextlib.ExitStack() as guards:
-        for guard in _GUARDS:
-            if guard is not None:
-                guards.enter_context(guard())
+        for guard in MODE_GUARDS:
+            guards.enter_context(guard())
         yield

@@ -13,9 +13,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from .torch_private import is_profiling as is_profiling
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # as torch does itself
 
 
 def ranged(call: Callable[_P, _R]) -> Callable[_P, _R]:

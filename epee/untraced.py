@@ -5,10 +5,8 @@ into it finds objects it does not know and fails (numpy buffers, process groups)
 once for a constant. Between such calls a function is compiled as usual.
 
 `torch.compiler.disable` does that, but imports the compiler (1.4 s, torch 2.13), and takes 0.6 us a call. A function is
-therefore marked like one that it has made, which costs nothing per call: an attribute, which keeps the compiler from
-tracing into it, and a word in its code object that makes the interpreter run it, and all that it calls, unchanged. Both
-are torch's own, and not public: where torch does not know them, a function is wrapped, and the compiler turned off once
-it has been imported.
+therefore marked like one that it has made (`torch_private.py`), which costs nothing per call. Where torch does not know
+such marks, a function is wrapped, and the compiler turned off once it has been imported.
 """
 
 from __future__ import annotations
@@ -21,32 +19,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from .errors import expected
+from .torch_private import exclude_from_compiler
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 _WHY = "a call between ranks"
-_compiler: Any = torch._C._dynamo.eval_frame
-_BETWEEN = (__name__, "epee.profiling", "torch._dynamo.eval_frame")
 
 
 def untraced(function: _Function) -> _Function:
     """Return `function` so that torch.compile neither traces into it nor into what it calls."""
-    if not _mark(function):
+    if not exclude_from_compiler(function, _WHY):
         return _wrapped(function)
     return function
-
-
-def _mark(function: Any) -> bool:
-    """Exclude a function, and the functions it calls, from the compiler; False where torch knows no such marks."""
-    try:
-        skip = _compiler._FrameAction.SKIP
-        _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, skip))
-    except expected(AttributeError, TypeError):
-        return False
-    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True
-    function._torchdynamo_disable_msg = _WHY
-    return True
 
 
 def _wrapped(function: _Function) -> _Function:
@@ -65,18 +49,6 @@ def _wrapped(function: _Function) -> _Function:
     # The compiler counts how often it has compiled a code object, and warns and stops at 8: one for each function.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
-
-
-def caller() -> str:
-    """Return the module that called the untraced method to which the calling function belongs.
-
-    The frames of a call: the function that asks, its method, those between (`profiling.py`, torch's compiler), the
-    caller.
-    """
-    frame = sys._getframe(2).f_back  # the frame above the method
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def untraced_methods(cls: _Class) -> _Class:

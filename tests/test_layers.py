@@ -16,6 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Parts import from rows above their own, never from their own or from below (docs/design.md, "Parts").
 LAYERS = (
     {"errors"},
+    {"torch_private"},
     {"arrays", "env", "profiling", "threads", "untraced", "values"},
     {"memory", "jit", "log"},
     {"view"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee import untraced as module
+from epee import torch_private as module
 from epee.untraced import untraced, untraced_methods
 from tests.harness import run_ranks
 

@@ -6,16 +6,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend as _CBackend
 
 from .. import env
 from ..engine.limits import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES
 from ..errors import InvalidArgument
+from ..torch_private import CBackend
 from ..values import is_whole, seconds, shown
 from ..view.group import check_policy
 
 
-class BackendOptions(_CBackend.Options):
+class BackendOptions(CBackend.Options):
     """Options of a group of the backend "epee"; pass it as `pg_options`.
 
     Args:

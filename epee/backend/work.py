@@ -16,7 +16,8 @@ from ..engine import Engine
 from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, ignored, is_own, named
-from ..untraced import caller, untraced_methods
+from ..torch_private import C10D, calling_module
+from ..untraced import untraced_methods
 from ..values import waiting_time
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
@@ -160,7 +161,7 @@ class Work(CallsOfWork, WorkOfGroup):
                     self.engine.wait(op, seconds if seconds > 0 else None)
         except BaseException as exc:
             named(exc, self.engine.box.label.text)
-            if caller() == "torch.distributed.distributed_c10d":
+            if calling_module() == C10D:
                 for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, for example: not its own end
                     if is_open or not is_own(exc):

@@ -13,7 +13,6 @@ below it is partly changed.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState
+from ..torch_private import count_frames
 from .outbox import SLEEPERS
 
 if TYPE_CHECKING:
@@ -154,12 +154,7 @@ class Entry:
 
     def num_calls_below(self) -> int:
         """Return how many calls of this group are on the stack of this thread."""
-        frame, found = sys._getframe(1), 0
-        while frame is not None:
-            if frame.f_code in self.calls and frame.f_locals.get("self") is self._engine:
-                found += 1
-            frame = frame.f_back  # type: ignore[assignment]
-        return found
+        return count_frames(self.calls, self._engine)
 
     def is_marked_inside(self) -> bool:
         """True when this thread owns the lock or sleeps inside a call, or when an interrupt left it looking so."""

@@ -30,10 +30,10 @@ holds back.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..torch_private import works_of_batch
 from .operation import CallsOfWork, Driven, Operation
 from .p2p.message import ANY, Message
 from .ranges import Edge, Spans, Written, is_free, meet, names_of, spans_of
@@ -42,7 +42,6 @@ from .tensors import carrier_of, source
 if TYPE_CHECKING:
     from .engine import Engine
 
-_TORCH = "torch.distributed.distributed_c10d"
 Touched = tuple[Spans, Spans]  # memory that a call writes and memory that it reads
 
 
@@ -221,10 +220,4 @@ def _share_turns(earlier: Message, later: Message) -> bool:
 
 def batch_mates() -> Sequence[Driven]:
     """Return the calls that the `batch_isend_irecv` which is on the stack, if one is, has made so far."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "batch_isend_irecv" or frame.f_globals.get("__name__") != _TORCH:
-        if frame.f_back is None:
-            return ()
-        frame = frame.f_back
-    lists = [value for value in frame.f_locals.values() if isinstance(value, list)]
-    return [op for works in lists for work in works if isinstance(work, CallsOfWork) for op in work.ops]
+    return [op for work in works_of_batch() if isinstance(work, CallsOfWork) for op in work.ops]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import expected
-from ..memory.looks import MOST_LOOKS, Looks, looks_of
+from ..torch_private import MAX_CHECKS, MetadataCheck, metadata_check_of
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
 from .config import BufferConfig
 from .control.exchanging import RowExchange
@@ -120,7 +120,7 @@ class _Like(NamedTuple):
 
     plan: DispatchPlan
     options: object
-    looks: Looks
+    looks: MetadataCheck
 
 
 class KnownPlans:
@@ -204,10 +204,10 @@ class KnownPlans:
 
     def _note(self, plan: DispatchPlan, options: object, tensors: tuple[Any, ...]) -> None:
         """Store a plan under the properties of its tensors, if these can be compared."""
-        looks = looks_of(*tensors)
+        looks = metadata_check_of(*tensors)
         if looks is not None:
             others = [like for like in self._lately if like.plan is not plan or like.options != options]
-            self._lately = [_Like(plan, options, looks), *others][:MOST_LOOKS]
+            self._lately = [_Like(plan, options, looks), *others][:MAX_CHECKS]
 
     def combine(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
         """Return the plan of combines with the properties of these arguments, if there is one, and the slot of `y`."""

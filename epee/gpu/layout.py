@@ -16,8 +16,9 @@ import torch
 from ..errors import InvalidArgument, InvalidState
 from ..jit.params import constants_source, struct_source
 from ..memory.fresh import Allocate, allocator
+from ..torch_private import current_index
 from .platform import CudaPlatform, Platform
-from .turns import current_index, on_gpu
+from .turns import on_gpu
 
 MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
 MAX_EXPERTS = 8192  # as many counters as fit into the shared memory of any kernel

@@ -16,6 +16,7 @@ import torch
 from ..jit.driver import check, driver
 from ..jit.kernel import load_kernels
 from ..memory.cuda import CudaRegion, lends_descriptors
+from ..torch_private import CudaEvent, current_raw_stream, is_capturing
 from .event import stream_of
 from .shapes import Limits
 
@@ -135,10 +136,9 @@ class CudaPlatform:
         self._index = index
         self._streams: dict[int, torch.cuda.Stream] = {}  # torch's objects by raw handle, which cost more than an event
         # both are asked in every call: torch's own functions, without a Python frame around them
-        self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
-        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-        events = torch._C._CudaEventBase
-        self._new_event, self._record, self._wait = events, events.record, events.wait
+        self.stream: Callable[[], int] = partial(current_raw_stream, index)
+        self.is_capturing: Callable[[], bool] = is_capturing
+        self._new_event, self._record, self._wait = CudaEvent, CudaEvent.record, CudaEvent.wait
 
     @cached_property
     def keeps_addresses(self) -> bool:

@@ -21,8 +21,9 @@ from types import TracebackType
 
 import torch
 
-from ..arrays import num_dispatch_modes, without_modes
+from ..arrays import without_modes
 from ..errors import AbortedError, ForkError, InvalidState, named
+from ..torch_private import current_index, num_dispatch_modes
 from ..view.label import Label
 
 
@@ -35,9 +36,6 @@ class Closing:
         """End a waiting call once the buffer is to be closed."""
         if self.asked:
             raise AbortedError("the buffer was closed while this call was waiting")
-
-
-current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 _NOTHING = nullcontext()  # has no state, so all share it

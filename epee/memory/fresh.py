@@ -17,10 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_cut: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor] | None = getattr(
-    _guards, "_reinterpret_tensor", None
-)
+from ..torch_private import empty_strided_of, reinterpret_tensor
+
+_cut = reinterpret_tensor
 _is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 Allocate = Callable[[], torch.Tensor]
 _Made = TypeVar("_Made")
@@ -38,7 +37,7 @@ def allocator(
     """
     size = tuple(shape)
     steps = _strides(size) if strides is None else tuple(strides)
-    private = getattr(_guards, f"_empty_strided_{device.type}", None) if device.type in {"cpu", "cuda"} else None
+    private = empty_strided_of(device.type)
     if private is not None:
         return partial(private, size, steps, dtype)
     return lambda: torch.empty_strided(size, steps, dtype=dtype, device=device)

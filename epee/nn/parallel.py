@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..torch_private import contract, foreach_div
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _MARK = "_epee_expert_ranks"  # attribute of a marked module: ranks over which its experts are spread, 0 = not known
@@ -101,7 +102,7 @@ def sync_gradients(
             _add_up(own, replicas, 1)
         gradients = [parameter.grad for _, parameter in own if parameter.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, float(num_ranks))
+            foreach_div(gradients, float(num_ranks))
         _add_up([pair for pair in named if id(pair[1]) not in experts and id(pair[1]) not in done], group, num_ranks)
 
 
@@ -233,7 +234,7 @@ def _names_of_experts(module: nn.Module, experts: set[int]) -> Iterator[str]:
 def _leave_out_of_fsdp(module: nn.Module) -> None:
     """Register an API of the name "replicate" on a module: FSDP manages nothing of a module that has one."""
     try:
-        from torch.distributed._composable.contract import contract
+        exclusive = contract()
     except ImportError:
         warnings.warn(
             "this version of torch does not let epee mark experts for FSDP; pass "
@@ -242,7 +243,7 @@ def _leave_out_of_fsdp(module: nn.Module) -> None:
         )
         return
 
-    registered: Any = contract()(replicate)
+    registered: Any = exclusive(replicate)
     registered(module)
 
 

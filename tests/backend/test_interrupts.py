@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import epee.backend
 import epee.engine
+from epee import torch_private
 from epee.errors import AbortedError, CommTimeoutError, InvalidState, MismatchError, PeerError
 from tests.harness import run_ranks
 from tests.survive import stages
@@ -31,7 +32,10 @@ from tests.survive import stages
 from . import cases
 
 MOST_S = 20.0  # for the lines of one test, however busy the machine is
-_FOLDERS = tuple(str(Path(str(module.__file__)).parent) for module in (epee.backend, epee.engine))
+_FOLDERS = (
+    *(str(Path(str(module.__file__)).parent) for module in (epee.backend, epee.engine)),
+    str(torch_private.__file__),  # its reading of stack frames
+)
 _FRONT = ("group.py", "view_calls.py", "work.py")  # above the engine: nothing is begun there
 _SEND_COUNTS = [
     (4, 1),

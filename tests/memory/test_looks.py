@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from epee.memory import looks
+from epee import torch_private as looks
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_tensors_of_other_data_look_alike_wherever_they_lie() -> None:
-    check = looks.looks_of(rows(4, 8), rows(4, 2, dtype=torch.int64))
+    check = looks.metadata_check_of(rows(4, 8), rows(4, 2, dtype=torch.int64))
     assert check is not None
     assert check(rows(9, 8)[3:7].fill_(1), rows(4, 2, dtype=torch.int64))
     with torch.no_grad():
@@ -51,14 +51,14 @@ def test_tensors_of_other_data_look_alike_wherever_they_lie() -> None:
 )
 def test_whatever_looks_otherwise_is_seen(change: Callable[[torch.Tensor], object]) -> None:
     first = rows(4, 8)
-    check = looks.looks_of(rows(2, 2), first)
+    check = looks.metadata_check_of(rows(2, 2), first)
     assert check is not None
     assert check(rows(2, 2), first)
     assert not check(rows(2, 2), change(first))
 
 
 def test_one_row_may_have_any_strides_and_they_are_compared() -> None:
-    check = looks.looks_of(rows(1, 8))
+    check = looks.metadata_check_of(rows(1, 8))
     assert check is not None
     assert not check(rows(1, 16)[:, :8])
 
@@ -81,9 +81,9 @@ def test_a_torch_without_the_function_or_with_another_one_says_nothing(monkeypat
     for module in (None, Module):
         looks._is_right.cache_clear()
         monkeypatch.setattr(looks, "_guards", module)
-        assert looks.looks_of(rows(4, 8)) is None
+        assert looks.metadata_check_of(rows(4, 8)) is None
 
 
 def test_nothing_is_said_of_what_is_no_plain_tensor() -> None:
-    assert looks.looks_of(rows(4, 8), None) is None
-    assert looks.looks_of((rows(4, 8), rows(4, 1))) is None
+    assert looks.metadata_check_of(rows(4, 8), None) is None
+    assert looks.metadata_check_of((rows(4, 8), rows(4, 1))) is None

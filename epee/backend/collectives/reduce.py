@@ -28,10 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...arrays import num_dispatch_modes, num_function_modes, without_modes
+from ...arrays import without_modes
 from ...engine.signature import REDUCE_OPS
 from ...engine.tensors import Array, Carrier
 from ...errors import InvalidArgument
+from ...torch_private import num_dispatch_modes, num_function_modes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 BLOCK_BYTES = 256 << 10

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import expected
+from ...torch_private import current_index
 from ..collectives.arguments import reduce_code
 from .machine import Collectives
 from .mask.counts import Count
@@ -131,7 +132,7 @@ class KnownCalls:
         self._machine, self._device = machine, machine.device
         self._rank, self._num_ranks = config.rank, config.num_ranks
         self._index = device.index if device.type == "cuda" else -1
-        self._current: Callable[[], int] = torch._C._cuda_getDevice if device.type == "cuda" else lambda: -1
+        self._current: Callable[[], int] = current_index if device.type == "cuda" else lambda: -1
         self._plans: dict[Hashable, ReadyCall | None] = {}
         self._missed: Hashable = None
         self._methods: dict[str, Callable[..., _Found | None]] = {

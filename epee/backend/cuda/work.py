@@ -13,6 +13,7 @@ import torch
 from ...errors import CommTimeoutError, EpeeError
 from ...gpu.event import Event
 from ...gpu.platform import Platform
+from ...torch_private import current_raw_stream
 from ...untraced import untraced_methods
 from ...values import waiting_time
 from ..work import WorkOfGroup
@@ -124,7 +125,7 @@ class DeviceWork(WorkOfGroup):
 
     def _join(self) -> None:
         """Make the current stream wait, if it is another one than the call's."""
-        if self._device.type == "cuda" and torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
+        if self._device.type == "cuda" and current_raw_stream(self._device.index) != self._stream:
             self._event.wait()
 
     def _check(self) -> None:

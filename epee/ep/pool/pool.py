@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...arrays import array_of
 from ...errors import EpeeError, InvalidState
-from ...memory.looks import looks_of
+from ...torch_private import metadata_check_of
 from ..base import SharedBuffer
 from ..control.bootstrap import all_gather_bytes, hosts_of
 from ..handle import Payload
@@ -121,7 +121,7 @@ class BufferPool:
         """
         dispatch = room.core.dispatches_like(*given, *options)
         if dispatch is not None:
-            self._rooms.remember(key, Like(room, dispatch, extra, looks[0], looks_of(*looks[1])))
+            self._rooms.remember(key, Like(room, dispatch, extra, looks[0], metadata_check_of(*looks[1])))
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when more memory must be made, and after `meet_again`.

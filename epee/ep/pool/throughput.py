@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...errors import InvalidArgument
 from ...gpu.payload import DoesNotFit
 from ...gpu.report import NoRoomError
-from ...memory.looks import MOST_LOOKS, Looks
+from ...torch_private import MAX_CHECKS, MetadataCheck
 from ..buffer import Buffer, DispatchLike
 from ..config import CPU, MAX_TOPK, BufferConfig
 from ..control.bootstrap import refuse as refuse_birth
@@ -124,7 +124,9 @@ class Like:
 
     __slots__ = ("dispatch", "extra", "looks", "options", "room")
 
-    def __init__(self, room: Room, dispatch: DispatchLike, extra: Any, options: object, looks: Looks | None) -> None:
+    def __init__(
+        self, room: Room, dispatch: DispatchLike, extra: Any, options: object, looks: MetadataCheck | None
+    ) -> None:
         self.room, self.dispatch, self.extra, self.options, self.looks = room, dispatch, extra, options, looks
 
 
@@ -198,7 +200,7 @@ class ThroughputRooms:
         like = self._likes.get(key)
         if like is not None:
             if like.looks is not None:
-                self._lately = [like, *(other for other in self._lately if other is not like)][:MOST_LOOKS]
+                self._lately = [like, *(other for other in self._lately if other is not like)][:MAX_CHECKS]
             self._note(like.room)
         return like
 

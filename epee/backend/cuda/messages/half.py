@@ -6,20 +6,21 @@ a pair meet (`meetings.py`: at the first message between two ranks in a group, a
 for a receive from any source, whose source it must know.
 
 Batches. torch makes the messages of a `batch_isend_irecv` one by one; they are collected, and launched as one kernel
-with the last of them that goes from GPU to GPU (`batches.py` knows their number). A batch that is interrupted, because
-a tensor is refused, has sent nothing. A wait for a message of an incomplete batch launches what has been collected.
+with the last of them that goes from GPU to GPU (`torch_private.py` knows their number). A batch that is interrupted,
+because a tensor is refused, has sent nothing. A wait for a message of an incomplete batch launches what has been
+collected.
 
 Strided tensors are copied: contents of a send before the call on the caller's stream, of a receive after it on the
 message's. The allocator is notified of other streams (`record_stream`).
 
 Fast path (`ShortWay`): a single message without the checks, or a batch that matches an earlier one. The first message
-of a batch finds the whole list on the stack (`batches.py`). If the batch matches an earlier one (the same ends, tags,
-dtypes, sizes, in the same order) all of it is queued at once, and the messages after the first one only take their
-work. So such a batch is made or not made as a whole, also if an interrupt comes between two messages. A plan is made
-when a cache key comes for the second time, from the result of the ordinary path, checks included. What a key does not
-hold (dead ranks, another view, other blocks, a graph, reports) is checked each time. At most `MAX_PLANS` are kept, then
-the cache starts empty. Functions on the path of a message are long here, since each call of another function adds to
-its time.
+of a batch finds the whole list on the stack (`torch_private.py`). If the batch matches an earlier one (the same ends,
+tags, dtypes, sizes, in the same order) all of it is queued at once, and the messages after the first one only take
+their work. So such a batch is made or not made as a whole, also if an interrupt comes between two messages. A plan is
+made when a cache key comes for the second time, from the result of the ordinary path, checks included. What a key does
+not hold (dead ranks, another view, other blocks, a graph, reports) is checked each time. At most `MAX_PLANS` are kept,
+then the cache starts empty. Functions on the path of a message are long here, since each call of another function adds
+to its time.
 
 Lost messages (`LostMessages`). Kernels report (`report.py`); the error is raised at the next entry from the cpu: a
 message, or the `wait` of one. A pair that has lost a message makes none before its ranks have met (`pairs.py`). A
@@ -59,9 +60,9 @@ from ....errors import (
     named,
 )
 from ....gpu.report import NO_REPORTS, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ....torch_private import MessageCaller, is_below, message_caller
 from ...work import DONE, is_loss
 from ..interface import NOT_SERVED
-from .batches import MessageCaller, caller, is_below
 from .machine import Messages, Parcel, Queued, ReadyBatch
 from .meetings import Pairs, has_gpu, is_capturing
 from .params import MAX_RANKS, OPS_INSIDE
@@ -429,11 +430,11 @@ class MessageHalf:
         made = self._batch.made
         if made is not None:
             self._batch.made = None
-            if is_below(made.frame, made.depth) or caller(tensor).frame is made.frame:
+            if is_below(made.frame, made.depth) or message_caller(tensor).frame is made.frame:
                 work = made.take(tensor, peer)
                 self._batch.made = None if made.is_over else made
                 return work
-        who = caller(tensor)
+        who = message_caller(tensor)
         if who.operations:
             work = self._short.post_batch(who)
         else:

@@ -26,6 +26,7 @@ from ....errors import (
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.platform import Platform
 from ....memory.claim import process_start_time
+from ....torch_private import current_index
 from ....view.process.detector import DeathWatch, is_leaving
 from .. import meeting as collectives_meeting
 from ..meeting import MeetingRow
@@ -156,7 +157,7 @@ class Pairs:
             row = row._replace(gpu=gpu, blob=machine.blob, num_sms=platform.limits.num_sms)
             self.machine, self.streams = machine, Streams(platform)
             if platform.device.type == "cuda":
-                self.index, self.current = platform.device.index, torch._C._cuda_getDevice
+                self.index, self.current = platform.device.index, current_index
         except expected(RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
         self._board.publish(row)

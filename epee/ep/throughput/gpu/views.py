@@ -26,11 +26,11 @@ from typing import TypeAlias
 import torch
 
 from ....memory.fresh import first_rows
+from ....torch_private import count_storage_users
 
 _MOST_ORIGINALS = 256  # of a slot: callers may bring new shapes all the time
 # The location of a matrix in a slot: its dtype, bytes from the slot's beginning, rows and columns.
 FieldAt: TypeAlias = "tuple[torch.dtype, int, tuple[int, int]]"
-_count_users: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class SlotViews:
@@ -52,7 +52,7 @@ class SlotViews:
         self._storage = base.untyped_storage()
         self._address: int = self._storage._cdata
         self._originals: dict[FieldAt, torch.Tensor] = {}
-        self._num_others = _count_users(self._address)
+        self._num_others = count_storage_users(self._address)
         # All of Python has one object for a storage. It is one user, however many names refer to it.
         self._num_names = sys.getrefcount(self._storage)
 
@@ -69,7 +69,7 @@ class SlotViews:
     def is_idle(self) -> bool:
         """Return whether all aliases have died."""
         num_own = self._num_others + len(self._originals)
-        return _count_users(self._address) == num_own and sys.getrefcount(self._storage) == self._num_names
+        return count_storage_users(self._address) == num_own and sys.getrefcount(self._storage) == self._num_names
 
     def _make(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> torch.Tensor:
         assert offset + shape[0] * shape[1] * dtype.itemsize <= self._base.nbytes, (dtype, offset, shape)

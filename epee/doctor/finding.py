@@ -47,6 +47,19 @@ class Finding:
         return {**asdict(self), "verdict": self.verdict.value}
 
 
+def outcome(section: str, name: str, value: str, *flaws: tuple[object, Verdict, str]) -> list[Finding]:
+    """Return the finding of a check: verdict and remedy are those of the first flaw that is true, else it is OK.
+
+    Args:
+        section, name, value: of the finding.
+        flaws: whether there is one, with its verdict and remedy.
+    """
+    for is_there, verdict, remedy in flaws:
+        if is_there:
+            return [Finding(section, name, verdict, value, remedy)]
+    return [Finding(section, name, Verdict.OK, value)]
+
+
 def from_dict(raw: object) -> Finding:
     """Make a finding from the output of another process.
 
@@ -74,23 +87,13 @@ def examine(
         try:
             found.extend(check())
         except Exception as exc:  # noqa: BLE001 - whatever goes wrong is what the user wants to read
-            found.append(
-                Finding(
-                    section, name, Verdict.NO, f"{type(exc).__name__}: {exc}", "this check failed in itself; tell us"
-                )
-            )
+            value, remedy = f"{type(exc).__name__}: {exc}", "this check failed in itself; tell us"
+            found.append(Finding(section, name, Verdict.NO, value, remedy))
 
     thread = threading.Thread(target=run, name=f"epee-doctor-{name}", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        return [
-            Finding(
-                section,
-                name,
-                Verdict.NO,
-                f"no answer within {timeout_s:.0f} s",
-                "something below hangs: look at `dmesg`, at network file systems and at name servers",
-            )
-        ]
+        remedy = "something below hangs: look at `dmesg`, at network file systems and at name servers"
+        return [Finding(section, name, Verdict.NO, f"no answer within {timeout_s:.0f} s", remedy)]
     return found

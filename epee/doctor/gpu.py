@@ -74,10 +74,8 @@ def installed_driver(proc: str = "/proc/driver/nvidia/version") -> list[Finding]
     except EpeeError:
         return [_line("driver", Verdict.OK, value)]  # the line of NVRTC reports that it is not installed
     if major > served // 1000:
-        return [
-            _line("driver", Verdict.NO, f"{value}, older than NVRTC {major}.{minor}",
-                  f"update the driver, or pip install 'nvidia-cuda-nvrtc<{served // 1000 + 1}'")
-        ]  # fmt: skip
+        remedy = f"update the driver, or pip install 'nvidia-cuda-nvrtc<{served // 1000 + 1}'"
+        return [_line("driver", Verdict.NO, f"{value}, older than NVRTC {major}.{minor}", remedy)]
     return [_line("driver", Verdict.OK, value)]
 
 
@@ -93,9 +91,8 @@ def _kernel_module(proc: str) -> str:
 def torch_build(cuda: str | None = torch.version.cuda) -> list[Finding]:
     """Whether torch itself was built for CUDA."""
     if cuda is None:
-        return [
-            _line("torch", Verdict.NO, f"{torch.__version__} is a CPU build", "install a CUDA build: pip install torch")
-        ]
+        remedy = "install a CUDA build: pip install torch"
+        return [_line("torch", Verdict.NO, f"{torch.__version__} is a CPU build", remedy)]
     return [_line("torch", Verdict.OK, f"built for CUDA {cuda}")]
 
 
@@ -135,10 +132,8 @@ def _judge(device: int, major: int, is_mig: bool) -> tuple[Verdict, str]:
     if mode == 2:
         return Verdict.NO, "compute mode PROHIBITED: nvidia-smi -c DEFAULT"
     if mode:
-        return (
-            Verdict.WARN,
-            "compute mode EXCLUSIVE: one process per GPU, peers cannot map from it; nvidia-smi -c DEFAULT",
-        )
+        remedy = "compute mode EXCLUSIVE: one process per GPU, peers cannot map from it; nvidia-smi -c DEFAULT"
+        return Verdict.WARN, remedy
     return Verdict.OK, ""
 
 
@@ -154,10 +149,10 @@ def links() -> list[Finding]:
             others = [other for other in range(count) if other != device]
             deaf = [other for other in others if not _reaches(device, other)]
             if deaf:
+                remedy, value = "use GPUs that are linked (nvidia-smi topo -p2p r), or CPU tensors", _list(deaf)
                 findings.append(
-                    _line(f"links of GPU {device}", Verdict.NO, f"does not reach GPU {_list(deaf)}; {over}",
-                          "use GPUs that are linked (nvidia-smi topo -p2p r), or CPU tensors")
-                )  # fmt: skip
+                    _line(f"links of GPU {device}", Verdict.NO, f"does not reach GPU {value}; {over}", remedy)
+                )
                 continue
             atomics = [other for other in others if _p2p("NATIVE_ATOMIC_SUPPORTED", device, other)]
             reach = f"reaches GPU {_list(others)}" if others else "the only GPU"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..memory.signals import usable_cores
-from .finding import Finding, Verdict
+from .finding import Finding, Verdict, outcome
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)
@@ -29,9 +29,7 @@ def python_version(version: tuple[int, ...] | None = None) -> list[Finding]:
     """Python itself."""
     found = tuple(sys.version_info[:3]) if version is None else version
     text = ".".join(map(str, found))
-    if found[:2] < OLDEST_PYTHON:
-        return [Finding("versions", "python", Verdict.NO, text, "use Python 3.10 or newer")]
-    return [Finding("versions", "python", Verdict.OK, text)]
+    return outcome("versions", "python", text, (found[:2] < OLDEST_PYTHON, Verdict.NO, "use Python 3.10 or newer"))
 
 
 def torch_version(version: str = torch.__version__) -> list[Finding]:
@@ -39,9 +37,8 @@ def torch_version(version: str = torch.__version__) -> list[Finding]:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         return [Finding("versions", "torch", Verdict.WARN, version, "this version says nothing; epee needs torch 2.10")]
-    if (int(match[1]), int(match[2])) < OLDEST_TORCH:
-        return [Finding("versions", "torch", Verdict.NO, version, "pip install 'torch>=2.10'")]
-    return [Finding("versions", "torch", Verdict.OK, version)]
+    is_old = (int(match[1]), int(match[2])) < OLDEST_TORCH
+    return outcome("versions", "torch", version, (is_old, Verdict.NO, "pip install 'torch>=2.10'"))
 
 
 def epee_version() -> list[Finding]:
@@ -56,9 +53,8 @@ def operating_system(system: str = sys.platform, machine: str | None = None) -> 
     """Linux on x86-64: elsewhere the shared memory needs fences that are not implemented."""
     machine = platform.machine() if machine is None else machine
     value = f"{system} {platform.release()}, {machine}"
-    if not system.startswith("linux") or machine not in ("x86_64", "AMD64"):
-        return [Finding("machine", "system", Verdict.NO, value, "use Linux on x86-64")]
-    return [Finding("machine", "system", Verdict.OK, value)]
+    is_other = not system.startswith("linux") or machine not in ("x86_64", "AMD64")
+    return outcome("machine", "system", value, (is_other, Verdict.NO, "use Linux on x86-64"))
 
 
 def cores(usable: int | None = None, quota: float | None = None, root: str = _CGROUPS) -> list[Finding]:
@@ -66,18 +62,10 @@ def cores(usable: int | None = None, quota: float | None = None, root: str = _CG
     usable = len(usable_cores()) if usable is None else usable
     quota = cgroup_cpus(root) if quota is None else quota
     value = f"{usable} usable of {os.cpu_count()}" + (f", the cgroup grants {quota:g}" if quota else "")
-    if quota and quota < usable:
-        return [
-            Finding(
-                "machine", "cores", Verdict.WARN, value,
-                "the ranks are stopped when the grant is used up: start no more ranks than it has cores, or raise it",
-            )
-        ]  # fmt: skip
-    if usable < 2:
-        return [
-            Finding("machine", "cores", Verdict.WARN, value, "several ranks on one core wait for each other's turns")
-        ]
-    return [Finding("machine", "cores", Verdict.OK, value)]
+    raise_it = "the ranks are stopped when the grant is used up: start no more ranks than it has cores, or raise it"
+    is_little = 0 < quota < usable, Verdict.WARN, raise_it
+    is_one = usable < 2, Verdict.WARN, "several ranks on one core wait for each other's turns"
+    return outcome("machine", "cores", value, is_little, is_one)
 
 
 def cgroup_cpus(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> float:
@@ -125,17 +113,12 @@ def shm_room(path: str = "/dev/shm") -> list[Finding]:
     try:
         status = os.statvfs(path)
     except OSError as exc:
-        return [
-            Finding("machine", "/dev/shm", Verdict.WARN, str(exc), "epee does without; torch's data loaders need it")
-        ]
+        none = True, Verdict.WARN, "epee does without; torch's data loaders need it"
+        return outcome("machine", "/dev/shm", str(exc), none)
     free, total = status.f_bavail * status.f_frsize // _MIB, status.f_blocks * status.f_frsize // _MIB
     value = f"{free} MiB free of {total}"
-    if free < 64:
-        return [
-            Finding("machine", "/dev/shm", Verdict.WARN, value,
-                    "epee does without; for torch's data loaders give the container --shm-size=1g")
-        ]  # fmt: skip
-    return [Finding("machine", "/dev/shm", Verdict.OK, value)]
+    enlarge = "epee does without; for torch's data loaders give the container --shm-size=1g"
+    return outcome("machine", "/dev/shm", value, (free < 64, Verdict.WARN, enlarge))
 
 
 def memory(meminfo: str = "/proc/meminfo", left: int | None = None) -> list[Finding]:
@@ -146,12 +129,9 @@ def memory(meminfo: str = "/proc/meminfo", left: int | None = None) -> list[Find
         return [Finding("machine", "memory", Verdict.WARN, f"{meminfo} does not say", "mount /proc")]
     available = int(match[1]) // 1024
     value = f"{available} MiB available" + (f", the cgroup leaves {left // _MIB} MiB" if left >= 0 else "")
-    if min(available, left // _MIB if left >= 0 else available) < 512:
-        return [
-            Finding("machine", "memory", Verdict.WARN, value,
-                    "a buffer may not fit: free memory, or raise the container's limit")
-        ]  # fmt: skip
-    return [Finding("machine", "memory", Verdict.OK, value)]
+    is_little = min(available, left // _MIB if left >= 0 else available) < 512
+    remedy = "a buffer may not fit: free memory, or raise the container's limit"
+    return outcome("machine", "memory", value, (is_little, Verdict.WARN, remedy))
 
 
 def limits(
@@ -161,19 +141,14 @@ def limits(
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if num_files is None else num_files
     address_bytes = resource.getrlimit(resource.RLIMIT_AS)[0] if address_bytes is None else address_bytes
     locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if locked_bytes is None else locked_bytes
-    files = Finding("machine", "descriptors", Verdict.OK, _limit(num_files, 1, ""))
-    if 0 <= num_files < 256:
-        files = Finding("machine", "descriptors", Verdict.NO, str(num_files), "ulimit -n 1024, or more")
-    elif 0 <= num_files < 1024:
-        files = Finding("machine", "descriptors", Verdict.WARN, str(num_files), "ulimit -n 1024 for many ranks")
-    space = Finding("machine", "address space", Verdict.OK, _limit(address_bytes, _MIB, " MiB"))
-    if 0 <= address_bytes < 64 << 30:
-        space = Finding("machine", "address space", Verdict.WARN, _limit(address_bytes, _MIB, " MiB"),
-                        "epee maps far more than it touches: ulimit -v unlimited")  # fmt: skip
-    locked = Finding(
-        "machine", "locked memory", Verdict.OK, _limit(locked_bytes, _MIB, " MiB") + " (matters between hosts only)"
-    )
-    return [files, space, locked]
+    too_few = 0 <= num_files < 256, Verdict.NO, "ulimit -n 1024, or more"
+    few = 0 <= num_files < 1024, Verdict.WARN, "ulimit -n 1024 for many ranks"
+    little = 0 <= address_bytes < 64 << 30, Verdict.WARN, "epee maps far more than it touches: ulimit -v unlimited"
+    return [
+        *outcome("machine", "descriptors", _limit(num_files, 1, ""), too_few, few),
+        *outcome("machine", "address space", _limit(address_bytes, _MIB, " MiB"), little),
+        *outcome("machine", "locked memory", _limit(locked_bytes, _MIB, " MiB") + " (matters between hosts only)"),
+    ]
 
 
 def _limit(value: int, unit: int, suffix: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import env
 from ..errors import InvalidArgument
 from ..jit.cache import default_folder, why_not_ours
-from .finding import Finding, Verdict
+from .finding import Finding, Verdict, outcome
 
 
 def variables(names: Iterable[str] | None = None) -> list[Finding]:
@@ -38,24 +38,18 @@ def kernel_cache(folder: Path | None = None) -> list[Finding]:
     folder = default_folder() if folder is None else folder
     if not folder.exists() and not folder.is_symlink():
         parent = next(parent for parent in folder.parents if parent.exists())
-        if not os.access(parent, os.W_OK | os.X_OK):
-            return [
-                Finding("settings", "kernel cache", Verdict.WARN, f"{folder} cannot be made: {parent} is not writable",
-                        "let EPEE_JIT_CACHE_DIR name a folder of yours, else every process compiles anew")
-            ]  # fmt: skip
-        return [Finding("settings", "kernel cache", Verdict.OK, f"{folder}, made at first use")]
+        is_closed = not os.access(parent, os.W_OK | os.X_OK)
+        value = f"{folder} cannot be made: {parent} is not writable" if is_closed else f"{folder}, made at first use"
+        remedy = "let EPEE_JIT_CACHE_DIR name a folder of yours, else every process compiles anew"
+        return outcome("settings", "kernel cache", value, (is_closed, Verdict.WARN, remedy))
     reason = why_not_ours(folder)
     if not reason and not os.access(folder, os.W_OK):
         reason = "it is not writable"
     if reason:
-        return [
-            Finding("settings", "kernel cache", Verdict.WARN, f"{folder}: {reason}",
-                    "it is not used; chmod 700 it, or let EPEE_JIT_CACHE_DIR name a folder of yours")
-        ]  # fmt: skip
+        remedy = "it is not used; chmod 700 it, or let EPEE_JIT_CACHE_DIR name a folder of yours"
+        return [Finding("settings", "kernel cache", Verdict.WARN, f"{folder}: {reason}", remedy)]
     entries = list(folder.glob("*.cubin"))
     total = sum(entry.lstat().st_size for entry in entries)
     mode = stat.S_IMODE(folder.lstat().st_mode)
-    return [
-        Finding("settings", "kernel cache", Verdict.OK,
-                f"{folder} (mode {mode:04o}), {len(entries)} kernels, {total / (1 << 20):.1f} MiB")
-    ]  # fmt: skip
+    value = f"{folder} (mode {mode:04o}), {len(entries)} kernels, {total / (1 << 20):.1f} MiB"
+    return outcome("settings", "kernel cache", value)

@@ -16,7 +16,7 @@ from ..memory.cuda_share import yama_scope
 from ..memory.host import HostRegion
 from ..memory.passing import DescriptorServer, fetch_descriptor
 from ..memory.signals import futex_error
-from .finding import Finding, Verdict
+from .finding import Finding, Verdict, outcome
 
 CHILD_TIMEOUT_S = 8.0
 _PROBE = Path(__file__).with_name("probe.py")
@@ -28,25 +28,20 @@ def own_region(nbytes: int = 64 * _MIB) -> list[Finding]:
     try:
         region = HostRegion.create(nbytes, "doctor")
     except EpeeError as exc:
-        return [
-            Finding("sharing", "shared memory", Verdict.NO, str(exc), "free memory, or raise the container's limit")
-        ]
+        none = True, Verdict.NO, "free memory, or raise the container's limit"
+        return outcome("sharing", "shared memory", str(exc), none)
     with contextlib.closing(region), contextlib.closing(HostRegion.attach(region.blob)) as other:
         region.words(nbytes - 4096, 1)[0] = 77
         is_same = other.words(nbytes - 4096, 1)[0] == 77 and int(other.tensor(torch.int64, 0, (1,))[0]) == 0
-    if not is_same:
-        return [
-            Finding("sharing", "shared memory", Verdict.NO, "two mappings of one memfd differ", "report it, please")
-        ]
-    return [Finding("sharing", "shared memory", Verdict.OK, f"a sealed memfd of {nbytes // _MIB} MiB")]
+    value = f"a sealed memfd of {nbytes // _MIB} MiB" if is_same else "two mappings of one memfd differ"
+    return outcome("sharing", "shared memory", value, (not is_same, Verdict.NO, "report it, please"))
 
 
 def futex(error: str | None = None) -> list[Finding]:
     """Waiting without spinning."""
     error = futex_error() if error is None else error
-    if error:
-        return [Finding("sharing", "futex", Verdict.NO, error, "allow the system call futex (seccomp profile)")]
-    return [Finding("sharing", "futex", Verdict.OK, "works")]
+    remedy = "allow the system call futex (seccomp profile)"
+    return outcome("sharing", "futex", error or "works", (error, Verdict.NO, remedy))
 
 
 def between_children(answers: dict[str, str] | None = None) -> list[Finding]:
@@ -60,14 +55,11 @@ def between_children(answers: dict[str, str] | None = None) -> list[Finding]:
          "GPU memory goes over a unix socket instead (EPEE_CUDA_SHARE=scm on all ranks forces it); to allow it: Linux "
          "5.6, the seccomp profile, kernel.yama.ptrace_scope=0"),
     ]  # fmt: skip
-    findings = []
+    findings: list[Finding] = []
     for key, name, verdict, remedy in rows:
         said = answers.get(key, "no answer from the children")
-        findings.append(
-            Finding("sharing", name, Verdict.OK, "works between two processes")
-            if said == "ok"
-            else Finding("sharing", name, verdict, said, remedy)
-        )
+        value = "works between two processes" if said == "ok" else said
+        findings += outcome("sharing", name, value, (said != "ok", verdict, remedy))
     return findings
 
 
@@ -107,10 +99,8 @@ def over_socket() -> list[Finding]:
         finally:
             os.close(copied)
     except EpeeError as exc:
-        return [
-            Finding("sharing", "descriptors by socket", Verdict.WARN, str(exc),
-                    "GPU memory then needs pidfd_getfd; let TMPDIR name a folder on a local disk")
-        ]  # fmt: skip
+        remedy = "GPU memory then needs pidfd_getfd; let TMPDIR name a folder on a local disk"
+        return [Finding("sharing", "descriptors by socket", Verdict.WARN, str(exc), remedy)]
     finally:
         os.close(fd)
     return [Finding("sharing", "descriptors by socket", Verdict.OK, "works")]
@@ -121,6 +111,5 @@ def ptrace_scope(scope: int | None = None) -> list[Finding]:
     scope = yama_scope() if scope is None else scope
     words = {0: "any process of the user", 1: "descendants only", 2: "administrators only", 3: "nobody"}
     value = f"kernel.yama.ptrace_scope={scope}: {words.get(scope, 'unknown')}"
-    if scope:
-        return [Finding("sharing", "ptrace", Verdict.WARN, value, "GPU memory goes over a unix socket; nothing to do")]
-    return [Finding("sharing", "ptrace", Verdict.OK, value)]
+    remedy = "GPU memory goes over a unix socket; nothing to do"
+    return outcome("sharing", "ptrace", value, (scope, Verdict.WARN, remedy))

@@ -18,7 +18,7 @@ from ...link.nixl.devices import RdmaDevice, rdma_devices
 from ...link.nixl.library import why_missing
 from ...view.process.machine import own_host_key
 from ...view.transport.directory import token_of_file
-from ..finding import Finding, Verdict
+from ..finding import Finding, Verdict, outcome
 
 _ANOTHER = "set EPEE_HOST_IP to an address of this machine that the other hosts reach; groups on one host need none"
 _MAKE_TOKEN = "head -c 32 /dev/urandom > FILE; chmod 600 FILE; the same file on every host, named by EPEE_TOKEN_FILE"
@@ -66,11 +66,10 @@ def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
     served = f"{nics}: NIXL's {BACKEND} serves it with EPEE_LINK=nixl (not tried on a NIC yet)"
     served = served if nics else "no RDMA device"
     value = f"EPEE_LINK={chosen}; {served}{f', on {chr(44).join(allowed)} only' if allowed else ''}; {extra}"
-    if chosen == "nixl" and missing:
-        return [Finding("hosts", "links", Verdict.NO, value, "pip install 'epee[nixl]', or unset EPEE_LINK")]
-    if chosen == "nixl" and any(device.is_efa for device in devices) and str(env.get("UCX_MODULES")) == "^efa":
-        return [Finding("hosts", "links", Verdict.WARN, value, "unset UCX_MODULES: ^efa leaves out what serves EFA")]
-    return [Finding("hosts", "links", Verdict.OK, value)]
+    is_efa = chosen == "nixl" and any(device.is_efa for device in devices) and str(env.get("UCX_MODULES")) == "^efa"
+    absent = chosen == "nixl" and missing, Verdict.NO, "pip install 'epee[nixl]', or unset EPEE_LINK"
+    left_out = is_efa, Verdict.WARN, "unset UCX_MODULES: ^efa leaves out what serves EFA"
+    return outcome("hosts", "links", value, absent, left_out)
 
 
 def token() -> list[Finding]:

@@ -1,5 +1,5 @@
-# The commands to know: make demo, make test, make test-all, make smoke, make check, make bench. All of them make .venv
-# first if it is missing. Needs Python >= 3.10 and make; no compiler.
+# The commands to know: make demo, make test, make test-all, make smoke, make check, make bench, make docs. All of them
+# make .venv first if it is missing. Needs Python >= 3.10 and make; no compiler.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-defaults smoke check bench install clean
+.PHONY: help demo test test-all test-defaults smoke check bench docs install clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 22
@@ -52,5 +52,9 @@ bench: $(STAMP)  ## measure epee against gloo on this machine
 	$(BIN)/epee bench ep --json bench-out/ep.json
 	$(BIN)/epee bench collectives --json bench-out/collectives.json --plot bench-out/collectives.png
 
+docs: $(STAMP)  ## build the site of the documentation, without a network
+	@echo "==> building the site; it goes to site/, begin with site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) demo-out bench-out build dist *.egg-info
+	rm -rf $(VENV) demo-out bench-out build dist site *.egg-info

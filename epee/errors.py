@@ -50,7 +50,7 @@ class EpeeError(RuntimeError):
 
     Attributes:
         source: the group or buffer whose call failed, for example "group default_pg"; empty where none is known. It is
-        part of the text.
+            part of the text.
     """
 
     source = ""

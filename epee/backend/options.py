@@ -26,9 +26,8 @@ class BackendOptions(CBackend.Options):
             program writes into it is not read. Ranks beyond its end are shown by `group.active_ranks()` only. None: the
             backend keeps the mask for itself.
         is_extension: this process joins a running group in the rank of a lost process, or beyond its last one.
-        max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at creation. It
-        is
-            no limit: a group may grow to 64 ranks.
+        max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at creation.
+            It is no limit: a group may grow to 64 ranks.
         fault_mode: "raise": the call that loses a rank raises `RankFailedError` on all survivors, the next one runs
             without it. "mask": the call itself succeeds over the remaining ranks. With `active_ranks` it is "mask".
         on_stall: the handling of a living rank that does not come until a call's timeout. "error": the call raises
@@ -38,13 +37,13 @@ class BackendOptions(CBackend.Options):
             `timeout`, which in any case is how long the ranks wait for each other while the group is made.
         staging_bytes: size of one staging buffer (two send, two hold reduced data), a multiple of 4096, at least
             64 KiB. None: `EPEE_STAGING_BYTES`, 16 MiB.
+
     Raises:
         InvalidArgument: a value breaks its rule; the message names it.
 
     Attributes:
-        reports_losses: a call that a loss ends raises nothing; its `Work` reports it (`lost_ranks`, `exception`). This
-        and
-            what follows is there for other libraries' names, and False.
+        reports_losses: a call that a loss ends raises nothing; its `Work` reports it (`lost_ranks`, `exception`).
+            This and what follows is there for other libraries' names, and False.
         counts_present: the group's size is 1 + the highest rank that takes part (or is still shown, `keeps_lost`),
             lists have so many entries, and those of excluded ranks are filled with zeros.
         joins_later: with `is_extension`: the process works alone until it calls `join`.

@@ -246,7 +246,7 @@ class SharedBuffer:
             timeout: seconds to wait for a silent peer.
 
         Raises:
-            As `dispatch`.
+            EpeeError: the errors of `dispatch`.
         """
         with self._turns.queue(), self._turns:
             if timeout is None and self._path.barrier_again(self._timeout):
@@ -269,7 +269,7 @@ class SharedBuffer:
             One byte string per rank, in rank order.
 
         Raises:
-            As `dispatch`.
+            EpeeError: the errors of `dispatch`.
         """
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_GATHER, timeout)
@@ -313,7 +313,7 @@ class SharedBuffer:
             NoQuorumError: too few ranks arrived to decide, or the others agreed without this one.
             InvalidState: a hook has not been called, or a graph is recorded.
             MismatchError: `Buffer` on CPUs: a rank that is counted on makes another call.
-            As `dispatch`, for `Buffer` on CPUs without a mask.
+            EpeeError: the errors of `dispatch`, for `Buffer` on CPUs without a mask.
         """
         with self._turns.queue(), self._turns:
             if active_ranks is not None or self.config.is_synced:

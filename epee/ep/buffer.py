@@ -148,7 +148,7 @@ class Buffer(SharedBuffer):
                 combine of that layout, and whenever one needs larger ones. Both collective.
 
         Raises:
-            As `Buffer`.
+            EpeeError: the errors of `Buffer`.
         """
         self = cls.__new__(cls)
         members = group_of(group)
@@ -221,7 +221,7 @@ class Buffer(SharedBuffer):
         """Return the bytes of a slot for rows of the expert layout that such calls need; two of them are a room.
 
         Raises:
-            As `slot_bytes_for`.
+            EpeeError: the errors of `slot_bytes_for`.
         """
         config.check()
         sizes = throughput_config(replace(config, room_bytes=0, room_expert_bytes=0), 0)
@@ -442,8 +442,9 @@ class Buffer(SharedBuffer):
             once; exact zeros for tokens without expert.
 
         Raises:
-            As `dispatch`; `out` is not written when an error is raised. On GPUs the CPU does not wait for a combine: an
-            error during it is raised by the next call, or by `check`, and `out` is then undefined.
+            EpeeError: the errors of `dispatch`; `out` is not written when an error is raised. On GPUs the CPU does not
+                wait for a combine: an error during it is raised by the next call, or by `check`, and `out` is then
+                undefined.
         """
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:

@@ -62,7 +62,7 @@ def dispatch(
         The result of `Buffer.dispatch`; its `x` and `topk_weights` carry gradients.
 
     Raises:
-        The errors of `Buffer.dispatch`; `Buffer.combine`'s errors from `backward()`.
+        EpeeError: the errors of `Buffer.dispatch`; those of `Buffer.combine` from `backward()`.
     """
     if not isinstance(x, Tensor):
         raise InvalidArgument(f"x must be a tensor, got {type(x).__name__}; an FP8 pair goes through Buffer.dispatch")
@@ -96,7 +96,7 @@ def combine(
         `[num_tokens, hidden]` in `y`'s dtype, one row per token of this rank.
 
     Raises:
-        The errors of `Buffer.combine`; `Buffer.dispatch`'s errors from `backward()`.
+        EpeeError: the errors of `Buffer.combine`; those of `Buffer.dispatch` from `backward()`.
     """
     first, second = bias if isinstance(bias, tuple) else (bias, None)
     result: Tensor = _Combine.apply(y, dispatched.topk_weights, first, second, buffer, dispatched.handle, timeout)

@@ -119,7 +119,7 @@ class MoELayer(ExpertLayer):
 
         Raises:
             InvalidArgument: the last dimension is not `hidden`.
-            Else as the buffer's dispatch and combine.
+            EpeeError: the errors of the buffer's dispatch and combine.
         """
         if x.shape[-1:] != (self.hidden,):
             raise InvalidArgument(f"x must be [.., {self.hidden}], got {list(x.shape)}; its rows are the tokens")

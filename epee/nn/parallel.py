@@ -88,7 +88,7 @@ def sync_gradients(
         InvalidArgument: this rank is not in `group`; or the ranks of a layer's buffer, times those of `replicas`, are
             not as many as those of `group`.
         UnsupportedError: a gradient is sparse, or a parameter is a DTensor that FSDP does not manage.
-        Else as an all_reduce.
+        EpeeError: the errors of an all_reduce.
     """
     num_ranks = dist.get_world_size(group)
     if num_ranks < 1:

@@ -71,7 +71,7 @@ class LatencyBuffer(SharedBuffer):
         again: makes cached calls (`attempt.py`); None on CPUs.
 
     Raises:
-        As `Buffer`.
+        EpeeError: the errors of `Buffer`.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class LatencyBuffer(SharedBuffer):
             nbytes: of memory that each rank lends; `bytes_for` returns the bytes for given sizes.
 
         Raises:
-            As a buffer.
+            EpeeError: the errors of a buffer.
         """
         members = group_of(group)
         made = cls.__new__(cls)
@@ -256,7 +256,7 @@ class LatencyBuffer(SharedBuffer):
             `LatencyDispatched`.
 
         Raises:
-            As `Buffer.dispatch`.
+            EpeeError: the errors of `Buffer.dispatch`.
         """
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
         is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
@@ -326,7 +326,7 @@ class LatencyBuffer(SharedBuffer):
             once; exact zeros for tokens without expert.
 
         Raises:
-            As `Buffer.combine`.
+            EpeeError: the errors of `Buffer.combine`.
         """
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
         is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits

@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +176,7 @@ def check_script(words: list[str]) -> None:
         flags = words[3 : words.index("--")] if "--" in words else words[3:]
         assert set(flags) <= {"--deep-ep", "--mooncake"}, words
         words = words[words.index("--") + 1 :] if "--" in words else []
-    modules = [word for option, word in zip(words, words[1:]) if option == "-m" and word.startswith("tests.")]
+    modules = [word for option, word in pairwise(words) if option == "-m" and word.startswith("tests.")]
     assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules), words
     for word in words:
         if re.match(r"(examples|benchmarks|tests|scripts)/", word) and "*" not in word:

@@ -42,6 +42,8 @@ BLOCK = re.compile(
 INDENTED = re.compile(r"(?:^\n)((?:^    \S[^\n]*\n)(?:^(?:    [^\n]*)?\n)*)", re.M)
 MARK = re.compile(r"(example|tested|not run): *(.+)")
 SHELLS = ("sh", "bash", "shell", "console")
+INTERNALS = ("decisions.md", "design.md", "dependencies.md", "protocol.md")
+MAX_WORDS = 48_000  # may only fall
 
 
 class Block(NamedTuple):
@@ -79,6 +81,12 @@ def is_program(block: Block) -> bool:
 
 PROGRAMS = [block for block in PYTHON if is_program(block)]
 PARTS = [block for block in PYTHON if not block.text.startswith(("import ", "from ", "--8<--")) and not block.mark]
+
+
+def test_pages_for_users_have_no_more_words_than_before() -> None:
+    """Blocks do not count, nor do the bars and dashes of tables."""
+    texts = [BLOCK.sub("", page.read_text()) for page in PAGES if page.name not in INTERNALS]
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= MAX_WORDS
 
 
 def _run(rank: int, num_ranks: int, text: str, page: str, port: int) -> None:
@@ -146,6 +154,14 @@ def commands(block: Block) -> Iterator[list[str]]:
             words = words[1:]
         if words and words[0].rpartition("/")[2] in CHECKS:
             yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_shell_block_has_known_commands_or_a_mark(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language in SHELLS and not block.mark:
+            lines = [line for line in block.text.replace("\\\n", " ").splitlines() if line.split("#")[0].strip()]
+            assert len(lines) == len(list(commands(block))), block.text
 
 
 def check_make(words: list[str]) -> None:

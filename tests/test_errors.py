@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,15 @@ def test_the_tree_in_the_docstring_is_the_one_of_the_classes() -> None:
 def test_every_error_can_be_imported_from_epee(kind: type[Exception]) -> None:
     assert kind.__name__ in epee.__all__
     assert getattr(epee, kind.__name__) is kind
+
+
+def test_the_page_of_errors_has_a_row_and_an_entry_for_each() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
+    names = {kind.__name__ for kind in CLASSES}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == names - {"EpeeError"}
+    members = re.search(r"members: \[(.*?)\]", page)
+    assert members is not None
+    assert set(members[1].split(", ")) == names
 
 
 def test_a_failure_carries_its_facts() -> None:

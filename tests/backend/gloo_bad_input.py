@@ -1,4 +1,4 @@
-"""What gloo does with the bad input of the table in docs/backend.md; no test, a script that shows it.
+"""What gloo does with the bad input of the table in README.md beside it; no test, a script that shows it.
 
     python -m tests.backend.gloo_bad_input [--backend epee] [words of a row's name]
 

@@ -1,4 +1,4 @@
-"""backend.md and fault-tolerance.md tell the truth: their programs run on two ranks, tests that they name exist."""
+"""The programs of backend.md and fault-tolerance.md run on two ranks; the tests that README.md here names exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
 PAGES = PAGE, PAGE.with_name("fault-tolerance.md")
 TEXTS = [text for page in PAGES for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 PROGRAMS = [text for text in TEXTS if text.startswith(("import ", "from "))]  # else a part of one
-ROWS = [line for line in PAGE.read_text().splitlines() if re.search(r"`test_\w+\.py`", line)]
+TESTS = Path(__file__).with_name("README.md")
+ROWS = [line for line in TESTS.read_text().splitlines() if re.search(r"`test_\w+\.py`", line)]
 
 
 def program(rank: int, num_ranks: int, text: str, port: int) -> None:
@@ -28,7 +29,7 @@ def test_every_program_of_the_page_runs_on_two_ranks(number: int) -> None:
     run_ranks(program, 2, PROGRAMS[number], free_port(), backend=None)
 
 
-def test_the_page_has_programs_and_rows() -> None:
+def test_the_pages_have_programs_and_rows() -> None:
     assert len(PROGRAMS) == 6
     assert len(ROWS) > 40
 

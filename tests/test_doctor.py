@@ -370,7 +370,7 @@ def test_memory_that_cannot_be_lent_is_a_no(fake: FakeDriver) -> None:
 
 
 def test_a_driver_older_than_the_compiler_is_told(fake: FakeDriver) -> None:
-    assert one(gpu.installed_driver("/nonexistent")).value == "version not told, CUDA 13.0"
+    assert one(gpu.installed_driver("/nonexistent")).value == "version unknown, CUDA 13.0"
     fake.version = 12080
     row = one(gpu.installed_driver("/nonexistent"))
     assert row.verdict is NO
@@ -475,6 +475,25 @@ def test_the_table_shows_values_as_they_are() -> None:
     assert "-> do [this]" in text
 
 
+def test_the_report_fits_80_columns_with_a_title_for_each_section() -> None:
+    rows = [
+        Finding(section, "memory by /proc/PID/fd", WARN, "value " * 30, "remedy " * 20) for section in report.TITLES
+    ]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(report.as_table(rows))
+    lines = console.export_text().splitlines()
+    console.file.close()
+    assert max(map(len, lines)) <= 80
+    assert [line.strip() for line in lines if line.strip() and not line.startswith(" ")] == [*report.TITLES.values()]
+
+
+def test_the_conclusion_names_what_prevents_epee() -> None:
+    fine, no_driver = Finding("machine", "cores", OK, "2"), Finding("gpu", "driver", NO, "none", "install one")
+    expected = "epee works on CPU tensors here\nepee does not work on GPUs here: see driver"
+    assert report.conclusion([fine, no_driver]) == expected
+    assert report.conclusion([Finding("gpu", "GPU 0", OK, "fine")]).endswith("epee works on GPUs here")
+
+
 @pytest.mark.parametrize("verdict", [OK, NO])
 def test_the_exit_code_is_about_cpu_tensors(verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Finding("machine", "cores", verdict, "2"), Finding("gpu", "driver", NO, "none", "install one")]
@@ -517,7 +536,7 @@ def test_what_buffers_need_is_what_they_are_made_of() -> None:
     config = BufferConfig(2, 8, 512, 2, 1024, torch.bfloat16)
     slot = Buffer.slot_bytes_for(config)
     assert slot > 2 * 1024 * 512 * 2
-    assert found["Buffer, GPUs"].value.startswith(f"{3 * slot / (1 << 20):.1f} MiB: 2 results that live")
+    assert found["Buffer, GPUs"].value.startswith(f"{3 * slot / (1 << 20):.1f} MiB: 2 live results")
     assert "for 2048 rows" in found["Buffer, GPUs"].value
     assert f"6 slots of {config.slot_layout('expert', 1).nbytes / (1 << 20):.1f} MiB" in found["Buffer, CPUs"].value
     nbytes = LatencyBuffer.bytes_for(2, 8, 512, 2, 128)

@@ -352,7 +352,7 @@ def test_nobody_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPEE_HOST_IP", HERE)
     result = CliRunner().invoke(app, ["doctor", "--listen", "--seconds", "0.1"])
     assert result.exit_code == 1
-    assert "nobody came" in result.output
+    assert "no connection came" in result.output
 
 
 def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ import typer
 def doctor(
     port: int | None = typer.Argument(None, min=1, max=65535, help="With --listen: the port; by default a free one."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
-    pid: int | None = typer.Option(None, min=1, help="Say instead what the ranks of this process's job are doing."),
-    peer: str | None = typer.Option(None, metavar="HOST:PORT", help="Say instead whether this can be connected to."),
-    listen: bool = typer.Option(False, "--listen", help="Wait instead for `epee doctor --peer` of another host."),
+    pid: int | None = typer.Option(None, min=1, help="Explain instead why the job of this process hangs."),
+    peer: str | None = typer.Option(None, metavar="HOST:PORT", help="Test instead whether this address is reached."),
+    listen: bool = typer.Option(False, "--listen", help="Wait instead for `epee doctor --peer` on another host."),
     sizes: str | None = typer.Option(
-        None, metavar="RANKS,EXPERTS,HIDDEN,TOPK,TOKENS", help="Say instead how many bytes buffers of such calls hold."
+        None, metavar="RANKS,EXPERTS,HIDDEN,TOPK,TOKENS", help="Compute instead the memory of buffers for such calls."
     ),
     seconds: float = typer.Option(60.0, min=0.1, max=86400, help="How long to listen."),
 ) -> None:
-    """Report what this machine can do for epee, what not, and what to do about it.
+    """Report whether epee works on this machine, and what to do where it does not.
 
     Checks versions, cores, memory, limits, what processes may share, what groups over several hosts would use,
     settings, GPUs with their driver and links. Tests instead of guessing; changes nothing. Exit code 0 when epee works
@@ -58,7 +58,7 @@ def _check(port: int | None, pid: int | None, peer: str | None, listen: bool, si
     if port is not None and not listen:
         raise InvalidArgument(f"a port belongs to --listen, got {port} without; `epee doctor --listen {port}`")
     if listen and as_json:
-        raise InvalidArgument("--listen tells what happens line by line and has no --json; leave it out")
+        raise InvalidArgument("--listen reports line by line and has no --json; leave it out")
 
 
 def _sizes(sizes: str, as_json: bool) -> None:
@@ -107,12 +107,10 @@ def _listen(port: int, seconds: float) -> None:
         typer.echo(f"run on another host:  epee doctor --peer {place}")
         for visit in reach.visits(listener, seconds):
             num_doctors += visit.is_doctor
-            told = (
-                "all of its bytes came" if visit.is_doctor else "not by `epee doctor --peer`, or its bytes did not come"
-            )
-            typer.echo(f"reached from {visit.address}: {told}")
+            why = "all of its bytes came" if visit.is_doctor else "no `epee doctor --peer`, or its bytes did not come"
+            typer.echo(f"reached from {visit.address}: {why}")
     if not num_doctors:
-        typer.echo("nobody came; does `epee doctor --peer` there time out? then a firewall is on the way")
+        typer.echo("no connection came; if `epee doctor --peer` there times out, a firewall is in between")
     raise typer.Exit(0 if num_doctors else 1)
 
 
@@ -125,9 +123,5 @@ def _machine(as_json: bool) -> None:
     if as_json:
         typer.echo(report.as_json(findings))
     else:
-        console = Console()
-        console.print(report.as_table(findings))
-        on_gpu = "works" if report.works_on_gpu(findings) else "does not work"
-        on_cpu = "works" if report.works_on_cpu(findings) else "does not work"
-        console.print(f"\nepee {on_cpu} on CPU tensors here, and {on_gpu} on GPUs")
+        Console().print(report.as_table(findings), report.conclusion(findings), sep="\n")
     raise typer.Exit(0 if report.works_on_cpu(findings) else 1)

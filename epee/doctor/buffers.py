@@ -37,11 +37,11 @@ class AskedSizes(NamedTuple):
         num_tokens: most tokens of a rank.
     """
 
-    num_ranks: int = 4
-    num_experts: int = 256
-    hidden: int = 7168
-    num_topk: int = 8
-    num_tokens: int = 4096
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    num_topk: int
+    num_tokens: int
 
 
 class HeldRegion(NamedTuple):
@@ -74,16 +74,13 @@ def parse_sizes(text: str) -> AskedSizes:
     return AskedSizes(*map(int, parts))
 
 
-def needed(sizes: AskedSizes | None = None) -> list[Finding]:
+def needed(asked: AskedSizes) -> list[Finding]:
     """Return the bytes of a rank's buffers for calls of such sizes, and their purpose."""
-    asked = AskedSizes() if sizes is None else sizes
-    told = (
+    calls = (
         f"{asked.num_ranks} ranks, {asked.num_experts} experts, hidden {asked.hidden} bfloat16, "
         f"top-{asked.num_topk}, {asked.num_tokens} tokens"
     )
-    if sizes is None:
-        told += "; others: epee doctor --sizes"
-    findings = [Finding("buffers", "sizes", Verdict.OK, told)]
+    findings = [Finding("buffers", "sizes", Verdict.OK, calls)]
     for name, explain in (
         ("Buffer, GPUs", _on_gpus),
         ("Buffer, CPUs", _on_cpus),
@@ -108,7 +105,7 @@ def _on_gpus(sizes: AskedSizes) -> str:
     config = _config(sizes, sizes.num_tokens)
     slot, expert = Buffer.slot_bytes_for(config), Buffer.expert_slot_bytes_for(config)
     return (
-        f"{_mib((_SLOTS + 1) * slot)}: {_SLOTS} results that live and one landing slot, {_mib(slot)} each for "
+        f"{_mib((_SLOTS + 1) * slot)}: {_SLOTS} live results and one slot for arriving rows, {_mib(slot)} each for "
         f"{config.capacity('rank')} rows; with the first combine of the expert layout {_mib(2 * expert)} more: 2 slots "
         f"of {config.capacity('expert')} rows. Buffers made by of_sizes share it"
     )
@@ -130,7 +127,7 @@ def _latency(sizes: AskedSizes) -> str:
     nbytes = LatencyBuffer.bytes_for(sizes.num_ranks, *sized, num_tokens)
     return (
         f"{_mib(nbytes)} for {num_tokens} tokens (at most {MAX_LATENCY_TOKENS}), in which smaller calls fit: "
-        f"{2 * _SLOTS} calls in flight or finished, with a place for each token of {sizes.num_ranks} ranks"
+        f"{2 * _SLOTS} open or finished calls, with a slot for each token of {sizes.num_ranks} ranks"
     )
 
 
@@ -146,7 +143,7 @@ def in_use(proc: str = "/proc") -> list[Finding]:
     """Return the memory that epee's processes of this user share now."""
     regions = shared_regions(proc)
     if not regions:
-        return [Finding("buffers", "in use", Verdict.OK, "nothing: no process of this user shares memory by epee")]
+        return [Finding("buffers", "in use", Verdict.OK, "nothing: no process of this user has buffers or groups")]
     pids = frozenset().union(*(region.pids for region in regions))
     kinds: dict[str, int] = {}
     for region in regions:

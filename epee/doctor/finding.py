@@ -87,13 +87,13 @@ def examine(
         try:
             found.extend(check())
         except Exception as exc:  # noqa: BLE001 - whatever goes wrong is what the user wants to read
-            value, remedy = f"{type(exc).__name__}: {exc}", "this check failed in itself; tell us"
+            value, remedy = f"{type(exc).__name__}: {exc}", "the check itself failed: please report it"
             found.append(Finding(section, name, Verdict.NO, value, remedy))
 
     thread = threading.Thread(target=run, name=f"epee-doctor-{name}", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        remedy = "something below hangs: look at `dmesg`, at network file systems and at name servers"
+        remedy = "the system hangs below it: check `dmesg`, network file systems and name servers"
         return [Finding(section, name, Verdict.NO, f"no answer within {timeout_s:.0f} s", remedy)]
     return found

@@ -59,7 +59,7 @@ def bindings() -> list[Finding]:
     try:
         return [_line("cuda-bindings", Verdict.OK, metadata.version("cuda-bindings"))]
     except metadata.PackageNotFoundError:
-        return [_line("cuda-bindings", Verdict.NO, "not installed", "pip install 'epee[cuda]', or torch's CUDA build")]
+        return [_line("cuda-bindings", Verdict.NO, "not installed", "pip install cuda-bindings, or torch's CUDA build")]
 
 
 def installed_driver(proc: str = "/proc/driver/nvidia/version") -> list[Finding]:
@@ -83,9 +83,9 @@ def _kernel_module(proc: str) -> str:
     try:
         text = Path(proc).read_text()
     except OSError:
-        return "version not told"
+        return "version unknown"
     match = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", text)
-    return match[1] if match else "version not told"
+    return match[1] if match else "version unknown"
 
 
 def torch_build(cuda: str | None = torch.version.cuda) -> list[Finding]:
@@ -111,7 +111,7 @@ def devices() -> list[Finding]:
     with nvml.opened() as library:
         for device in range(_num_devices()):
             name = _text(check(cu.cuDeviceGetName(256, device), "ask for a GPU's name"))
-            bus_id = _text(check(cu.cuDeviceGetPCIBusId(64, device), "ask for a GPU's place"))
+            bus_id = _text(check(cu.cuDeviceGetPCIBusId(64, device), "ask for a GPU's PCI address"))
             major, minor = (attribute(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
             total = int(check(cu.cuDeviceTotalMem(device), "ask for a GPU's memory"))
             num_sms = attribute("MULTIPROCESSOR_COUNT", device)
@@ -143,7 +143,7 @@ def links() -> list[Finding]:
     findings = []
     with nvml.opened() as library:
         for device in range(count):
-            bus_id = _text(check(cu.cuDeviceGetPCIBusId(64, device), "ask for a GPU's place"))
+            bus_id = _text(check(cu.cuDeviceGetPCIBusId(64, device), "ask for a GPU's PCI address"))
             num_links = nvml.num_nvlinks(library, bus_id)
             over = "NVLinks not known (no NVML)" if num_links is None else f"{num_links} NVLinks"
             others = [other for other in range(count) if other != device]
@@ -226,7 +226,7 @@ def attach(blob: bytes, device: int) -> str:
 
 def _last(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "no word"
+    return lines[-1] if lines else "no output"
 
 
 def _root() -> Path:

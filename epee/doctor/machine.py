@@ -36,7 +36,7 @@ def torch_version(version: str = torch.__version__) -> list[Finding]:
     """The installed torch; 2.10 ... 2.13 is what epee is tested with."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        return [Finding("versions", "torch", Verdict.WARN, version, "this version says nothing; epee needs torch 2.10")]
+        return [Finding("versions", "torch", Verdict.WARN, version, "no version number; epee needs torch 2.10")]
     is_old = (int(match[1]), int(match[2])) < OLDEST_TORCH
     return outcome("versions", "torch", version, (is_old, Verdict.NO, "pip install 'torch>=2.10'"))
 
@@ -62,9 +62,9 @@ def cores(usable: int | None = None, quota: float | None = None, root: str = _CG
     usable = len(usable_cores()) if usable is None else usable
     quota = cgroup_cpus(root) if quota is None else quota
     value = f"{usable} usable of {os.cpu_count()}" + (f", the cgroup grants {quota:g}" if quota else "")
-    raise_it = "the ranks are stopped when the grant is used up: start no more ranks than it has cores, or raise it"
+    raise_it = "ranks are paused when the grant is used up: start no more ranks than it has cores, or raise it"
     is_little = 0 < quota < usable, Verdict.WARN, raise_it
-    is_one = usable < 2, Verdict.WARN, "several ranks on one core wait for each other's turns"
+    is_one = usable < 2, Verdict.WARN, "ranks that share one core are slow: use two cores or more"
     return outcome("machine", "cores", value, is_little, is_one)
 
 
@@ -113,11 +113,11 @@ def shm_room(path: str = "/dev/shm") -> list[Finding]:
     try:
         status = os.statvfs(path)
     except OSError as exc:
-        none = True, Verdict.WARN, "epee does without; torch's data loaders need it"
+        none = True, Verdict.WARN, "epee does not use it; torch's data loaders need it"
         return outcome("machine", "/dev/shm", str(exc), none)
     free, total = status.f_bavail * status.f_frsize // _MIB, status.f_blocks * status.f_frsize // _MIB
     value = f"{free} MiB free of {total}"
-    enlarge = "epee does without; for torch's data loaders give the container --shm-size=1g"
+    enlarge = "epee does not use it; for torch's data loaders give the container --shm-size=1g"
     return outcome("machine", "/dev/shm", value, (free < 64, Verdict.WARN, enlarge))
 
 

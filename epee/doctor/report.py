@@ -1,10 +1,11 @@
-"""All checks in order, and their findings as a table or as JSON.
+"""All checks in order, and their findings for people (80 columns suffice) or as JSON.
 
 The process that checks GPUs is started first, so that it works while the other checks run.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from .. import env
@@ -21,6 +24,16 @@ from .finding import Finding, Verdict, examine, from_dict
 from .hosts import network
 
 GPU_TIMEOUT_S = 90.0
+TITLES = {
+    "versions": "Versions",
+    "machine": "Machine",
+    "sharing": "Memory and waiting between processes of this machine",
+    "buffers": "Memory of buffers",
+    "hosts": "Groups over several hosts",
+    "settings": "Settings",
+    "gpu": "GPUs",
+    "peer": "Another host",
+}
 CPU_SECTIONS = ("versions", "machine", "sharing", "buffers", "hosts", "settings")
 _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
 
@@ -38,7 +51,6 @@ CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
     ("sharing", "between processes", sharing.between_children),
     ("sharing", "descriptors by socket", sharing.over_socket),
     ("sharing", "ptrace", sharing.ptrace_scope),
-    ("buffers", "sizes", buffers.needed),
     ("buffers", "in use", buffers.in_use),
     ("hosts", "host", network.host),
     ("hosts", "address", network.address),
@@ -81,7 +93,7 @@ def gpu_findings(child: subprocess.Popen[str], timeout_s: float = GPU_TIMEOUT_S)
         except (ValueError, ProtocolError) as exc:
             findings.append(Finding("gpu", "output", Verdict.WARN, str(exc), "something else printed into it"))
     if trouble:
-        remedy = "the driver hangs or crashed: look at `dmesg` and `nvidia-smi`"
+        remedy = "the driver hangs or crashed: see `dmesg` and `nvidia-smi`"
         findings.append(Finding("gpu", "survey", Verdict.NO, trouble, remedy))
     return findings
 
@@ -116,17 +128,31 @@ def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps(report, indent=2)
 
 
-def as_table(findings: Sequence[Finding]) -> Table:
-    """Return the report as a table: one line per finding, the remedy below a failed one."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for column in ("section", "name", "verdict"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("found", overflow="fold")
-    section = ""
-    for finding in findings:
-        text = finding.value + (f"\n-> {finding.remedy}" if finding.remedy else "")
-        colour = _COLOURS[finding.verdict]
-        shown = "" if finding.section == section else finding.section
-        table.add_row(shown, finding.name, f"[{colour}]{finding.verdict.value}[/{colour}]", text.replace("[", r"\["))
-        section = finding.section
-    return table
+def as_table(findings: Sequence[Finding]) -> Group:
+    """Return the report: the findings of each section under its title, a remedy below what does not work."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    parts: list[str | Padding] = []
+    for section, found in itertools.groupby(findings, key=lambda finding: finding.section):
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column("name", no_wrap=True, min_width=width)
+        table.add_column("verdict", no_wrap=True, min_width=len(Verdict.WARN.value))
+        table.add_column("found", overflow="fold")
+        for finding in found:
+            text = finding.value + (f"\n-> {finding.remedy}" if finding.remedy else "")
+            colour = _COLOURS[finding.verdict]
+            table.add_row(finding.name, f"[{colour}]{finding.verdict.value}[/{colour}]", text.replace("[", r"\["))
+        parts += [f"[bold]{TITLES[section]}[/bold]", Padding(table, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Return the report's last lines: whether epee works here, and the names of the findings that prevent it."""
+    lines = []
+    for tensors, works, sections in (
+        ("CPU tensors", works_on_cpu(findings), CPU_SECTIONS),
+        ("GPUs", works_on_gpu(findings), ("gpu",)),
+    ):
+        failed = [one.name for one in findings if one.verdict is Verdict.NO and one.section in sections]
+        why = f": see {', '.join(failed)}" if failed else ""
+        lines.append(f"epee works on {tensors} here" if works else f"epee does not work on {tensors} here{why}")
+    return "\n".join(lines)

@@ -33,15 +33,19 @@ def own_region(nbytes: int = 64 * _MIB) -> list[Finding]:
     with contextlib.closing(region), contextlib.closing(HostRegion.attach(region.blob)) as other:
         region.words(nbytes - 4096, 1)[0] = 77
         is_same = other.words(nbytes - 4096, 1)[0] == 77 and int(other.tensor(torch.int64, 0, (1,))[0]) == 0
-    value = f"a sealed memfd of {nbytes // _MIB} MiB" if is_same else "two mappings of one memfd differ"
-    return outcome("sharing", "shared memory", value, (not is_same, Verdict.NO, "report it, please"))
+    value = (
+        f"works ({nbytes // _MIB} MiB of sealed memory, mapped twice)"
+        if is_same
+        else "two mappings of one memfd differ"
+    )
+    return outcome("sharing", "shared memory", value, (not is_same, Verdict.NO, "please report it"))
 
 
 def futex(error: str | None = None) -> list[Finding]:
     """Waiting without spinning."""
     error = futex_error() if error is None else error
     remedy = "allow the system call futex (seccomp profile)"
-    return outcome("sharing", "futex", error or "works", (error, Verdict.NO, remedy))
+    return outcome("sharing", "futex", error or "works (waits without using a core)", (error, Verdict.NO, remedy))
 
 
 def between_children(answers: dict[str, str] | None = None) -> list[Finding]:

@@ -109,7 +109,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_JIT_CACHE_BYTES",
         256 << 20,
         _positive_bytes,
-        "The kernels used least recently go when their folder grows beyond this.",
+        "Largest size of the folder of compiled kernels; beyond it those used least recently are deleted.",
     ),
     Variable(
         "EPEE_JIT_COMPILE",
@@ -133,8 +133,8 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_RUNTIME_DIR",
         "",
         str,
-        "Folder where the jobs of this machine are found by those who join; by default `epee-UID` among the temporary "
-        "files, or in /dev/shm.",
+        "Folder in which joiners find the jobs of this machine; by default `epee-UID` among the temporary files, or in "
+        "/dev/shm.",
     ),
     Variable(
         "EPEE_TOKEN_FILE",
@@ -152,13 +152,13 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_LINK",
         "tcp",
         _engine,
-        "What moves bytes between hosts: tcp, or nixl (NIXL over UCX, with the extra `nixl`); the same on all ranks.",
+        "Transport between hosts: tcp, or nixl (NIXL over UCX, with the extra `nixl`); the same on all ranks.",
     ),
     Variable(
         "EPEE_LINK_MAC",
         False,
         _flag,
-        "1 proves payloads between hosts as well as headers, at 0.6 GB/s of a core; the same on all ranks.",
+        "1 authenticates payloads between hosts as well as headers, at 0.6 GB/s of a core; the same on all ranks.",
     ),
     Variable(
         "EPEE_HOST_IP",
@@ -170,25 +170,25 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_OVER_HOSTS",
         False,
         _flag,
-        "1 on all ranks: ranks of one host begin as a group over several, so that processes of other hosts can come.",
+        "1 on all ranks: groups of one host are made as groups over several, so that other hosts can join.",
     ),
     Variable(
         "EPEE_HOST_TIMEOUT_S",
         10.0,
         _positive_seconds,
-        "How long all processes of a host may be silent before it is taken for lost; the same on all ranks.",
+        "Seconds of silence of all processes of a host after which it is lost; the same on all ranks.",
     ),
     Variable(
         "EPEE_HOST_KEY",
         "",
         str,
-        "For tests, with EPEE_TEST=1: ranks with different keys are hosts of their own and share no memory.",
+        "For trials, with EPEE_TEST=1: ranks with different keys are separate hosts and share no memory.",
     ),
     Variable(
         "EPEE_TEST",
         False,
         _flag,
-        "1 allows what only tests may do: EPEE_HOST_KEY.",
+        "1 allows EPEE_HOST_KEY.",
     ),
     Variable(
         "EPEE_LOG",
@@ -200,13 +200,13 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_AS_DEEP_EP",
         False,
         _flag,
-        "1 lets the stand-in that `python -m epee.compat` puts on PYTHONPATH answer as deep_ep; it sets this itself.",
+        "1 makes `import deep_ep` find epee; set by `python -m epee.compat`.",
     ),
     Variable(
         "EPEE_AS_MOONCAKE",
         False,
         _flag,
-        "1 lets the stand-in answer as mooncake's pg, ep and buffers; likewise.",
+        "1 makes `import mooncake` find epee; set by `python -m epee.compat`.",
     ),
     Variable(
         "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE",
@@ -218,9 +218,9 @@ TABLE: tuple[Variable, ...] = (
         "MOONCAKE_PG_AUTO_SYNC_ON_FAILURE",
         "",
         _switch,
-        "Likewise `auto_sync_on_failure`; by default it is as the other. 1 with 0 there is refused.",
+        "Mooncake's: `auto_sync_on_failure` of such groups; by default as above. 1 with 0 above is refused.",
     ),
-    Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
+    Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for joiners."),
     Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),
     Variable("WORLD_SIZE", 1, _count, "Hosts of a test script of DeepEP's (`deep_ep.utils.envs.init_dist`)."),
     Variable(

@@ -134,8 +134,8 @@ def _latency(sizes: AskedSizes) -> str:
 def _drop_in(sizes: AskedSizes) -> str:
     slots, expert = memory_for(sizes.num_ranks, sizes.num_tokens, sizes.hidden, sizes.num_topk)
     return (
-        f"{_mib(slots)} for dispatch and combine, and {_mib(expert)} for expanded rows, made by the constructor where "
-        "it is given as many bytes (size hints say so), else by the first call; a call that does not fit makes more"
+        f"{_mib(slots)} for dispatch and combine, and {_mib(expert)} for expanded rows. The constructor makes them if "
+        "it is given so many bytes (size hints return them), else the first call; a larger call makes more"
     )
 
 

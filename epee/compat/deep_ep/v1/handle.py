@@ -4,6 +4,37 @@ A combine needs none of them, so each is computed when it is first read (`LateTu
 (`shared/layout.py`, `shared/host_layout.py`), from the epee handle, from the sizes that the ranks exchanged before the
 dispatch, and from the caller's `is_token_in_rank`, which is kept itself, without a copy. Nothing here communicates, so
 one rank may read them alone; on GPUs the cpu does not wait.
+
+On one host, with N tokens, R ranks, M received rows and C = `num_sms / 2` channels of `ceil(N / C)` consecutive tokens:
+
+    0 rank_prefix_matrix             [R, R] int32   rows that rank r gets from ranks 0 ... i
+    1 channel_prefix_matrix          [R, C] int32   tokens that this rank sends to rank r in channels 0 ... c
+    2 recv_channel_prefix_matrix     [R, C] int32   rows from rank s that lie before its channel c
+    3 recv_src_idx                   [M] int32      source token of each row, -1 in the tail
+    4 is_token_in_rank               [N, R] bool    as given
+    5 send_head                      [N, R] int32   a token's position among those of its channel for rank r, or -1
+
+Over H hosts, where n are the ranks of this host and this rank forwards P records (a record is a token on its way to one
+host: those of its own tokens for its own host, and those of the remote ranks whose gateway it is):
+
+    0 is_token_in_rank               [N, R] bool    as given, in a tensor of its own over the same memory
+    1 rdma_channel_prefix_matrix     [H, C] int32   tokens that this rank sends to host h in channels 0 ... c
+    2 gbl_channel_prefix_matrix      [R, C] int32   tokens that this rank sends to rank r in channels 0 ... c
+    3 recv_rdma_channel_prefix_matrix  [H, C] int32  records that this rank forwards from host h's channels 0 ... c
+    4 recv_rdma_rank_prefix_sum      [H] int32      records that it forwards from hosts 0 ... h
+    5 recv_gbl_channel_prefix_matrix [R, C] int32   the first row of rank s's channel c
+    6 recv_gbl_rank_prefix_sum       [R] int32      rows from ranks 0 ... s
+    7 recv_src_meta                  [M, 8] uint8   two int32 of each row: the host of its source, and a bit for each
+                                                    position on this host that got the token; 0xFF in the tail
+    8 send_rdma_head                 [N, H] int32   a token's position among those of its channel for host h, or -1
+    9 send_nvl_head                  [P, n] int32   by (host, channel, source, token): a record's position among those
+                                                    of its host and channel for the rank at position j, or -1
+
+Channels of a source are those of its own number of tokens, all ranks with the C of the reader's call; DeepEP's width of
+entry 9 is always 8. Entries are made on the stream that is current when they are read, behind the call if it was asked
+for an event. Read while a graph is recorded they are the graph's, and new at each replay; read later they are those of
+the last replay. What is written into `is_token_in_rank` shows in entries 1 and 5 (over several hosts 1, 2 and 8) that
+are read later.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def demo(
     in one dense process. Exit code 1 when a rank or the proof fails.
 
     With --kill or --stall a rank is lost on purpose: the others continue with copies of its experts, and a new process
-    replaces it with its experts, with --hosts on the same host. The loss curve shows both moments. After --kill-host
+    replaces it with its experts, with --hosts on the same host. The picture shows both moments. After --kill-host
     the others end without that host.
     """
     from ..demo.run import num_gpus, run

@@ -11,7 +11,7 @@ def warmup(
         ["sm_90a", "sm_100a"], "--arch", help="GPU architectures; may be given several times."
     ),
 ) -> None:
-    """Compile the GPU kernels into the cache; needs NVRTC (`pip install 'epee[cuda]'`), but no GPU."""
+    """Compile the GPU kernels into the cache; needs NVRTC (`pip install cuda-bindings nvidia-cuda-nvrtc`), no GPU."""
     from .kernels import warm_up
 
     count = warm_up(num_ranks, architecture)

@@ -52,14 +52,11 @@ def enter(host: int, folder: Path) -> str:
     if not path.exists():
         return f"127.0.83.{1 + host}"
     pid = json.loads(path.read_text())[host]
-    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open(f"/proc/{pid}/ns/net") as namespace:
         libc = ctypes.CDLL(None, use_errno=True)  # `os.setns` exists from Python 3.12 on
-        if libc.setns(namespace, _NEW_NETWORK):
+        if libc.setns(namespace.fileno(), _NEW_NETWORK):
             error = ctypes.get_errno()
             raise OSError(error, f"setns: {os.strerror(error)}")
-    finally:
-        os.close(namespace)
     return _address(host)
 
 
@@ -86,8 +83,9 @@ def _make(num_hosts: int, holders: contextlib.ExitStack) -> list[int]:
 
 def _hold(holders: contextlib.ExitStack) -> int:
     """Start a process in a network of its own; return its pid when the network exists."""
-    holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    holders.callback(_end, holder)
+    command = ["unshare", "--net", "cat"]
+    holder = holders.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    holders.callback(holder.kill)  # before the context waits for its end
     assert holder.stdin is not None
     assert holder.stdout is not None
     holder.stdin.write(b"there\n")
@@ -95,16 +93,6 @@ def _hold(holders: contextlib.ExitStack) -> int:
     if not select.select([holder.stdout], [], [], _STEP_S)[0] or holder.stdout.readline() != b"there\n":
         raise UnsupportedError("no network namespace can be made here")
     return holder.pid
-
-
-def _end(holder: subprocess.Popen[bytes]) -> None:
-    """End a holder."""
-    holder.kill()
-    holder.wait()
-    for pipe in (holder.stdin, holder.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
 
 
 def _run_in(pid: int, *commands: str) -> None:

@@ -50,6 +50,7 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
             "kind": "result",
             "steps": trainer.steps,
             "valid": trainer.validate(),
+            "rows_per_expert": trainer.rows_per_expert(),
             "tokens": trainer.num_tokens,
             "bytes_per_link": trainer.traffic,
             "bytes_between_hosts": trainer.network,

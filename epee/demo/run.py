@@ -22,6 +22,7 @@ from .settings import Settings
 OK, FAILED, INTERRUPTED = 0, 1, 130
 LINE_EVERY_S = 3.0
 SMALLEST_BYTES = 81920
+_MARKS = {"kill": "tab:red", "stall": "tab:red", "went on": "tab:orange", "rejoined": "tab:green"}  # of events
 
 
 def run(settings: Settings) -> int:
@@ -34,7 +35,7 @@ def run(settings: Settings) -> int:
     if settings.device == "cuda" and num_gpus() == 0:
         raise UnsupportedError("--device cuda needs a GPU, and torch sees none; leave it out to train on CPUs")
     if find_spec("matplotlib") is None:  # an extra: detected before a minute of training, not after
-        raise UnsupportedError("the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'")
+        raise UnsupportedError("the demo's pictures need matplotlib, which is not installed; pip install matplotlib")
     try:
         result = _train(settings)
     except KeyboardInterrupt:
@@ -124,20 +125,26 @@ def between_hosts(network: list[list[float]], traffic: list[list[float]], settin
 
 
 def _show_step(message: Message, settings: Settings) -> None:
-    step, seconds, loss = message["last"]
-    speed = f"{message['tokens'] / seconds:,.0f} tokens/s"
-    crossed = between_hosts(message["network"], message["traffic"], settings)
-    echo(f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(message['traffic'])}{crossed}")
+    step, seconds, loss, tokens = message["last"]
+    sent = links(message["traffic"]) + between_hosts(message["network"], message["traffic"], settings)
+    echo(f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  sent {sent}")
 
 
 def _show(result: Message, settings: Settings) -> None:
     """Print traffic, loss, and the check."""
     crossed = between_hosts(result["bytes_between_hosts"], result["bytes_per_link"], settings)
     echo(f"sent {links(result['bytes_per_link'])}{crossed}")
-    first, last, num_steps = result["steps"][0][2], result["valid"], len(result["steps"])
-    echo(f"loss {first:.3f} -> {last:.3f} nats per byte (validation), {result['tokens']:,} tokens in {num_steps} steps")
-    check = result["check"]
+    first, last = (result["steps"][i][2] for i in (0, -1))
     echo(
+        f"loss in nats per byte: training {first:.3f} -> {last:.3f}, validation {result['valid']:.3f}; "
+        f"{result['tokens']:,} tokens in {len(result['steps'])} steps"
+    )
+    echo(_verdict(result["check"]))
+
+
+def _verdict(check: Message) -> str:
+    """Return the comparison of one step with a dense process as text."""
+    return (
         f"one step through epee against one dense process: max deviation {check['max_deviation']:.1e} (allowed "
         f"{check['tolerance']:.0e}, {check['dtype']})  {'PASS' if check['passed'] else 'FAIL'}"
     )
@@ -148,30 +155,39 @@ def _save(settings: Settings, result: Message) -> None:
     picture, numbers = (Path(settings.out) / name for name in ("demo.png", "demo.json"))
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(settings, result, picture)
-    versions = {name: _version(name) for name in ("epee", "torch")}
+    versions = {
+        name: next((found.version for found in metadata.distributions(name=name)), "a source tree, not installed")
+        for name in ("epee", "torch")
+    }
     numbers.write_text(json.dumps({"settings": vars(settings), "versions": versions, **result}, indent=1))
     echo(f"wrote {picture} and {numbers}")
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "a source tree, not installed"
-
-
 def _draw(settings: Settings, result: Message, path: Path) -> None:
-    """Draw the losses, with a line where a rank was lost, and one where its replacement joined."""
+    """Draw loss, speed, rows per expert and bytes per pair of ranks, with a mark where a rank is lost or replaced."""
     from matplotlib.figure import Figure
 
-    figure = Figure(dpi=160, layout="constrained")  # a separate figure uses neither global state nor a display
-    axes = figure.subplots()
-    _, seconds, losses = zip(*result["steps"], strict=True)
-    axes.plot(seconds, losses)
+    figure = Figure(figsize=(11, 7.5), dpi=100, layout="constrained")  # separate: neither global state nor a display
+    (loss, speed), (load, pairs) = figure.subplots(2, 2)
+    _, seconds, losses, tokens = zip(*result["steps"], strict=True)
+    loss.plot(seconds, losses, label="training")
+    loss.plot(seconds[-1], result["valid"], "o", label=f"validation: {result['valid']:.2f}")
+    loss.set(xlabel="seconds of training", ylabel="loss, nats per byte")
+    few = max(1, len(seconds) // 40)  # steps over which the speed is averaged
+    spans = zip(tokens, tokens[few:], seconds, seconds[few:], strict=False)
+    speed.plot(seconds[few:], [(after - before) / (end - begin) for before, after, begin, end in spans])
+    speed.set(xlabel="seconds of training", ylabel="tokens per second, all ranks", ylim=(0, None))
     for event in result["events"]:
-        if event["what"] in (settings.fault, "rejoined"):
-            axes.axvline(event["seconds"], color="black", linewidth=1, linestyle="--")
-            text, top = f"{settings.loss}: {event['what']} ", axes.get_ylim()[1]
-            axes.text(event["seconds"], top, text, rotation=90, ha="right", va="top", fontsize=8)
-    axes.set(title=f"Loss, nats per byte; validation {result['valid']:.2f}", xlabel="seconds of training")
+        if colour := _MARKS.get(event["what"]):
+            loss.axvline(event["seconds"], color=colour, linestyle="--", label=event["text"])
+            speed.axvline(event["seconds"], color=colour, linestyle="--")
+    loss.legend(fontsize=8)
+    load.bar(range(settings.num_experts), result["rows_per_expert"])
+    load.set(xlabel="expert", ylabel="rows in the last forward, all layers and ranks")
+    megabytes = [[num_bytes / 1e6 for num_bytes in row] for row in result["bytes_per_link"]]
+    sent = pairs.imshow(megabytes, cmap="Blues", aspect="auto")
+    pairs.set(xlabel="to rank", ylabel="from rank", xticks=range(settings.num_ranks), yticks=range(settings.num_ranks))
+    figure.colorbar(sent, ax=pairs, label="MB sent")
+    title = f"{settings.num_experts} experts on {settings.num_ranks} processes; tokens go to their experts through epee"
+    figure.suptitle(f"{title}\n{_verdict(result['check'])}", fontsize=11)
     figure.savefig(path)

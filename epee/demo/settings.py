@@ -70,8 +70,10 @@ class Settings:
                 f"--kill-host must be a host from 1 to {self.num_hosts - 1} of --hosts, got {self.killed_host}; host 0 "
                 "has rank 0, which keeps the clock and speaks to the screen"
             )
-        if self.num_hosts > 1 and self.victims:
-            self._check_loss_over_hosts()
+        if self.num_hosts > 1 and self.killed_host is None and self.victim is not None and self.fault == "stall":
+            raise InvalidArgument(
+                "--stall needs one host: over several who is heard of through the stopped rank may be voted out with it"
+            )
         if self.victim is not None and not 1 <= self.victim < self.num_ranks:
             raise InvalidArgument(
                 f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
@@ -82,23 +84,12 @@ class Settings:
         """Return the largest number of ranks, at least 1 and else at most `most`, that can share the experts."""
         return max(n for n in range(1, max(1, most) + 1) if self.num_experts % n == 0)
 
-    def _check_loss_over_hosts(self) -> None:
-        if self.killed_host is None and self.fault == "stall":
-            raise InvalidArgument(
-                "--stall needs one host: over several who is heard of through the stopped rank may be voted out with it"
-            )
-
     @property
     def victims(self) -> tuple[int, ...]:
         """Ranks that are lost on purpose, ascending."""
         if self.killed_host is not None:
             return tuple(rank for rank in range(self.num_ranks) if self.host_of(rank) == self.killed_host)
         return () if self.victim is None else (self.victim,)
-
-    @property
-    def loss(self) -> str:
-        """The loss on purpose, in words for messages."""
-        return f"rank {self.victim}" if self.killed_host is None else f"host {self.killed_host}"
 
     def host_of(self, rank: int) -> int:
         """Return the host of a rank."""

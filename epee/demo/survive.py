@@ -169,10 +169,9 @@ class Survivor:
 
     def _tell(self, what: str, text: str, **facts: object) -> None:
         """Send an event of this moment; `step` is the present or next one."""
-        members, step = list(self.trainer.members), self.trainer.num_steps + 1
-        seconds = time.perf_counter() - self.trainer.began
-        message = {"kind": "event", "what": what, "text": text, "seconds": seconds, "step": step, "members": members}
-        self.trainer.send({**message, **facts})
+        seconds, step = time.perf_counter() - self.trainer.began, self.trainer.num_steps + 1
+        facts |= {"kind": "event", "what": what, "text": text, "seconds": seconds, "step": step}
+        self.trainer.send({**facts, "members": list(self.trainer.members)})
 
 
 def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:

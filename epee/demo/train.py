@@ -37,7 +37,7 @@ class Trainer:
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
         group, buffer, model, optimizer: created for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
-        steps: (step, seconds, loss over all ranks in nats per byte) of each step.
+        steps: (step, seconds, loss over all ranks in nats per byte, tokens up to then) of each step.
         rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
             training, backward included; the other ranks' rows are 0.
         traffic: bytes that training has sent from each rank (row) to each rank (column).
@@ -49,7 +49,7 @@ class Trainer:
         self.rank, self.settings, self.send = rank, settings, send
         self.device = place(settings, rank)
         self._text = split_text(text)
-        self.steps: list[tuple[int, float, float]] = []
+        self.steps: list[tuple[int, float, float, int]] = []
         self.rows = torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.float64, device="cpu")
         self.crossed = torch.zeros(settings.num_hosts, settings.num_hosts, dtype=torch.float64, device="cpu")
         self.network: list[list[float]] = []
@@ -86,10 +86,9 @@ class Trainer:
         self.optimizer.step()
         self.num_steps += 1
         self.num_tokens += self.settings.tokens_per_rank * len(self.members)
-        self.steps.append((self.num_steps, time.perf_counter() - self.began, loss))
+        self.steps.append((self.num_steps, time.perf_counter() - self.began, loss, self.num_tokens))
         if self.rank == 0:
-            told = {"last": self.steps[-1], "tokens": self.num_tokens}
-            self.send({"kind": "progress", **told, "traffic": self.traffic, "network": self.network})
+            self.send({"kind": "progress", "last": self.steps[-1], "traffic": self.traffic, "network": self.network})
         return call
 
     def validate(self) -> float:
@@ -101,6 +100,12 @@ class Trainer:
                 loss += self.model.loss(*draw(self._text[1], self.settings, generator, self.device))
         dist.all_reduce(loss)
         return float(loss) / (self.settings.valid_batches * len(self.members))
+
+    def rows_per_expert(self) -> list[int]:
+        """Return the rows that the last forward sent to each expert, over all layers and ranks; collective."""
+        load = torch.stack([layer.expert_load for layer in self.model.layers()]).sum(0)
+        dist.all_reduce(load)
+        return cast("list[int]", load[: self.settings.num_experts].tolist())
 
     def next_batch(self) -> Batch:
         """Draw this rank's next inputs and targets, both `[batch, context]` int64."""

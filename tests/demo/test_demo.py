@@ -177,6 +177,10 @@ def check_numbers(numbers: dict[str, Any], num_ranks: int) -> None:
     assert numbers["check"]["passed"] is True
     assert numbers["check"]["max_deviation"] < 1e-10
     assert {"torch", "epee"} <= numbers["versions"].keys()
+    # of the last validation batch
+    assert sum(numbers["rows_per_expert"]) == tokens_per_step * size["num_topk"] * size["num_layers"]
+    assert len(numbers["rows_per_expert"]) == size["num_experts"]
+    assert numbers["steps"][-1][3] == numbers["tokens"]
     check_traffic(numbers, num_ranks)
 
 

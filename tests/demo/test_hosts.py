@@ -31,7 +31,7 @@ def test_two_hosts_learn_what_one_learns_and_less_crosses_than_once_per_rank(
     assert 0 < float(found[1]) < float(found[2])
     assert apart["check"]["passed"]
     # float32 rows are added up in another order: the same losses but for rounding
-    for (_, _, one), (_, _, two) in zip(alone["steps"], apart["steps"], strict=True):
+    for (_, _, one, _), (_, _, two, _) in zip(alone["steps"], apart["steps"], strict=True):
         assert abs(one - two) < 1e-3 * one
     assert alone["bytes_between_hosts"] == []
 
@@ -49,7 +49,6 @@ def test_a_killed_host_is_all_its_ranks() -> None:
     settings = Settings(num_ranks=8, num_hosts=3, killed_host=1)
     settings.check()
     assert settings.victims == (3, 4, 5)
-    assert settings.loss == "host 1"
 
 
 @pytest.mark.timeout(170)

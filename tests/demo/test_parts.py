@@ -34,7 +34,7 @@ def test_a_deviation_passes_below_the_tolerance_only() -> None:
 def test_missing_matplotlib_is_reported_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(UnsupportedError, match=r"need matplotlib, which is not installed; pip install 'epee\[demo\]'"):
+    with pytest.raises(UnsupportedError, match=r"need matplotlib, which is not installed; pip install matplotlib"):
         run.run(Settings(out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 

@@ -84,7 +84,7 @@ def check_events(told: list[dict[str, Any]], fault: str, settings: Settings) -> 
 def check_losses(steps: list[list[float]], events: dict[str, dict[str, Any]]) -> None:
     """The curve goes on where it was: neither the loss nor the return makes the model forget."""
     assert [step[0] for step in steps] == list(range(1, len(steps) + 1))
-    losses = [loss for _, _, loss in steps]
+    losses = [loss for _, _, loss, _ in steps]
     went_on, rejoined = events["went on"]["step"], events["rejoined"]["step"]
     for at in (went_on, rejoined):
         before, after = losses[at - 6 : at - 1], losses[at - 1 : at + 4]

@@ -47,7 +47,6 @@ from .ways import Ways
 
 logger = logging.getLogger("epee")
 
-ABANDONED_S = 2.0
 _LOOK_S = 0.5  # how often a waiting rank checks whether another has failed
 _PAUSE_S = 0.0005
 

@@ -103,11 +103,6 @@ class MessageConfig:
         if self.slot_bytes < 128 or self.slot_bytes % 128 or self.lane_bytes < 128:
             raise InvalidArgument(f"slot_bytes must be a multiple of 128, lane_bytes 128 or more, got {self}")
 
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of messages of a pair that lie at the receiver at once: as much is sent before it receives."""
-        return self.num_lanes * self.num_slots * self.slot_bytes
-
     def lanes_of(self, nbytes: int) -> int:
         """Return over how many lanes a message is distributed."""
         return min(self.num_lanes, max(1, -(-nbytes // self.lane_bytes)))

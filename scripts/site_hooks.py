@@ -9,6 +9,7 @@ from typing import Any
 PAGES = {"epee/view/protocol/PROTOCOL.md": "docs/protocol.md"}  # pages of the site that include such a file
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 FENCE_WITH_TEST = re.compile(r"^(```\w+) \(.*\)$", re.MULTILINE)
+PAGE_IN_DOCSTRING = re.compile(r"\bdocs/([\w-]+)\.md")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -25,3 +26,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
 
     return FENCE_WITH_TEST.sub(r"\1", LINK.sub(shown, markdown))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Link the pages that docstrings name, in the reference."""
+    if not page.file.src_uri.startswith("reference-"):
+        return html
+    return PAGE_IN_DOCSTRING.sub(r'<a href="\1.html">\1.md</a>', html)

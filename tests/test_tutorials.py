@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 from tests.forked import Script
 from tests.hosts.run import loopback_of
-from tests.test_contract import run_as_torchrun_does
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "tutorials"
@@ -33,15 +33,43 @@ EXPECTED = {
 def run_command(*command: str) -> str:
     """Run a command on CPU tensors and return what it prints."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that a failed launcher has left
+        process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+def run_ranks_of(name: str, each: list[dict[str, str]]) -> list[str]:
+    """Run a program in forked processes with the environment that torchrun gives them; return what each prints."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(len(each)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with contextlib.ExitStack() as ends:
+        ranks = [
+            ends.enter_context(Script(FOLDER / f"{name}.py", os.environ | shared | {"RANK": str(rank)} | own))
+            for rank, own in enumerate(each)
+        ]
+        outputs = [process.communicate(LIMIT_S)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0] * len(each), outputs
+    return outputs
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_program_for_two_ranks_runs(name: str) -> None:
-    output = run_as_torchrun_does(FOLDER / f"{name}.py")
-    for rank in range(2):
+    for rank, output in enumerate(run_ranks_of(name, [{}, {}])):
         assert re.search(EXPECTED[name].format(rank=rank), output), output
 
 
@@ -62,22 +90,11 @@ def test_a_program_for_deepep_runs_behind_the_launcher() -> None:
 
 
 def test_a_program_runs_on_two_hosts() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "EPEE_TEST": "1"}
-    shared |= {"CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    def of_rank(rank: int) -> dict[str, str]:
-        host = rank // 2
-        return {"RANK": str(rank), "EPEE_HOST_KEY": f"tutorial {host}", "EPEE_HOST_IP": loopback_of(host)}
-
-    with contextlib.ExitStack() as ends:
-        ranks = [
-            ends.enter_context(Script(FOLDER / "two_hosts.py", os.environ | shared | of_rank(rank)))
-            for rank in range(4)
-        ]
-        outputs = [process.communicate(LIMIT_S)[0] for process in ranks]
-        assert [process.returncode for process in ranks] == [0] * 4, outputs
-    for rank, output in enumerate(outputs):
+    hosts = [
+        {"EPEE_TEST": "1", "EPEE_HOST_KEY": f"tutorial {host}", "EPEE_HOST_IP": loopback_of(host)}
+        for host in (0, 0, 1, 1)
+    ]
+    for rank, output in enumerate(run_ranks_of("two_hosts", hosts)):
         assert f"rank {rank}: hosts ((0, 1), (2, 3)), sum 6, rows sent to hosts [" in output
 
 

@@ -72,6 +72,9 @@ def launch() -> None:
         for rank, process in enumerate(ranks):
             if process.poll() == -signal.SIGKILL:
                 ranks[rank] = start(rank, "joins")
+            elif process.poll():  # an error, not a kill: the job ends
+                for other in ranks:
+                    other.terminate()
         time.sleep(0.1)
     sys.exit(max(process.returncode for process in ranks))
 

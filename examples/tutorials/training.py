@@ -18,10 +18,10 @@ model = torch.nn.Sequential(
 )
 # --8<-- [end:model]
 # --8<-- [start:training]
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
 generator = torch.Generator().manual_seed(rank)
 losses = []
-for _ in range(40):
+for _ in range(20):
     x = torch.randn(64, 16, generator=generator)  # each rank trains on tokens of its own
     loss = (model(x) - x.flip(-1)).square().mean()
     (loss + 0.01 * model[1].aux_loss).backward()  # the second term balances the experts

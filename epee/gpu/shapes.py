@@ -36,6 +36,18 @@ PAYLOADS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _ALIGN = 256
 
 
+def check_sizes(num_ranks: int, num_experts: int, hidden: int) -> None:
+    """Raise `InvalidArgument` for sizes that no kernel of a buffer supports."""
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {num_ranks}")
+    if not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
+        raise InvalidArgument(
+            f"num_experts must be a multiple of {num_ranks} ranks up to {MAX_EXPERTS}, got {num_experts}"
+        )
+    if hidden % 8 or not 8 <= hidden <= MAX_HIDDEN:
+        raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {hidden}")
+
+
 @dataclass(frozen=True)
 class ThroughputConfig:
     """The sizes that determine the memory; equal on all ranks.
@@ -64,14 +76,7 @@ class ThroughputConfig:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for sizes that the kernels do not support."""
-        if not 1 <= self.num_ranks <= MAX_RANKS:
-            raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {self.num_ranks}")
-        if not 1 <= self.num_experts <= MAX_EXPERTS or self.num_experts % self.num_ranks:
-            raise InvalidArgument(
-                f"num_experts must be a multiple of {self.num_ranks} ranks up to {MAX_EXPERTS}, got {self.num_experts}"
-            )
-        if self.hidden % 8 or not 8 <= self.hidden <= MAX_HIDDEN:
-            raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {self.hidden}")
+        check_sizes(self.num_ranks, self.num_experts, self.hidden)
         if not 1 <= self.num_topk <= MAX_TOPK:
             raise InvalidArgument(f"num_topk must be 1 ... {MAX_TOPK}, got {self.num_topk}")
         if self.dtype not in PAYLOADS:

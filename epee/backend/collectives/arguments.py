@@ -526,8 +526,8 @@ def all_to_all_single(
     carrier_of(output, "all_to_all: output")
     _same(output, tensor, output.numel(), "all_to_all: output")
     num_entries = box.num_entries or box.group_size
-    sent = _split_counts(tensor, input_splits, num_entries, "all_to_all: input")
-    expected = _split_counts(output, output_splits, num_entries, "all_to_all: output")
+    sent = split_counts(tensor, input_splits, num_entries, "all_to_all: input")
+    expected = split_counts(output, output_splits, num_entries, "all_to_all: output")
     values = source(tensor, carrier)
     whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
     first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
@@ -544,7 +544,7 @@ def all_to_all_single(
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
 
 
-def _split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, name: str) -> list[int]:
+def split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, name: str) -> list[int]:
     """Return how many elements of `tensor` belong to each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:

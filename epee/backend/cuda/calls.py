@@ -18,7 +18,7 @@ from ...arrays import require_memory, writing
 from ...engine.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
 from ...errors import InvalidArgument
 from ..collectives import reduce as reductions
-from ..collectives.arguments import check_one_dtype, one, premul_factor, reduce_code
+from ..collectives.arguments import check_one_dtype, one, premul_factor, reduce_code, split_counts
 from . import moves
 from .moves import PREMUL_SUM, Kind, Move, Stretch, row_of, rows_of
 from .params import ELEMENTS
@@ -361,26 +361,11 @@ def _all_to_all_single(
     opts: Any = None,
 ) -> None:
     _fit(output, tensor, output.numel(), "all_to_all: output")
-    sent, got = _splits(tensor, input_splits, c, "input"), _splits(output, output_splits, c, "output")
+    sent = split_counts(tensor, input_splits, c.num_ranks, "all_to_all: input")
+    got = split_counts(output, output_splits, c.num_ranks, "all_to_all: output")
     x, out = c.take(tensor, "all_to_all: input", [output]), c.give(output, "all_to_all: output")
     is_even = not output_splits and not input_splits
     c.moves.append(moves.all_to_all(_cut(x, sent), _cut(out, got), x.dtype, is_even))
-
-
-def _splits(tensor: torch.Tensor, splits: Sequence[int], c: Prepared, what: str) -> list[int]:
-    rows, num_ranks, name = tensor.shape[0] if tensor.dim() else 1, c.num_ranks, f"all_to_all: {what}"
-    if not splits:
-        if rows % num_ranks:
-            raise InvalidArgument(
-                f"{name}: dimension 0 must divide by the {num_ranks} ranks, got {rows} rows; give split sizes"
-            )
-        return [tensor.numel() // num_ranks] * num_ranks
-    if len(splits) != num_ranks or any(size < 0 for size in splits) or sum(splits) != rows:
-        raise InvalidArgument(
-            f"{name}: split sizes must be {num_ranks} numbers >= 0 that add up to {rows} rows, got {list(splits)}"
-        )
-    row = tensor.numel() // rows if rows else 0
-    return [size * row for size in splits]
 
 
 def _cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[Stretch]:

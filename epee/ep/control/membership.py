@@ -134,6 +134,10 @@ class Membership:
         """
         return Agreed(0, (0,))
 
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """As `agree`; where a `sync` is a step of its own, this rank has entered the epoch as well on return."""
+        return self.agree(counted, deadline, used)
+
     def note_agreed(self, agreed: Agreed) -> None:
         """Record that the caller of `agree` has its result."""
 

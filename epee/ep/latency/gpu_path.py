@@ -445,16 +445,8 @@ class LatencyCudaPath(GpuPath, Memory):
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self.core.num_calls, self.control.exchange.epoch
-        names = ", ".join(str(rank) for rank in dead)
-        return RankFailedError(
-            f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "
-            "ended); pass active_ranks= to go on without it",
-            tuple(dead),
-            op,
-            seq,
-            epoch,
-            "process ended",
-        )
+        where = context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)
+        return path_lane.death(where, dead, op, seq, epoch, "pass active_ranks= to go on without it")
 
     def _interrupt(self) -> None:
         if self._closing.asked:

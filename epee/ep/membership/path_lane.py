@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from ...arrays import writing
-from ...errors import AbortedError, MismatchError, PeerError, expected
+from ...errors import AbortedError, MismatchError, PeerError, RankFailedError, expected
 from ...memory.host import HostRegion
-from ..control.membership import Agreed
+from ..control.membership import Agreed, Membership
 from ..control.messages import ControlPlane, refused_alike
 from ..handle import mask_of
 from .memory import Memory
@@ -95,6 +95,13 @@ def lane_of(control: ControlPlane) -> PathLane:
     return membership if isinstance(membership, SyncedLane) else LoneLane(control.rank)
 
 
+def death(where: str, dead: Sequence[int], op: str, seq: int, epoch: int, remedy: str) -> RankFailedError:
+    """Return the error of call `seq` at `where`, for which ranks of the epoch are dead."""
+    names = ", ".join(str(rank) for rank in dead)
+    text = f"{where}: rank {names} is dead (its process ended); {remedy}"
+    return RankFailedError(text, tuple(dead), op, seq, epoch, "process ended")
+
+
 @contextlib.contextmanager
 def told_alike(lane: PathLane) -> Iterator[None]:
     """Raise the same error on all ranks if a rank dies while the others make a buffer: each meets it in another step.
@@ -114,7 +121,7 @@ def told_alike(lane: PathLane) -> Iterator[None]:
 
 def sync(
     control: ControlPlane,
-    lane: PathLane,
+    lane: Membership | LoneLane,
     marks: Sequence[int],
     active_ranks: torch.Tensor | None,
     used: int,

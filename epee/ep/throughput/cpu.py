@@ -36,8 +36,8 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..control.announce import combine_header, dispatch_header
 from ..control.inbox import ExchangedRows, Moved
-from ..control.messages import refused_alike
-from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, mask_of
+from ..handle import Combined, Dispatched, Handle, HostHandle, Payload
+from ..membership import path_lane
 from ..paths import Making, Path
 from ..streams import Lane, RunOptions
 from .arenas import Arenas, clear_padding
@@ -98,16 +98,8 @@ class CpuPath(Path):
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members; raises as `Buffer.sync`."""
         assert active_ranks is not None
-        marks = active_ranks[: self.config.num_ranks]
-        counted = sum(1 << rank for rank, mark in enumerate(marks.tolist()) if mark)
-        membership = self.exchange.membership
-        with refused_alike(self.control, deadline):
-            agreed = membership.agree(counted, deadline)
-        mask = mask_of(agreed.ranks, self.config.num_ranks)
-        with writing(marks):
-            marks.copy_(mask)
-        membership.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
-        return mask
+        marks = active_ranks.tolist()
+        return path_lane.sync(self.control, self.exchange.membership, marks, active_ranks, 0, deadline)
 
     @property
     def nbytes(self) -> int:

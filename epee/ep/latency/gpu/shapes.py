@@ -16,7 +16,7 @@ import torch
 from ....errors import InvalidArgument
 from ....gpu.params import MAX_EXPERTS, MAX_RANKS
 from ....gpu.payload import DoesNotFit
-from ....gpu.shapes import Limits
+from ....gpu.shapes import Limits, check_sizes
 from ....memory.layout import Field, Layout, align_up
 from ...config import BufferConfig, sizes_code
 from .params import (
@@ -24,7 +24,6 @@ from .params import (
     COMBINE_WARPS,
     HEAD_TOKEN_BITS,
     KIND_BITS,
-    MAX_HIDDEN,
     MAX_TOKENS,
     MAX_TOPK,
     PACKET_BYTES,
@@ -79,14 +78,7 @@ class LatencyConfig:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""
-        if not 1 <= self.num_ranks <= MAX_RANKS:
-            raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {self.num_ranks}")
-        if not 1 <= self.num_experts <= MAX_EXPERTS or self.num_experts % self.num_ranks:
-            raise InvalidArgument(
-                f"num_experts must be a multiple of {self.num_ranks} ranks up to {MAX_EXPERTS}, got {self.num_experts}"
-            )
-        if self.hidden % 8 or not 8 <= self.hidden <= MAX_HIDDEN:
-            raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {self.hidden}")
+        check_sizes(self.num_ranks, self.num_experts, self.hidden)
         for name, most in (("num_topk", MAX_TOPK), ("max_tokens", MAX_TOKENS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidArgument(

@@ -48,7 +48,7 @@ from ....view.process.detector import DeathWatch, is_leaving
 from ...control.membership import Agreed
 from ...control.words import inbox_layout
 from ...membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
-from ...membership.path_lane import LoneLane
+from ...membership.path_lane import LoneLane, death
 from ...membership.synced import SyncedLane
 from ...paths import Making
 from .machine import Machine
@@ -188,16 +188,9 @@ class Epochs(Memory):
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self._machine.num_calls, self._control.exchange.epoch
-        names = ", ".join(str(rank) for rank in dead)
-        return RankFailedError(
-            f"{context(op, rank=self._rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "
-            "ended); call buffer.sync() on all survivors, then the next call runs without it",
-            dead,
-            op,
-            seq,
-            epoch,
-            "process ended",
-        )
+        where = context(op, rank=self._rank, peer=dead[0], seq=seq, epoch=epoch)
+        remedy = "call buffer.sync() on all survivors, then the next call runs without it"
+        return death(where, dead, op, seq, epoch, remedy)
 
     def interrupt(self) -> None:
         """End the kernels' waits, for which the CPU waits, if a rank has died or another thread wants to close."""

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from epee.compat.deep_ep import experimental, sizing
+from epee.compat.deep_ep import sizing
 from epee.compat.deep_ep.domain import get_physical_domain_size, logical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle, HandleForm
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, no_event
+from epee.compat.deep_ep.experimental import Experimental
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
@@ -69,7 +70,7 @@ class _Options:
 
 
 @untraced_methods
-class ElasticBuffer(PoolOwner):
+class ElasticBuffer(Experimental, PoolOwner):
     """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered consecutively.
 
     Args:
@@ -471,24 +472,6 @@ class ElasticBuffer(PoolOwner):
             raise error
         sms = known.room.num_sms(options.num_sms)
         return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
-
-    # ---- parts of the interface that do not exist here
-
-    get_engram_storage_size_hint = staticmethod(experimental.get_engram_storage_size_hint)
-    engram_write = experimental.engram_write
-    engram_fetch = experimental.engram_fetch
-    get_pp_buffer_size_hint = staticmethod(experimental.get_pp_buffer_size_hint)
-    pp_set_config = experimental.pp_set_config
-    pp_send = experimental.pp_send
-    pp_recv = experimental.pp_recv
-    get_agrs_num_max_session_bytes = staticmethod(experimental.get_agrs_num_max_session_bytes)
-    get_agrs_buffer_size_hint = staticmethod(experimental.get_agrs_buffer_size_hint)
-    create_agrs_session = experimental.create_agrs_session
-    destroy_agrs_session = experimental.destroy_agrs_session
-    agrs_new_session = experimental.agrs_new_session
-    agrs_set_config = experimental.agrs_set_config
-    agrs_get_inplace_tensor = experimental.agrs_get_inplace_tensor
-    all_gather = experimental.all_gather
 
 
 def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, asked: object) -> object:

@@ -255,7 +255,7 @@ class Buffer(LowLatency, PoolOwner):
                 event = run.event((x, known.handle), (again.x, rows), again)
                 return rows, None, None, None, None, event
             options = Asked(expert_alignment, num_worst_tokens, used)
-            got, known, listed = self._fresh.run(x, counts, topk_idx, topk_weights, options, run, may_stand)
+            got, known, listed = self._fresh.run((x, counts, topk_idx, topk_weights), options, run, may_stand)
             rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
             if num_worst_tokens:
                 rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)

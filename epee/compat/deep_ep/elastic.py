@@ -53,6 +53,7 @@ _SIZES = {int, type(None)}  # their types
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
 _SINGLE_ORDER = CombineOrder(by="k", bias_first=True)
 _LANE_ORDERS = CombineOrder(by="last_k"), CombineOrder(by="last_k", bias_first=True)  # without bias, and with one
+_Given: TypeAlias = tuple[Payload, "torch.Tensor | None", "torch.Tensor | None"]  # rows, topk_idx, topk_weights
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
@@ -262,9 +263,9 @@ class ElasticBuffer(Experimental, PoolOwner):
         waits = (previous_event, previous_event_before_epilogue)
         with self._run(device_of(x), async_with_compute_stream, *waits) as run:
             if handle is not None:
-                got = self._dispatch_again(x, topk_idx, topk_weights, handle, stats is not None, options)
+                got = self._dispatch_again((x, topk_idx, topk_weights), handle, stats is not None, options)
             else:
-                got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options, run)
+                got, handle = self._dispatch_fresh((x, topk_idx, topk_weights), options, run)
                 if stats is not None:
                     stats += handle.num_unaligned_recv_tokens_per_expert
             num_rows = handle.num_rows
@@ -352,15 +353,9 @@ class ElasticBuffer(Experimental, PoolOwner):
         pool.refuse(error)
         raise error
 
-    def _dispatch_fresh(
-        self,
-        x: Payload,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: _Options,
-        run: Running,
-    ) -> tuple[Dispatched, EPHandle]:
+    def _dispatch_fresh(self, given: _Given, options: _Options, run: Running) -> tuple[Dispatched, EPHandle]:
         """Dispatch with routing, in a room found by the call's cache key, or else by its sizes."""
+        x, topk_idx, topk_weights = given
         key = like = None
         if run is GPU_AT_ONCE:
             asked, pool = self._asked(options), self._pool()
@@ -375,17 +370,11 @@ class ElasticBuffer(Experimental, PoolOwner):
             if got is not None:
                 kept = None if options.do_handle_copy else topk_idx  # the kernels have a copy
                 return got, self._handle(like.room, got, kept, like.extra)
-        return self._dispatch_sized(x, topk_idx, topk_weights, options, key)
+        return self._dispatch_sized(given, options, key)
 
-    def _dispatch_sized(
-        self,
-        x: Payload,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: _Options,
-        key: object,
-    ) -> tuple[Dispatched, EPHandle]:
+    def _dispatch_sized(self, given: _Given, options: _Options, key: object) -> tuple[Dispatched, EPHandle]:
         """Dispatch in the room for the call's sizes; cache it under `key`, if there is one."""
+        x, topk_idx, topk_weights = given
         pool = self._pool()
         try:
             values, routing = values_of(x), int64_routing(topk_idx)
@@ -445,15 +434,8 @@ class ElasticBuffer(Experimental, PoolOwner):
             )
         return num_max, options.num_experts
 
-    def _dispatch_again(
-        self,
-        x: Payload,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        handle: EPHandle,
-        has_stats: bool,
-        options: _Options,
-    ) -> Dispatched:
+    def _dispatch_again(self, given: _Given, handle: EPHandle, has_stats: bool, options: _Options) -> Dispatched:
+        x, topk_idx, topk_weights = given
         known = self._check_handle(handle)
         wrong = [
             f"{name} must be left out or {getattr(known, name)} as in the handle's dispatch"

@@ -18,8 +18,8 @@ from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, Running
 from epee.compat.deep_ep.shared.rows import device_of, int64_routing
 from epee.compat.deep_ep.v1.handle import V1Handle
-from epee.compat.deep_ep.v1.wishes import Counts, Wishes
-from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Payload, Room, Wish, topk_facts
+from epee.compat.deep_ep.v1.wishes import Given, Wishes
+from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Room, Wish, topk_facts
 
 
 class Asked(NamedTuple):
@@ -52,26 +52,20 @@ class FreshDispatches:
         self._wishes = Wishes(num_ranks)
 
     def run(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: Asked,
-        run: Running,
-        may_stand: bool,
+        self, given: Given, options: Asked, run: Running, may_stand: bool
     ) -> tuple[Dispatched, V1Handle, list[int]]:
         """Dispatch with routing, in a room found by the call's cache key, or else by an exchange with the ranks.
 
         Args:
-            x, counts, topk_idx, topk_weights, options, run: of the call.
+            given, options, run: of the call.
             may_stand: whether a room may be used without an exchange: no rank was notified yet that a call does not
                 fit.
         """
+        x, counts, topk_idx, topk_weights = given
         key = like = None
         if run is GPU_AT_ONCE and may_stand:
             asked = asked_of(*options)
-            key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
+            key = None if asked is None else self._key(given, asked)
             like = None if key is None else self._pool.recall(key)
         if like is not None:
             assert topk_idx is not None
@@ -90,24 +84,18 @@ class FreshDispatches:
                     like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, options.config, None
                 )
                 return got, made, listed
-        return self._dispatch_asking(x, counts, topk_idx, topk_weights, options, run, (key, may_stand))
+        return self._dispatch_asking(given, options, run, (key, may_stand))
 
     def _dispatch_asking(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: Asked,
-        run: Running,
-        found: tuple[object, bool],
+        self, given: Given, options: Asked, run: Running, found: tuple[object, bool]
     ) -> tuple[Dispatched, V1Handle, list[int]]:
         """Dispatch in a room found by the call's needs; the ranks exchange them if no room is usable without.
 
         Args:
-            x, counts, topk_idx, topk_weights, options, run: of the call.
+            given, options, run: of the call.
             found: key under which the room is cached, None for none; whether a room may be used without an exchange.
         """
+        x, counts, topk_idx, topk_weights = given
         key, may_stand = found
         expert_alignment, num_worst_tokens, config = options
         pool = self._pool
@@ -116,7 +104,8 @@ class FreshDispatches:
         is_blind = num_worst_tokens > 0 and is_gpu  # then the cpu waits for no rank
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
-            wish, need = self._wishes.find(x, counts, routing, topk_weights, num_worst_tokens, device, is_gpu)
+            as_sent = x, counts, routing, topk_weights
+            wish, need = self._wishes.find(as_sent, num_worst_tokens, device, is_gpu)
         except Exception as error:
             if is_blind:
                 pool.refuse(error)
@@ -176,15 +165,9 @@ class FreshDispatches:
         wishes = pool.agree(wish)
         return pool.room(Need.of(wishes, device)), wishes
 
-    def _key(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        asked: object,
-    ) -> object:
+    def _key(self, given: Given, asked: object) -> object:
         """Return the cache key of a dispatch; None if only the checks can determine it."""
+        x, counts, topk_idx, topk_weights = given
         counted: tuple[Any, Any, Any] = counts
         per_rank, is_in, per_expert = counted
         if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:

@@ -17,6 +17,8 @@ from epee.errors import InvalidArgument
 _MOST_WISHES = 1024  # number of cached requests
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+# rows, their counts, topk_idx, topk_weights
+Given: TypeAlias = tuple[Payload, Counts, "torch.Tensor | None", "torch.Tensor | None"]
 
 
 class Wishes:
@@ -30,17 +32,9 @@ class Wishes:
         self._num_ranks = num_ranks
         self._known: dict[tuple[object, ...], tuple[Wish, Need]] = {}
 
-    def find(
-        self,
-        x: Payload,
-        counts: Counts,
-        routing: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        device: torch.device,
-        is_gpu: bool,
-    ) -> tuple[Wish, Need]:
+    def find(self, given: Given, num_worst_tokens: int, device: torch.device, is_gpu: bool) -> tuple[Wish, Need]:
         """Return this rank's request and needs; on GPUs computed once for calls with the same shapes."""
+        x, counts, routing, topk_weights = given
         shapes = None
         if is_gpu and routing is not None and all(isinstance(count, torch.Tensor) for count in counts):
             values: Any = values_of(x)
@@ -61,7 +55,7 @@ class Wishes:
             known = self._known.get(shapes)
             if known is not None:
                 return known
-        wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
+        wish = self._wish(given, num_worst_tokens, is_gpu)
         known = wish, Need.of([wish], device)
         if shapes is not None:
             if len(self._known) >= _MOST_WISHES:
@@ -69,16 +63,9 @@ class Wishes:
             self._known[shapes] = known
         return known
 
-    def _wish(
-        self,
-        x: Payload,
-        counts: Counts,
-        routing: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        is_gpu: bool,
-    ) -> Wish:
+    def _wish(self, given: Given, num_worst_tokens: int, is_gpu: bool) -> Wish:
         """Check the request that is sent to the other ranks."""
+        x, counts, routing, topk_weights = given
         values = values_of(x)
         num_tokens, hidden = values.shape
         per_rank, is_token_in_rank, per_expert = counts

@@ -382,30 +382,23 @@ class Buffer(SharedBuffer):
                 return found
         routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
         run = RunOptions(num_sms, async_op, previous_event, sync)
-        return self._dispatch(x, routing, topk_weights, layout, expert_alignment, run, timeout)
+        return self._dispatch(x, routing, (topk_weights, layout, expert_alignment), run, timeout)
 
     @ranged
     def _dispatch(
-        self,
-        x: Payload,
-        routing: GivenRouting,
-        topk_weights: torch.Tensor | None,
-        layout: str,
-        expert_alignment: int,
-        run: RunOptions,
-        timeout: float | None,
+        self, x: Payload, routing: GivenRouting, others: tuple[Any, Any, Any], run: RunOptions, timeout: float | None
     ) -> Dispatched:
         """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
-                    if carries_gradient(x, topk_weights):
+                    if carries_gradient(x, others[0]):
                         warn_of_gradients("Buffer.dispatch")
                     if routing.handle is not None:
                         check_handle(routing.handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
-                    call = self._checked.dispatch(x, routing, topk_weights, layout, expert_alignment, members)
+                    call = self._checked.dispatch(x, routing, others, members)
                     return self._rows.dispatch(call, deadline, lane, run)
 
     def combine(
@@ -458,15 +451,10 @@ class Buffer(SharedBuffer):
 
     @ranged
     def _combine(
-        self,
-        y: torch.Tensor,
-        handle: Handle,
-        others: tuple[Any, Any, Any],
-        run: RunOptions,
-        timeout: float | None,
+        self, y: torch.Tensor, handle: Handle, others: tuple[Any, Any, Any], run: RunOptions, timeout: float | None
     ) -> Combined:
         """Run a combine by the ordinary path, as `_dispatch`."""
-        topk_weights, bias, out = others
+        topk_weights, bias, _ = others
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeout)
             while True:
@@ -475,7 +463,7 @@ class Buffer(SharedBuffer):
                         warn_of_gradients("Buffer.combine")
                     known = check_handle(handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
-                    call = self._checked.combine(y, known, topk_weights, bias, out, members)
+                    call = self._checked.combine(y, known, others, members)
                     return self._rows.combine(call, deadline, lane, run)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -296,12 +296,14 @@ def check_dispatch(
     config: BufferConfig,
     payload: PayloadRows,
     routing: GivenRouting,
-    topk_weights: object,
-    layout: str,
-    expert_alignment: int,
+    others: tuple[Any, Any, Any],
     members: Sequence[int] | None = None,
 ) -> DispatchCall:
-    """Check the routing of a dispatch and plan it: to `members` only, if a view excludes ranks (CPU)."""
+    """Check the routing of a dispatch and plan it: to `members` only, if a view excludes ranks (CPU).
+
+    `others` are topk_weights, layout and expert_alignment.
+    """
+    topk_weights, layout, expert_alignment = others
     topk_idx, is_token_in_rank, handle, capacity = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
         names = ("topk_idx", "is_token_in_rank", "handle")
@@ -423,15 +425,13 @@ def _rows_to_combine(y: object, handle: Handle) -> int:
 
 
 def check_combine(
-    config: BufferConfig,
-    y: object,
-    handle: Handle,
-    topk_weights: object,
-    bias: object,
-    out: object,
-    members: Sequence[int] | None = None,
+    config: BufferConfig, y: object, handle: Handle, others: tuple[Any, Any, Any], members: Sequence[int] | None = None
 ) -> CombineCall:
-    """Check the arguments of a combine; `members` if a view excludes ranks (CPU)."""
+    """Check the arguments of a combine; `members` if a view excludes ranks (CPU).
+
+    `others` are topk_weights, bias and out.
+    """
+    topk_weights, bias, out = others
     num_rows = _rows_to_combine(y, handle)
     rows = check_tensor("y", y, (num_rows, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:

@@ -56,35 +56,25 @@ class CheckedCalls:
         self._passed: dict[object, dict[Any, Any]] = {}  # with the path's memo
 
     def dispatch(
-        self,
-        x: Any,
-        routing: GivenRouting,
-        topk_weights: Any,
-        layout: str,
-        expert_alignment: int,
-        members: Sequence[int] | None,
+        self, x: Any, routing: GivenRouting, others: tuple[Any, Any, Any], members: Sequence[int] | None
     ) -> DispatchCall:
         """Return a checked dispatch; arguments and errors as of `check_payload` and `check_dispatch`."""
         payload = check_payload(x, self._config)
-        call = check_dispatch(self._config, payload, routing, topk_weights, layout, expert_alignment, members)
-        others = routing.is_token_in_rank, routing.handle, routing.capacity
-        given = x, routing.topk_idx, topk_weights, others, layout, expert_alignment
+        call = check_dispatch(self._config, payload, routing, others, members)
+        topk_weights, layout, expert_alignment = others
+        routed = routing.is_token_in_rank, routing.handle, routing.capacity
+        given = x, routing.topk_idx, topk_weights, routed, layout, expert_alignment
         facts = self._facts(dispatch_facts, *given)
         if facts is not None and _are_whole(routing.topk_idx, routing.is_token_in_rank, topk_weights):
             return call._replace(memo=self._note(facts))
         return call
 
     def combine(
-        self,
-        y: Any,
-        handle: Handle,
-        topk_weights: Any,
-        bias: object,
-        out: object,
-        members: Sequence[int] | None,
+        self, y: Any, handle: Handle, others: tuple[Any, Any, Any], members: Sequence[int] | None
     ) -> CombineCall:
         """Return a checked combine; arguments and errors as of `check_combine`."""
-        call = check_combine(self._config, y, handle, topk_weights, bias, out, members)
+        call = check_combine(self._config, y, handle, others, members)
+        topk_weights, bias, out = others
         is_plain = bias is None and out is None and len(call.y) == handle.num_recv  # fewer rows are checked each time
         facts = self._facts(combine_facts, y, handle, topk_weights) if is_plain else None
         if facts is not None and _are_whole(y, topk_weights):

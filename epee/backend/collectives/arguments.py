@@ -446,7 +446,7 @@ def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.T
     if isinstance(op, PremulSum):
         segments = [premultiply(segment.copy(), output.dtype, op.factor) for segment in segments]
     signature = _signature("reduce_scatter", output.dtype, longest, op)
-    plan = plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box, longest)
+    plan = plan_reduce_scatter(("reduce_scatter", signature, segments, sink, box, longest), reducer, op)
     if is_uneven:
         plan.detail = shapes_word([len(segment) for segment in segments])
     return plan
@@ -465,7 +465,7 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
     segments = [_part(values, rank, count, box) for rank in box.members]
     sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, count, op)
-    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box, count)
+    return plan_reduce_scatter(("reduce_scatter", signature, segments, sink, box, count), reducer, op)
 
 
 def reduce_scatter_coalesced(
@@ -491,7 +491,7 @@ def reduce_scatter_coalesced(
         premultiply(segments.reshape(-1), inputs[0].dtype, op.factor)
     sink = PackedTensors(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
-    plan = plan_reduce_scatter(name, signature, list(segments), sink, reducer, op, box, len(sink.array))
+    plan = plan_reduce_scatter((name, signature, list(segments), sink, box, len(sink.array)), reducer, op)
     plan.detail = shapes_word(counts)
     return plan
 

@@ -130,7 +130,7 @@ class Scatter(Segmented):
     def __init__(
         self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, box: Outboxes
     ) -> None:
-        super().__init__(name, signature, segments, sink, box, root == box.rank, len(sink.array))
+        super().__init__((name, signature, segments, sink, box, len(sink.array)), root == box.rank)
         self._root = root
 
     def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:

@@ -38,7 +38,7 @@ from ...engine.tensors import Array
 from ...memory.layout import align_up
 from .reduce import AVG, Reducer
 from .rounds import cut, lay_out
-from .segments import Segmented
+from .segments import Segmented, SegmentsOfCall
 
 
 class AllReduce(Plan):
@@ -174,17 +174,8 @@ class AllReduce(Plan):
 class ReduceScatter(Segmented):
     """Reduce segment r of all ranks into `sink.array` of rank r. `segments` are this rank's, one per rank."""
 
-    def __init__(
-        self,
-        name: str,
-        signature: int,
-        segments: Sequence[Array],
-        sink: Any,
-        reducer: Reducer,
-        box: Outboxes,
-        longest: int,
-    ) -> None:
-        super().__init__(name, signature, segments, sink, box, box.num_ranks > 1, longest)
+    def __init__(self, call: SegmentsOfCall, reducer: Reducer) -> None:
+        super().__init__(call, call[4].num_ranks > 1)
         self._reducer = reducer
         self._scratch = reducer.scratch(self._length)
 
@@ -215,26 +206,18 @@ def is_less(hosts: Hosts, nbytes: int) -> bool:
     return num_ranks * nbytes > SMALL_BYTES * len(hosts) and num_ranks >= len(hosts) ** 2
 
 
-def plan_reduce_scatter(
-    name: str,
-    signature: int,
-    segments: Sequence[Array],
-    sink: Any,
-    reducer: Reducer,
-    op: int,
-    box: Outboxes,
-    longest: int,
-) -> ReduceScatter:
-    """Return the plan of a reduce_scatter of `segments`, one per rank, into `sink.array`.
+def plan_reduce_scatter(call: SegmentsOfCall, reducer: Reducer, op: int) -> ReduceScatter:
+    """Return the plan of a reduce_scatter of segments, one per rank, into the sink's array.
 
     The choice depends on the length of the longest segment, which is the same number on all ranks.
     """
+    *_, sink, box, longest = call
     if len(box.sites) > 1 and op != AVG:
         hosts: Hosts = tuple(box.sites.values())
         is_large = longest * sink.array.itemsize * box.num_ranks > SMALL_BYTES
         if is_large and len(hosts) < box.num_ranks:
-            return HostsReduceScatter(name, signature, segments, sink, reducer, box, hosts, longest)
-    return ReduceScatter(name, signature, segments, sink, reducer, box, longest)
+            return HostsReduceScatter(call, reducer, hosts)
+    return ReduceScatter(call, reducer)
 
 
 class HostsAllReduce(AllReduce):
@@ -286,18 +269,9 @@ class HostsAllReduce(AllReduce):
 class HostsReduceScatter(ReduceScatter):
     """The reduce_scatter with a sum per host."""
 
-    def __init__(
-        self,
-        name: str,
-        signature: int,
-        segments: Sequence[Array],
-        sink: Any,
-        reducer: Reducer,
-        box: Outboxes,
-        hosts: Hosts,
-        longest: int,
-    ) -> None:
-        super().__init__(name, signature, segments, sink, reducer, box, longest)
+    def __init__(self, call: SegmentsOfCall, reducer: Reducer, hosts: Hosts) -> None:
+        super().__init__(call, reducer)
+        *_, sink, box, longest = call
         self._hosts = hosts
         self._here = next(ranks for ranks in hosts if box.rank in ranks)
         self._served = {rank: self._serves(rank) for rank in range(box.num_ranks)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from ...engine.tensors import Array
 from ...memory.layout import align_up
 from .rounds import cut, lay_out
 
+# name, signature, this rank's segments, the sink of its own, the memory, the length of the longest segment
+SegmentsOfCall: TypeAlias = tuple[str, int, Sequence[Array], Any, Outboxes, int]
+
 
 class Segmented(Plan):
     """Puts the other ranks' `segments`, `_length` elements apart; results of this rank's own go to `sink.array`.
@@ -20,16 +23,8 @@ class Segmented(Plan):
     Segments may be of different lengths, which every rank knows: rounds and room are those of the `longest`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        signature: int,
-        segments: Sequence[Array],
-        sink: Any,
-        box: Outboxes,
-        puts: bool,
-        longest: int,
-    ) -> None:
+    def __init__(self, call: SegmentsOfCall, puts: bool) -> None:
+        name, signature, segments, sink, box, longest = call
         super().__init__(name, signature)
         self._segments = segments
         self._sink = sink

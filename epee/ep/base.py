@@ -123,7 +123,7 @@ class SharedBuffer:
                 begin_lane(group, seat, here, born.watch, self._timeout, closing.check)
         else:
             born = Born([], DeathWatch())
-            beyond = self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
+            self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
             self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
@@ -135,7 +135,7 @@ class SharedBuffer:
                     _tell_of_one_host(seat, self._exchange, self.config, alone)
                 else:
                     topology = self._topology or Topology(self.rank, ["0"] * self.num_ranks)
-                    self._path = path = self._make_path_over_hosts(beyond, topology, seat, poison)
+                    self._path = path = self._make_path_over_hosts(topology, seat, poison)
                     if running is not None:
                         path.come_in(time.monotonic() + self._timeout)
         except BaseException:
@@ -193,9 +193,7 @@ class SharedBuffer:
         """
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
-    def _make_path_over_hosts(
-        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
-    ) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
         """Make the path that moves the rows between hosts. Local."""
         raise NotImplementedError
 

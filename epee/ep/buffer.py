@@ -38,7 +38,6 @@ from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
-    from .hosts.exchange import HostsExchange
     from .hosts.path import HostsPath
 
 DispatchLike: TypeAlias = "Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None]"
@@ -256,13 +255,11 @@ class Buffer(SharedBuffer):
             raise on_several_hosts("a Buffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(
-        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
-    ) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
         from .hosts.path import HostsPath
 
         self._checked = CheckedCalls(self.config)
-        self._rows = HostsPath(self.config, self._control, self._id, exchange, topology, seat, poison)
+        self._rows = HostsPath(self._control, self._id, topology, seat, poison)
         return self._rows
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:

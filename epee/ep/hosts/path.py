@@ -104,10 +104,8 @@ class HostsPath(PathOverHosts):
     """Moves rows between the ranks of several hosts.
 
     Args:
-        config: of the buffer.
-        control: its CPU side.
+        control: the buffer's CPU side.
         buffer_id: goes into handles.
-        exchange: of rows, with the engine.
         topology: the placement of the ranks, as far as the outboxes do not name it.
         seat: job handle of the group; None if lost ranks cannot be replaced.
         poison: fill results with 0xFF before they are written.
@@ -115,18 +113,16 @@ class HostsPath(PathOverHosts):
 
     def __init__(
         self,
-        config: BufferConfig,
         control: ControlPlaneOver[HostsExchange],
         buffer_id: int,
-        exchange: HostsExchange,
         topology: Topology,
         seat: GroupInView | None,
         poison: bool,
     ) -> None:
-        self.config = config
+        self.config = config = control.config
         self.rank = topology.rank
         self.control = control
-        self.exchange = exchange
+        self.exchange = exchange = control.exchange
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
         self._assembly = Assembly(control, exchange.engine, seat)

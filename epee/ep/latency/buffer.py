@@ -38,7 +38,6 @@ from .types import CallSizes, LatencyCombined, LatencyDispatched, LatencyHandle
 
 if TYPE_CHECKING:
     from ...view.group import GroupInView
-    from ..hosts.exchange import HostsExchange
 
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
@@ -111,12 +110,10 @@ class LatencyBuffer(SharedBuffer):
             raise on_several_hosts("a LatencyBuffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(
-        self, exchange: HostsExchange, topology: Topology, seat: GroupInView | None, poison: bool
-    ) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
         from ..hosts.latency.path import LatencyHostsPath
 
-        self._rows = path = LatencyHostsPath(self._control, exchange, topology, seat, poison, self._turns.closing)
+        self._rows = path = LatencyHostsPath(self._control, topology, seat, poison, self._turns.closing)
         self._make_plans(self.config)
         return path
 

@@ -292,7 +292,6 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     Args:
         control: the buffer's CPU side.
-        exchange: the same, with the engine.
         topology: the placement of the ranks, as far as the outboxes do not name it.
         seat: job handle of the group; None if lost ranks cannot be replaced.
         poison: fill memory with 0xFF before each use.
@@ -304,14 +303,13 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
     def __init__(
         self,
         control: ControlPlaneOver[HostsExchange],
-        exchange: HostsExchange,
         topology: Topology,
         seat: GroupInView | None,
         poison: bool,
         closing: Closing,
     ) -> None:
         self._places = CallPlacement(topology, control.config.num_ranks)
-        self._exchange = exchange
+        self._exchange = exchange = control.exchange
         self._assembly = Assembly(control, exchange.engine, seat)
         self.takes_replacements = seat is not None and seat.is_open
         self._topology = topology = self._places.of(exchange.box)  # of the epoch, as all that follows from it

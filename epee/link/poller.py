@@ -26,6 +26,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import queue
 import select
 import threading
 import time
@@ -35,7 +36,6 @@ from typing import Any
 
 from ..errors import ResourceError, ignored
 from ..threads import BackgroundThread
-from .alarm import Alarm
 from .meeting import Meeting
 from .tcp import TcpLink
 
@@ -49,6 +49,32 @@ NAP_S, MAX_NAP_S = 0.0001, 0.002  # between polls that find nothing, while a lin
 REST_S = 0.00002  # the same between pumps of callers: else a writer would hardly get the lock
 IDLE_S = 1.0  # how long the thread sleeps in the kernel before it checks whether it is to end
 SOON_S = 0.01  # the same while there is something to be done soon
+
+
+class Alarm:
+    """An event for one waiting thread, which other threads set: the wake-up of the thread of the links.
+
+    `threading.Event` is not suitable: it is written in Python around a lock, and an exception of a signal handler
+    within `set` leaves that lock taken, for ever. Here each step is one call in C.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Wake the thread, now or when it next waits."""
+        if self._queue.empty():
+            self._queue.put(None)
+
+    def clear(self) -> None:
+        """Reset the event; by the waiting thread only."""
+        with contextlib.suppress(queue.Empty):
+            self._queue.get_nowait()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it is set; by the waiting thread only."""
+        with contextlib.suppress(queue.Empty):
+            self._queue.get(timeout=timeout_s)
 
 
 class Links:

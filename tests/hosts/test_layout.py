@@ -14,8 +14,7 @@ from epee.ep.control.inbox import ExchangedRows
 from epee.ep.hosts.handle import TwoLevelHandle
 from epee.ep.hosts.layout import MIN_SUMMED, Parts, Records, SectionLayout, dispatch_length, records_of, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle
-from epee.link.roles import Roles
-from epee.link.topology import Topology
+from epee.link.topology import Roles, Topology
 
 TOPK, TOKENS = 4, 6
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epee.link.roles import Roles
-from epee.link.topology import Topology
+from epee.link.topology import Roles, Topology
 
 PLACED = st.lists(st.sampled_from("abcd"), min_size=2, max_size=12)
 

@@ -1,6 +1,6 @@
 """The mirror of an outbox: the state of a rank of another host, kept in the memory of this one.
 
-The gateway of the rank on this host (`link/roles.py`) makes the mirror and alone writes it; all ranks here map it for
+The gateway of the rank on this host (`topology.Roles`) makes the mirror and alone writes it; all ranks here map it for
 reading and find in it what they would find in the outbox itself, a little later. So a rank writes only memory that it
 made, here as on one host, and every wait for a fact that stays true (a tag is there, a count is at least so much) works
 on a mirror unchanged. A fact that does not stay true is read remotely (`looks.py`).

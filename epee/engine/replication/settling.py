@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ...errors import AuthError, ProtocolError, ResourceError
-from ...link.roles import Roles
+from ...link.topology import Roles
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import is_leaving
 from ..outbox import (

@@ -1,6 +1,6 @@
 """The links, mirrors and answers between one rank and the other hosts of its group, view by view.
 
-The thread of the links plays this rank's roles (`link/roles.py`), independently of the program: other ranks wait for
+The thread of the links plays this rank's roles (`link/topology.py`), independently of the program: other ranks wait for
 it. Decisions come from the agent thread (`decided`); data that comes over links is noted by the thread that pumps
 (`fetched`, `opened`, `ended`), and the thread of the links does the rest in its next round (`serve`):
 
@@ -48,8 +48,7 @@ from ...link.engine import LinkMaker
 from ...link.frames import BEGIN, END, FETCH, NO_WORD
 from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
-from ...link.roles import Roles
-from ...link.topology import Topology
+from ...link.topology import Roles, Topology
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.signals import fence
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS

@@ -26,8 +26,7 @@ import torch
 
 from ...arrays import array_of
 from ...engine.limits import MIN_STAGING_BYTES
-from ...link.roles import Roles
-from ...link.topology import Topology
+from ...link.topology import Roles, Topology
 from ...memory.layout import align_up
 from ..config import MAX_TOPK, BufferConfig
 from ..handle import HostHandle

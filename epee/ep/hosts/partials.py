@@ -18,7 +18,7 @@ all, and the caller's `out` is written at the very end.
 
 Only values are received, no sizes and no offsets: all of these follow from the handle, and from the members. Ranks that
 were lost after the dispatch have no part: their rows are in no sum, for no token, and their own tokens are not summed;
-the gateways are those of the remaining ranks (`link/roles.py`).
+the gateways are those of the remaining ranks (`link/topology.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...engine.outbox import Outboxes
 from ...engine.plan import Plan, Range
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
-from ...link.roles import Roles
+from ...link.topology import Roles
 from ...memory.layout import align_up
 from ..checks import CombineCall
 from ..throughput.reduce import accumulator_dtype, put

@@ -44,8 +44,7 @@ from ...errors import (
     is_own,
 )
 from ...gpu.event import DONE
-from ...link.roles import Roles
-from ...link.topology import Topology
+from ...link.topology import Roles, Topology
 from ...memory.arena import Arena
 from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall

@@ -31,7 +31,7 @@ from ...engine.plan import Plan, Range
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
 from ...errors import ProtocolError
-from ...link.roles import Roles
+from ...link.topology import Roles
 from ...memory.arena import Arena
 from ..checks import PayloadRows
 from ..throughput.placement import Ints

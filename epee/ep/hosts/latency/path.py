@@ -49,8 +49,7 @@ from ....arrays import array_of, writing
 from ....engine.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....gpu.turns import Closing
-from ....link.roles import Roles
-from ....link.topology import Topology
+from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
 from ...config import BufferConfig
 from ...control.inbox import OP_GATHER

@@ -55,8 +55,7 @@ from ....engine.replication.looks import Looks
 from ....engine.replication.waiting import MOST_MOVES_S
 from ....errors import ProtocolError
 from ....link.frames import NO_WORD
-from ....link.roles import Roles
-from ....link.topology import Topology
+from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
 from ....view.protocol.withdrawal import GRACE_S, Look, Stance
 from ...config import BufferConfig

@@ -8,7 +8,7 @@ of a call. All were tried with torch 2.13 on CPUs and with torch 2.11 for CUDA 1
     exclude_from_compiler   45 us of a call in a compiled function, 2 us of   `untraced` wraps the function
                             others; the public way imports the compiler
     metadata_check_of       7 us of a call with three tensors                 callers compare the metadata themselves
-    empty_strided_of,       4 and 7 us for each tensor that a call makes      public functions
+    EMPTY_STRIDED,          4 and 7 us for each tensor that a call makes      public functions
     reinterpret_tensor
     CUDA's current device,  together more than 5 us of a GPU call: torch's    GPU calls fail
     stream, events          public functions make objects
@@ -115,14 +115,11 @@ def _is_right() -> bool:
 
 # ---- tensors
 
+# by type of the current device: makers of uninitialised tensors (size, strides, dtype)
+EMPTY_STRIDED = {kind: getattr(_guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
 reinterpret_tensor: Any = getattr(_guards, "_reinterpret_tensor", None)  # (tensor, size, strides, offset)
 count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
-
-
-def empty_strided_of(device_type: str) -> Callable[..., torch.Tensor] | None:
-    """Return a maker of uninitialised tensors (size, strides, dtype) on the current device of a type."""
-    return getattr(_guards, f"_empty_strided_{device_type}", None) if device_type in {"cpu", "cuda"} else None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

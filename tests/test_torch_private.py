@@ -69,8 +69,7 @@ def test_one_module_uses_private_names_of_torch_and_reads_stack_frames() -> None
 def test_this_torch_has_what_the_package_uses() -> None:
     assert torch_private.exclude_from_compiler(lambda: None, "why")
     assert torch_private.metadata_check_of(torch.zeros(2)) is not None
-    assert torch_private.empty_strided_of("cpu") is not None
-    assert torch_private.empty_strided_of("meta") is None
+    assert torch_private.EMPTY_STRIDED["cpu"] is not None
     assert torch_private.reinterpret_tensor is not None
     assert len(torch_private.MODE_GUARDS) == 2
     assert issubclass(epee.BackendOptions, torch_private.CBackend.Options)

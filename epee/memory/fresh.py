@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..torch_private import empty_strided_of, reinterpret_tensor
+from ..torch_private import EMPTY_STRIDED, reinterpret_tensor
 
 _cut = reinterpret_tensor
 _is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
@@ -37,7 +37,7 @@ def allocator(
     """
     size = tuple(shape)
     steps = _strides(size) if strides is None else tuple(strides)
-    private = empty_strided_of(device.type)
+    private = EMPTY_STRIDED.get(device.type)
     if private is not None:
         return partial(private, size, steps, dtype)
     return lambda: torch.empty_strided(size, steps, dtype=dtype, device=device)

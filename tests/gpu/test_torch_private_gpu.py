@@ -26,7 +26,7 @@ def test_events_are_those_under_the_public_class() -> None:
 
 
 def test_tensors_are_made_on_the_current_gpu() -> None:
-    make = torch_private.empty_strided_of("cuda")
+    make = torch_private.EMPTY_STRIDED["cuda"]
     assert make is not None
     tensor = make((4, 2), (2, 1), torch.bfloat16)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == ((4, 2), (2, 1), torch.bfloat16)

@@ -39,7 +39,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context, ignored
-from ...link.roles import Roles
 from ...link.topology import Roles
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView

@@ -191,13 +191,17 @@ def is_of_handler(exc: BaseException) -> bool:
 
 
 def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith(_FOLDER):
+    code = frame.f_code
+    if code.co_filename.startswith(_FOLDER):
         return False
-    for value in frame.f_locals.values():
+    values = frame.f_locals
+    for value in list(values.values()):
         if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
             return True
-    handlers = map(signal.getsignal, signal.valid_signals())  # it may have deleted its arguments
-    return any(getattr(handler, "__code__", None) is frame.f_code for handler in handlers)
+    if all(name in values for name in code.co_varnames[: code.co_argcount]):
+        return False
+    handlers = map(signal.getsignal, range(1, signal.NSIG))  # it has deleted arguments
+    return any(getattr(handler, "__code__", None) is code for handler in handlers)
 
 
 def expected(*kinds: type[_Error]) -> tuple[type[_Error], ...]:

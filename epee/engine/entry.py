@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState
+from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState, expected
 from ..torch_private import count_frames
 from .outbox import SLEEPERS
 
@@ -135,7 +135,7 @@ class Entry:
         while True:
             try:
                 step = self.after.popleft()
-            except IndexError:  # nothing left, or another thread was faster
+            except expected(IndexError):  # nothing left, or another thread was faster
                 self._broken_off = None
                 return
             try:

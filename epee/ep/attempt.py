@@ -105,7 +105,7 @@ class CallAttempt:
     def _checked_timeout(self) -> float:
         try:
             return check_timeout(self._timeout, self._default_s)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             self._refuse(error, self._deadline)
             raise
 
@@ -131,7 +131,7 @@ class CallAttempt:
         """
         try:
             patience = check_timeout(self._timeout, self._default_s)
-        except InvalidArgument:
+        except expected(InvalidArgument):
             patience = self._default_s  # it is refused once this rank is in the epoch
         membership = self._exchange.membership
         try:

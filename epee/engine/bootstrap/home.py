@@ -21,7 +21,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...errors import EpeeError, InvalidState, ProtocolError
+from ...errors import EpeeError, InvalidState, ProtocolError, expected
 from ...memory.host import BLOB_BYTES
 from ...view.protocol.messages import Decision, Member
 from ...view.transport.wire import parse_endpoint
@@ -125,7 +125,7 @@ def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
     """Return a member's part in `lane`, None when it has none or an invalid one."""
     try:
         endpoint = parse_endpoint(member.endpoint)
-    except EpeeError:
+    except expected(EpeeError):
         return None  # an invalid endpoint is no outbox
     if len(endpoint.extra) != _EXTRA.size:
         return None

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError
+from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError, expected
 from ...memory.host import HostRegion
 from ...memory.signals import futex_sleep
 from ...view.process.detector import is_leaving
@@ -142,7 +142,7 @@ class Inboxes:
                     self._meet_one(met, rank, member, wait)
                 except Absent:
                     logger.info("epoch %d of a buffer begins without rank %d", wait.epoch, rank)
-                except ProtocolError as error:
+                except expected(ProtocolError) as error:
                     logger.warning("epoch %d of a buffer begins without rank %d: %s", wait.epoch, rank, error)
             is_complete = True
             return met
@@ -247,7 +247,7 @@ class Inboxes:
             if blob is not None and problem is None:
                 try:
                     return self._attach(rank, blob, line)
-                except EpeeError as exc:
+                except expected(EpeeError) as exc:
                     if isinstance(exc, ResourceError) and not is_leaving(*process_of(member)):
                         raise  # of this process's own
                     problem = exc  # it has just died, and the view will report it; else it is damaged

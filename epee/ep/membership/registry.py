@@ -278,7 +278,7 @@ def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
         if int.from_bytes(raw[:8], "little") != _MAGIC:
             return None  # just being made
         region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
-    except EpeeError as exc:  # it has just ended, or closed it; a rank that waits for it has a timeout
+    except expected(EpeeError) as exc:  # it has just ended, or closed it; a rank that waits for it has a timeout
         if _is_shortage(exc.__cause__):
             raise  # this process's own
         logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import socket
@@ -45,8 +44,7 @@ from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.coming import leave_notes
-from ..replication.waiting import LinkedWaiting
-from ..replication.ways import Ways
+from ..replication.ways import NoWays, Ways
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .home import FOLDER_KEY, Home, pack_home, pack_place
 from .proof import prove, transcript
@@ -121,7 +119,7 @@ class _Birth:
         self._watch = DeathWatch()
         self._seat: Seat | None = None
         self._survival: Survival | None = None
-        self._ways: Ways | None = None
+        self._ways: Ways | NoWays = NoWays()
         self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
         self._leave = greeting.withdraw if greeting is not None else int
@@ -143,11 +141,7 @@ class _Birth:
                     raise error from exc
                 raise
             undo.pop_all()
-        if self._ways is None:
-            engine = Engine(box, watch, timeout_s)
-        else:
-            waiting = functools.partial(LinkedWaiting, exports=self._ways.exports)
-            engine = Engine(box, watch, timeout_s, waiting=waiting)
+        engine = Engine(box, watch, timeout_s, waiting=self._ways.waiting)
         if self._helper is not None:
             self._helper.release()  # the engine has a use of its own
         if self._survival is not None:
@@ -202,8 +196,7 @@ class _Birth:
             ways.begin(self._survival.epoch, self._survival.since())
             self._survival.use(ways)
         await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
-        if self._ways is not None:
-            await_told(self._ways, box, self._watch, self._lost, self._deadline)
+        await_told(self._ways, box, self._watch, self._lost, self._deadline)
         return box
 
     def _lost(self) -> tuple[int, ...]:

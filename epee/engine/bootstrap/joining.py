@@ -18,7 +18,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 from ... import env
@@ -47,7 +46,6 @@ from ..membership.members import attach_outbox, make_blank, narrow
 from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.coming import Entrance, Found, find_over_hosts, tell_contact
-from ..replication.waiting import LinkedWaiting
 from .attempt import read_fields
 from .birth import keep
 from .elsewhere import require_host
@@ -348,8 +346,7 @@ def _start(
         else:
             ways = door.enter(survival, decision, parts, box, home)
             undo.callback(ways.exports.abandon)
-            waiting = partial(LinkedWaiting, exports=ways.exports)
-            engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
+            engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=ways.waiting)
         survival.attach(engine)
         if door is None:
             box.exports.publish(box, LIFE, LIFE_READY)

@@ -39,7 +39,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context, ignored
-from ...link.topology import Roles
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
@@ -53,9 +52,9 @@ from ..entry import CHANGING, ENDED, NEWS
 from ..operation import Operation
 from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
-from ..replication.gate import Gate
-from ..replication.settling import Settling
-from ..replication.ways import Ways
+from ..replication.gate import Gate, NoGate
+from ..replication.settling import NoSettling, Settling
+from ..replication.ways import NoWays, Ways
 from .admission import Admission
 from .boxes import Boxes
 from .intake import Arrival, Intake, unready
@@ -81,9 +80,9 @@ class Survival(LaneBirth):
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Begin as `LaneBirth`; `attach` comes later."""
         super().__init__(seat, mode, joined_by, asks)
-        self._ways: Ways | None = None
-        self._settling: Settling | None = None
-        self._gate: Gate | None = None
+        self._ways: Ways | NoWays = NoWays()
+        self._settling: Settling | NoSettling = NoSettling()
+        self._gate: Gate | NoGate = NoGate()
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
         self._offer: Offer | None = None
@@ -105,16 +104,10 @@ class Survival(LaneBirth):
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
         self._boxes = Boxes(engine, occupants, course, members, joined_in)
         self._judge = Judge(engine, occupants, course, self._boxes)
-        if self._ways is not None:
-            since = self._since_of_ranks(occupants.since)
-            roles = Roles(self._ways.topology, [*since], since)
-            self._settling = settling = Settling(box, roles, self._ways.owners, self._all_boxes)
-            self._gate = Gate(occupants, settling, self._tell_turned)
-            if joined_in:
-                settling.begin(joined_in)
-                self._is_ready = False
-        host = "" if self._ways is None else self._job.directory.host
-        self._intake = Intake(engine, occupants, self._boxes, host)
+        since = self._since_of_ranks(occupants.since)
+        self._settling, self._gate = self._ways.follow(occupants, since, joined_in, self._all_boxes, self._tell_turned)
+        self._is_ready = not (joined_in and self._ways.spans)
+        self._intake = Intake(engine, occupants, self._boxes, self._ways.host)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
@@ -125,9 +118,8 @@ class Survival(LaneBirth):
         engine.survival = self
         own = box.regions[box.rank].blob
         assert self._row is not None, "`close` comes later"
-        port = 0 if self._ways is None else self._ways.port
         state = IN if self._is_joiner else FOUNDER
-        self._offer = Offer(state, box.rank, box.group_size, own, port, occupants.epoch)
+        self._offer = Offer(state, box.rank, box.group_size, own, self._ways.port, occupants.epoch)
         self._row.tell(self._offer.pack())
         for rank in occupants.removed:
             self._leave_out(rank)
@@ -167,7 +159,7 @@ class Survival(LaneBirth):
             self._is_joiner and self._occupants.is_home,  # buffers of other groups take no joiners
             True,
             self._job,
-            self._ways is not None,
+            self._ways.spans,
         )
 
     # ---- decisions
@@ -216,14 +208,12 @@ class Survival(LaneBirth):
     def _may_take(self, decision: Decision) -> bool:
         """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
         gate, settling, occupants = self._gate, self._settling, self._occupants
-        if gate is None or settling is None:
-            return True
         parts = parts_of(decision, occupants.lane)
         own = occupants.slot_of[self._boxes.full.rank]
         if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision)):
             return True
         if gate.begin(decision.epoch):
-            lost = [rank for rank in occupants.remove(decision) if settling.roles.topology.is_here(rank)]
+            lost = [rank for rank in occupants.remove(decision) if settling.is_here(rank)]
             self._change_hosts(decision)
             for rank in lost:
                 self._leave_out(rank)
@@ -257,30 +247,23 @@ class Survival(LaneBirth):
 
     def _change_hosts(self, decision: Decision) -> None:
         """Have the mirrors of lost ranks settled."""
-        assert self._settling is not None
         self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
         parts = parts_of(decision, self._occupants.lane)
         present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
         self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
-        self._engine.raise_flag(CHANGING)
+        if not self._settling.is_over:
+            self._engine.raise_flag(CHANGING)
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
-        """Begin a new placement with joiners, in a group over several hosts."""
-        settling, ways = self._settling, self._ways
-        if settling is None or ways is None:
-            return
-        before, full = settling.roles, self._boxes.full
+        """Begin a new placement with joiners."""
         parts = parts_of(decision, self._occupants.lane)
         staying = {slot: when for slot, when in self._occupants.since.items() if parts.get(slot) == when}
         since = self._since_of_ranks(staying)
         rank_of = self._occupants.rank_of
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
-        roles = Roles(before.topology.moved(keys), [*since], {**before.since, **since})
-        full.place(roles.topology.host_of, decision.epoch)
-        ways.exports.move(roles.topology)
-        ways.owners.update((rank_of[one.slot], one) for one in self._occupants.owners(decision, newcomers))
-        settling.bring_in(decision.epoch, roles, newcomers)
-        ways.adopted(decision.epoch)
+        owners = {rank_of[one.slot]: one for one in self._occupants.owners(decision, newcomers)}
+        self._settling.bring_in(decision.epoch, keys, since, owners)
+        self._ways.adopted(decision.epoch)
         self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:
@@ -291,7 +274,7 @@ class Survival(LaneBirth):
             if rank == self._boxes.full.rank:
                 self._end_here(decision)
                 return
-            if self._settling is None or self._settling.roles.topology.is_here(rank):
+            if self._settling.is_here(rank):
                 self._leave_out(rank)
         self._intake.adopt(decision)
         new = {slot for slot, when in self._occupants.since.items() if when == decision.epoch}
@@ -305,10 +288,9 @@ class Survival(LaneBirth):
             for slot, cut in self._limits:
                 turn.limit_to(slot, cut)
         self._limits.clear()
-        if self._settling is not None and not new:
+        if not new:
             self._change_hosts(decision)
-        if self._gate is not None:
-            self._gate.end()
+        self._gate.end()
         self._occupants.is_over(decision)
 
     def _end_here(self, decision: Decision) -> None:
@@ -383,8 +365,6 @@ class Survival(LaneBirth):
             ResourceError: no memory or descriptor is left for a new mirror.
         """
         settling, gate = self._settling, self._gate
-        if settling is None or gate is None:
-            return True
         if gate.epoch:
             self.take_news()
         if not settling.is_over or not self._is_ready:
@@ -393,13 +373,12 @@ class Survival(LaneBirth):
 
     def _look_settled(self) -> None:
         settling = self._settling
-        assert settling is not None
         for rank, epoch in settling.look():
             slot = self._occupants.slot_of[rank]
             if epoch:
                 for turn in self._course.turns:
                     turn.limit_to(slot, self._cuts[epoch])
-                if self._gate is not None and self._gate.epoch:
+                if self._gate.epoch:
                     self._limits.append((slot, self._cuts[epoch]))
             self._leave_out(rank)
         if not self._is_ready and not settling.has_moves:
@@ -409,14 +388,10 @@ class Survival(LaneBirth):
 
     def unsettled(self) -> list[int]:
         """Return the lost ranks of which this host, or one that stays, may not have received everything yet."""
-        if self._settling is None or self._gate is None:
-            return []
         return sorted({*self._settling.unsettled, *self._gate.late})
 
     def tellers(self) -> list[int]:
         """Return the ranks whose reports about lost ranks this one waits for."""
-        if self._settling is None or self._gate is None:
-            return []
         return sorted({*self._settling.awaited(), *self._gate.late})
 
     def insist_on_tellers(self, deadline: float) -> bool:
@@ -446,7 +421,7 @@ class Survival(LaneBirth):
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether this rank may put its part of `op`: all its members can read each other's outboxes."""
-        if self._gate is not None and (self._gate.epoch or self.unsettled() or not self._is_ready):
+        if self._gate.epoch or self.unsettled() or not self._is_ready:
             return False
         return self._arrival.may_publish(op)
 
@@ -483,7 +458,7 @@ class Survival(LaneBirth):
         self._course.forget(min(seq, past[0].seq - 1) if past else seq, epoch)
         is_last, box = self._boxes.retired(seq), self._boxes.box
         is_over = is_last and not self.hooks.decisions and self._arrival.is_over(box)
-        is_over = is_over and (self._settling is None or self._settling.is_over)
+        is_over = is_over and self._settling.is_over
         if is_over and all(op.box is box for op in self._engine.queue):
             self._engine.lower_flag(CHANGING)
 
@@ -500,7 +475,7 @@ class Survival(LaneBirth):
         ranks = self.tellers() if self.unsettled() else ranks
         slots = self._occupants.slots_of(ranks)
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
-        epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)
+        epoch = max(self._occupants.epoch, self._gate.newest)
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
     def found_dead(self, ranks: Collection[int]) -> None:

@@ -43,7 +43,7 @@ from ..bootstrap.record import RankRecord
 from ..bootstrap.seat import Greeting
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
 from .mirror import FROM_BIRTH
-from .ways import Ways
+from .ways import NoWays, Ways
 
 logger = logging.getLogger("epee")
 
@@ -214,7 +214,7 @@ def link(
 
 
 def await_told(
-    ways: Ways, box: Outboxes, watch: DeathWatch, lost: Callable[[], tuple[int, ...]], deadline: float
+    ways: Ways | NoWays, box: Outboxes, watch: DeathWatch, lost: Callable[[], tuple[int, ...]], deadline: float
 ) -> None:
     """Wait until every other host has asked for this rank's state; all ranks are ready by now.
 

@@ -28,6 +28,30 @@ from ..membership.occupants import Occupants
 from .settling import Settling
 
 
+class NoGate:
+    """`Gate` of a group on one host, where every view may be applied."""
+
+    epoch = newest = 0
+    late: tuple[int, ...] = ()
+
+    def begin(self, epoch: int) -> bool:
+        """Return that nothing follows."""
+        return False
+
+    def begun(self, decision: Decision) -> None:
+        """Do nothing."""
+
+    def hear(self, decision: Decision) -> None:
+        """Do nothing."""
+
+    def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
+        """Return that the view may be applied."""
+        return True
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 class Gate:
     """The condition that a view with joiners waits for at one rank.
 

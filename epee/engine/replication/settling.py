@@ -39,6 +39,31 @@ from ..outbox import (
 logger = logging.getLogger("epee")
 
 
+class NoSettling:
+    """`Settling` of a group on one host, whose ranks have received all that was stored."""
+
+    is_over, has_moves = True, False
+    unsettled: Mapping[int, int] = {}
+
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank shares this rank's host."""
+        return True
+
+    def change(self, epoch: int, present: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def bring_in(self, epoch: int, keys: object, since: object, owners: object) -> None:
+        """Do nothing."""
+
+    def awaited(self) -> list[int]:
+        """Return no rank."""
+        return []
+
+    def look(self) -> list[tuple[int, int]]:
+        """Return no rank."""
+        return []
+
+
 class Settling:
     """The mirrors of one rank's host, as far as a change of the view concerns them.
 
@@ -54,7 +79,7 @@ class Settling:
     """
 
     def __init__(
-        self, box: Outboxes, roles: Roles, owners: Mapping[int, OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
+        self, box: Outboxes, roles: Roles, owners: dict[int, OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
     ) -> None:
         self.roles = roles
         self._newest = 0  # epoch of the last decision that was applied
@@ -83,8 +108,25 @@ class Settling:
             if self._ahead.keeper(source) != before.keeper(source):
                 self._moves[source] = epoch
 
-    def bring_in(self, epoch: int, roles: Roles, newcomers: Collection[int]) -> None:
-        """Apply a view with joiners; nothing is unsettled. May be run again."""
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank shares this rank's host."""
+        return self.roles.topology.is_here(rank)
+
+    def bring_in(
+        self, epoch: int, keys: Mapping[int, str], since: Mapping[int, int], owners: Mapping[int, OutboxOwner]
+    ) -> None:
+        """Apply a view with joiners; nothing is unsettled. May be run again.
+
+        Args:
+            epoch: the epoch that the view begins.
+            keys: the key of the host of every rank that takes part.
+            since: the epoch since which it does.
+            owners: by joiner, the owner named in its mirrors.
+        """
+        roles = Roles(self.roles.topology.moved(keys), [*since], {**self.roles.since, **since})
+        self._box.place(roles.topology.host_of, epoch)
+        self._box.exports.move(roles.topology)
+        self._owners.update(owners)
         before = self.roles if epoch > self._generation else None
         self._newest = self._generation = epoch
         self._moves = {source: since for source, since in self._moves.items() if source in roles.present}
@@ -92,7 +134,7 @@ class Settling:
             is_moved = before is not None and (
                 source not in before.present or before.keeper(source) != roles.keeper(source)
             )
-            if source in newcomers or is_moved:
+            if source in owners or is_moved:
                 self._moves[source] = epoch
         self.roles, self._ahead = roles, None
         self._box.exports.looks.gone = frozenset(range(len(roles.topology.host_of))) - roles.present

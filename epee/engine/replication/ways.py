@@ -40,7 +40,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import EpeeError, ProtocolError, expected
@@ -51,7 +52,9 @@ from ...link.poller import Links
 from ...link.topology import Roles, Topology
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.signals import fence
+from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
+from ..membership.occupants import Occupants
 from ..outbox import (
     CONSUMED,
     CONSUMED_TOO,
@@ -65,9 +68,13 @@ from ..outbox import (
     OutboxOwner,
     has_left,
 )
+from ..waiting import Waiting
 from .exports import Exports
+from .gate import Gate, NoGate
 from .mirror import FROM_BIRTH, Ear, Mirror
+from .settling import NoSettling, Settling
 from .telling import tell_all
+from .waiting import LinkedWaiting
 
 logger = logging.getLogger("epee")
 
@@ -107,6 +114,23 @@ class _Question(NamedTuple):
     ear: Ear | None
 
 
+class NoWays:
+    """`Ways` of a group on one host, which has no links."""
+
+    spans, host, port, epoch, is_told = False, "", 0, FOREVER, True
+    waiting: Callable[..., Waiting] = Waiting
+
+    def follow(self, *group: object) -> tuple[NoSettling, NoGate]:
+        """Return the parts of the membership that follow the data of other hosts."""
+        return NoSettling(), NoGate()
+
+    def adopted(self, epoch: int) -> None:
+        """Do nothing."""
+
+    def decided(self, turn: Turn) -> None:
+        """Do nothing."""
+
+
 class Ways:
     """The links, mirrors and answers of one rank.
 
@@ -124,7 +148,11 @@ class Ways:
         mirrors: that this rank keeps, by source.
         epoch: of the newest view whose roles are played.
         port: where links with this rank are made.
+        spans: whether ranks of other hosts may take part.
+        waiting: makes the waits of an engine that has these links.
     """
+
+    spans = True
 
     def __init__(
         self,
@@ -153,6 +181,7 @@ class Ways:
         self._own = box.own
         self._retry_at = 0.0
         self.exports = exports = Exports(topology, box, links, self._ears)
+        self.waiting: Callable[..., Waiting] = partial(LinkedWaiting, exports=exports)
         exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
 
     def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, HostRegion]) -> None:
@@ -174,12 +203,31 @@ class Ways:
         """The placement of the ranks, in the view whose roles are played."""
         return self._roles.topology
 
+    @property
+    def host(self) -> str:
+        """The key of this rank's host."""
+        return self.topology.key_of(self.topology.rank)
+
     def begin(self, epoch: int, since: Mapping[int, int], joined: bool = False) -> None:
         """Take the epoch in which the group begins, or this rank joins, and since when its ranks take part."""
         self.epoch = epoch
         self._roles = Roles(self._roles.topology, self._roles.present, since)
         if joined:
             self._joined[self._roles.topology.rank] = self._own[GENERATION] = epoch
+
+    def follow(
+        self,
+        occupants: Occupants,
+        since: Mapping[int, int],
+        joined_in: int,
+        boxes: Callable[[], Iterable[Outboxes]],
+        tell: Callable[[int], None],
+    ) -> tuple[Settling, Gate]:
+        """Return the parts of the membership that follow the data of other hosts, from the present placement on."""
+        settling = Settling(self.box, Roles(self.topology, [*since], since), self.owners, boxes)
+        if joined_in:
+            settling.begin(joined_in)
+        return settling, Gate(occupants, settling, tell)
 
     def adopted(self, epoch: int) -> None:
         """Note that the engine has applied a view with joiners; the engine's lock is held."""

@@ -20,7 +20,7 @@ from ..engine.outbox import leavers
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError, expected
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
-from ..view.group import GroupInView
+from ..view.group import NO_VIEW, GroupInView
 from .options import BackendOptions
 
 if TYPE_CHECKING:
@@ -151,10 +151,13 @@ class CallsOfView:
         if self._engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no ranks any more")
 
-    def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for objects built on it; None for a group of one rank."""
+    def in_view(self, num_ranks: int) -> GroupInView:
+        """Return the group's part in the view of its job, for objects built on it.
+
+        `NO_VIEW` for a group of one rank.
+        """
         survival = self._engine.survival
-        return None if survival is None else survival.in_view(num_ranks)
+        return NO_VIEW if survival is None else survival.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank knows; no communication."""

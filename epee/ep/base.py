@@ -22,7 +22,7 @@ from .. import env
 from ..errors import EpeeError, InvalidArgument, UnsupportedError, expected
 from ..gpu.platform import Platform
 from ..gpu.turns import Closing, Turns, on_gpu
-from ..link.topology import Topology
+from ..link.topology import Topology, one_host
 from ..profiling import ranged
 from ..untraced import untraced_methods
 from ..view.label import label_of
@@ -94,8 +94,8 @@ class SharedBuffer:
             platform = self._platform_of(device)
             alone = _running_on_one_host(group, seat, config, platform is not None, self._timeout)
             if alone is not None:
-                self._topology = None  # even if the group is on several hosts by now
-            if self._topology is not None:
+                self._topology = one_host(self.rank, self.num_ranks)  # even if the group is on several hosts by now
+            if self._topology.num_hosts > 1:
                 self.config = self._over_hosts(self.config, self._topology, platform is not None)
             if platform is not None:
                 self.config = self._on_gpu(config, platform)
@@ -115,7 +115,7 @@ class SharedBuffer:
         running = None if alone is not None else _running_over_hosts(group, seat, self.config, self._timeout)
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
-        spans = running is not None or self._topology is not None
+        spans = running is not None or self._topology.num_hosts > 1
         if not spans:
             born = bear(self.config)
             here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
@@ -134,8 +134,7 @@ class SharedBuffer:
                     self._path = self._make_path(making, platform, poison)
                     _tell_of_one_host(seat, self._exchange, self.config, alone)
                 else:
-                    topology = self._topology or Topology(self.rank, ["0"] * self.num_ranks)
-                    self._path = path = self._make_path_over_hosts(topology, seat, poison)
+                    self._path = path = self._make_path_over_hosts(self._topology, seat, poison)
                     if running is not None:
                         path.come_in(time.monotonic() + self._timeout)
         except BaseException:
@@ -193,7 +192,7 @@ class SharedBuffer:
         """
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
         """Make the path that moves the rows between hosts. Local."""
         raise NotImplementedError
 
@@ -382,10 +381,10 @@ class SharedBuffer:
 
 
 def _running_over_hosts(
-    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
     """Return the buffer over hosts that this process has to join; None if there is none, or if it is no joiner."""
-    if seat is None or not seat.is_joiner or not seat.spans:
+    if not seat.is_joiner or not seat.spans:
         return None
     from .hosts.notices import find_running
 
@@ -393,22 +392,20 @@ def _running_over_hosts(
 
 
 def _running_on_one_host(
-    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
     """Return the buffer of one host that this process would join; None if there is none, or if it is no joiner."""
-    if seat is None or not seat.is_joiner or not seat.spans:
+    if not seat.is_joiner or not seat.spans:
         return None
     from .hosts.notices import find_on_one_host
 
     return find_on_one_host(group, seat, config, is_cuda, timeout_s)
 
 
-def _tell_of_one_host(
-    seat: GroupInView | None, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
-) -> None:
+def _tell_of_one_host(seat: GroupInView, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None) -> None:
     """Announce a buffer that stays on one host to processes that join a group over several hosts."""
     lane = exchange.membership
-    if seat is None or not (seat.spans and seat.is_open) or not isinstance(lane, BufferLane):
+    if not (seat.spans and seat.is_open) or not isinstance(lane, BufferLane):
         return
     from .hosts.notices import tell_of_one_host
 
@@ -435,9 +432,7 @@ def _exchange_over_hosts(
         if running is None:
             engine = create_over_hosts(group, config, timeout_s)
         else:
-            seat = seat_of(group, config.num_ranks)
-            assert seat is not None, "it has been found through it"
-            engine = come_into(seat, group.rank(), config, running, timeout_s)
+            engine = come_into(seat_of(group, config.num_ranks), group.rank(), config, running, timeout_s)
         try:
             take_back = tell_of(group, engine, config, running)
         except BaseException:

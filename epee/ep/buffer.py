@@ -255,7 +255,7 @@ class Buffer(SharedBuffer):
             raise on_several_hosts("a Buffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
         from .hosts.path import HostsPath
 
         self._checked = CheckedCalls(self.config)

@@ -207,7 +207,7 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
 
 def begin_lane(
     group: dist.ProcessGroup,
-    seat: GroupInView | None,
+    seat: GroupInView,
     exchange: Exchange,
     watch: DeathWatch,
     timeout_s: float,
@@ -253,9 +253,7 @@ def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool =
     exchange.membership.close()
 
 
-def with_policy(
-    config: BufferConfig, seat: GroupInView | None, fault_mode: str | None, on_stall: str | None
-) -> BufferConfig:
+def with_policy(config: BufferConfig, seat: GroupInView, fault_mode: str | None, on_stall: str | None) -> BufferConfig:
     """Return `config` with the policies for losses and silent ranks: the group's, or else the arguments.
 
     Raises:
@@ -268,7 +266,7 @@ def with_policy(
             raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")
         check_policy(fault_mode, on_stall)
         return config
-    if seat is None:
+    if not seat.slots:
         mode, policy = check_policy(fault_mode, on_stall)
         return replace(config, fault_mode=mode, on_stall=policy)
     theirs = {"fault_mode": "raise" if seat.raises else "mask", "on_stall": seat.on_stall}

@@ -46,6 +46,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
+def one_host(rank: int, num_ranks: int) -> Topology:
+    """Return the placement of ranks that all run on one host."""
+    return Topology(rank, ["0"] * num_ranks)
+
+
 class Topology:
     """The hosts of a group's ranks, as one of the ranks sees them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..errors import InvalidArgument
 from ..values import shown
@@ -64,3 +64,12 @@ class GroupInView:
     is_open: bool
     job: Any
     spans: bool = False
+
+
+# of a group that is in no view: one of another backend, or of one rank; it has no slots, and no process joins it
+NO_VIEW = GroupInView(cast(Any, None), 0, (), True, "error", {}, lambda _: False, False, False, None)
+
+
+def in_no_view(num_ranks: int) -> GroupInView:
+    """Return the part of a group that is in no view."""
+    return NO_VIEW

@@ -24,7 +24,7 @@ from ...errors import (
     ProtocolError,
     UnsupportedError,
 )
-from ...link.topology import Topology, placement
+from ...link.topology import Topology, one_host, placement
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import KEY_DIGITS, own_host_key
@@ -45,8 +45,8 @@ def host_id() -> bytes:
     return own_host_key().encode()
 
 
-def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
-    """Return the placement of the ranks of a group, None if that is one host.
+def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology:
+    """Return the placement of the ranks of a group.
 
     Local if the group knows it (the backend "epee"), else collective.
     """
@@ -61,9 +61,9 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
             mine = bytes(KEY_DIGITS)
         told = all_gather_bytes(group, mine)
         if bytes(KEY_DIGITS) in told:
-            return None
+            return one_host(group.rank(), num_ranks)
         keys = [key.hex() for key in told]
-    return Topology(group.rank(), keys) if len(set(keys)) > 1 else None
+    return Topology(group.rank(), keys)
 
 
 def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
@@ -72,8 +72,7 @@ def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     Local if the group knows it (the backend "epee"), else collective.
     """
     num_ranks = size_of(group)
-    topology = topology_of(group, num_ranks) if num_ranks > 1 else None
-    return (tuple(range(num_ranks)),) if topology is None else topology.hosts
+    return topology_of(group, num_ranks).hosts if num_ranks > 1 else one_host(0, num_ranks).hosts
 
 
 def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedError:

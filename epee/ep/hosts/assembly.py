@@ -81,13 +81,13 @@ class Assembly:
     Args:
         control: of the buffer.
         engine: of the buffer.
-        seat: job handle of its group; None if lost ranks cannot be replaced.
+        seat: job handle of its group.
     """
 
-    def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, seat: GroupInView | None) -> None:
+    def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, seat: GroupInView) -> None:
         self._control, self._exchange = control, control.exchange
         self._engine = engine
-        self._seat = seat if seat is not None and seat.is_open else None
+        self._seat = seat
 
     def meet(self, data: bytes, deadline: float, is_loss: Callable[[Exception], bool]) -> list[bytes]:
         """Meet, and admit joiners; return the `data` of all ranks, in rank order.
@@ -133,7 +133,7 @@ class Assembly:
         masks.
         """
         survival, seat = self._engine.survival, self._seat
-        if seat is None or survival is None:
+        if not seat.is_open or survival is None:
             return 0, 0
         there, left = survival.admission.expected()
         ready = [rank for rank in there if rank < self._control.config.num_ranks]

@@ -101,7 +101,7 @@ def tell_of(
         InvalidState: this process has too many buffers of the group.
     """
     seat, place = seat_of(group, config.num_ranks), place_of(engine, _mode_of(config))
-    if seat is None or place is None or not place.home.spans:
+    if not seat.spans or place is None or not place.home.spans:
         return _nothing
     number, epoch = (_newest, engine.members.epoch) if running is None else (running.number, running.epoch)
     return tell(seat, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))

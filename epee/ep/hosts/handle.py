@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import array_of
-from ...link.topology import Topology
+from ...link.topology import Topology, one_host
 from ..handle import HostHandle
 from ..throughput.placement import Ints
 from .layout import Records
@@ -52,7 +52,7 @@ class TwoLevelHandle(HostHandle):
     position: int = 0  # of this rank on its host
     first_expert: int = 0  # of this rank
     members: tuple[int, ...] = ()
-    topology: Topology | None = None  # always there; what has defaults before it must have one
+    topology: Topology = one_host(0, 1)  # noqa: RUF009 - it never changes; another one is set at once
 
     @cached_property
     def taken(self) -> list[TakenRows]:

@@ -193,16 +193,15 @@ class OnOneHost(NamedTuple):
 
 
 def find_on_one_host(
-    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, is_cuda: bool, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
-    """Return the running buffer of one host that this process, a joiner, would take part in, or None. Local.
+    """Return the running buffer of one host that this process would take part in, or None. Local.
 
     Args:
+        seat: the job handle of a process that joins a group over several hosts.
         is_cuda: the buffer is to be one of GPUs, whatever `config` says so far.
         Others as of `find_running`, which raises the same.
     """
-    if seat is None or not seat.is_joiner or not seat.spans:
-        return None
     runtime, own = seat.runtime, config.words()
     had = _had.get(runtime, set())
     device = CONFIG_NAMES.index("device")
@@ -219,13 +218,13 @@ def find_on_one_host(
 
 
 def find_running(
-    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the running buffer over hosts that this process, a joiner, has to take part in, or None. Local.
+    """Return the running buffer over hosts that this process has to take part in, or None. Local.
 
     Args:
         group: of the buffer.
-        seat: its job handle, None if it has none.
+        seat: its job handle, of a process that joins a group over several hosts.
         config: of the buffer that is made.
         timeout_s: how long to wait until the notices of all members have arrived.
 
@@ -233,7 +232,7 @@ def find_running(
         MismatchError: `Buffer`: one runs that was made with other arguments.
         CommTimeoutError: the notices of a member have not arrived.
     """
-    if seat is None or not seat.is_joiner or not seat.spans or config.is_cuda:
+    if config.is_cuda:
         return None
     had = _had.get(seat.runtime, set())
     running = [
@@ -247,9 +246,9 @@ def find_running(
     return None
 
 
-def awaited_room(group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, timeout_s: float) -> int:
+def awaited_room(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> int:
     """As `membership.birth.awaited_bytes`, for buffers over hosts; raises as `find_running`."""
-    if seat is None or not seat.is_joiner or not seat.spans or config.is_cuda:
+    if not seat.is_joiner or not seat.spans or config.is_cuda:
         return 0
     at, own = CONFIG_NAMES.index("room_bytes"), config.words()
     had = _had.get(seat.runtime, set())

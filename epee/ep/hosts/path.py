@@ -106,7 +106,7 @@ class HostsPath(PathOverHosts):
         control: the buffer's CPU side.
         buffer_id: goes into handles.
         topology: the placement of the ranks, as far as the outboxes do not name it.
-        seat: job handle of the group; None if lost ranks cannot be replaced.
+        seat: job handle of the group.
         poison: fill results with 0xFF before they are written.
     """
 
@@ -115,7 +115,7 @@ class HostsPath(PathOverHosts):
         control: ControlPlaneOver[HostsExchange],
         buffer_id: int,
         topology: Topology,
-        seat: GroupInView | None,
+        seat: GroupInView,
         poison: bool,
     ) -> None:
         self.config = config = control.config
@@ -125,7 +125,7 @@ class HostsPath(PathOverHosts):
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
         self._assembly = Assembly(control, exchange.engine, seat)
-        self.takes_replacements = seat is not None and seat.is_open
+        self.takes_replacements = seat.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
         self._kept: torch.Tensor | None = None

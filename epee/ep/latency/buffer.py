@@ -110,7 +110,7 @@ class LatencyBuffer(SharedBuffer):
             raise on_several_hosts("a LatencyBuffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView | None, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
         from ..hosts.latency.path import LatencyHostsPath
 
         self._rows = path = LatencyHostsPath(self._control, topology, seat, poison, self._turns.closing)
@@ -168,7 +168,7 @@ class LatencyBuffer(SharedBuffer):
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         seat = seat_of(group, config.num_ranks)
-        if seat is None or not seat.spans:
+        if not seat.spans:
             return awaited_bytes(group, config)
         from ..hosts.notices import awaited_room
 

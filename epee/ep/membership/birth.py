@@ -136,7 +136,7 @@ class Entrant(Protocol):
 
 def begin(
     group: dist.ProcessGroup,
-    seat: GroupInView | None,
+    seat: GroupInView,
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
@@ -144,7 +144,7 @@ def begin(
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
     Args:
-        seat: the group's job handle; None for a group of another backend.
+        seat: the group's job handle.
         enter: makes the object that enters the first epoch.
 
     Raises:
@@ -153,7 +153,7 @@ def begin(
         ResourceError: memory or permission is missing on some rank.
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
-    if seat is None:
+    if not seat.slots:
         place = _find_place(group, config)
         try:
             return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
@@ -349,7 +349,7 @@ def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
     Local.
     """
     seat = seat_of(group, config.num_ranks)
-    if seat is None or not seat.is_joiner or not config.takes_replacements:
+    if not seat.is_joiner or not config.takes_replacements:
         return 0
     at = CONFIG_NAMES.index("room_bytes")
     own = config.words()

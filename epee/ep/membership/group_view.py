@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import GroupSeat
-from ...view.group import GroupInView
+from ...view.group import GroupInView, in_no_view
 from ...view.process.detector import is_leaving
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
@@ -40,10 +40,10 @@ NEWS_LOOK_S = 0.005
 _LANE_SALT = 0x9E3779B97F4A7C15
 
 
-def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
-    """Return the job handle of a group of the backend "epee"; None for groups of other backends and of one rank."""
-    in_view = getattr(group, "in_view", None)
-    return None if in_view is None else in_view(num_ranks)
+def seat_of(group: Any, num_ranks: int) -> GroupInView:
+    """Return the job handle of a group; `NO_VIEW` for groups of other backends than "epee" and of one rank."""
+    found: GroupInView = getattr(group, "in_view", in_no_view)(num_ranks)
+    return found
 
 
 def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:

@@ -45,7 +45,6 @@ def relayed_up_to(handle: TwoLevelHandle) -> torch.Tensor:
 def relay_head(handle: TwoLevelHandle, num_channels: int) -> torch.Tensor:
     """Return `[num_records, ranks of this host]`: a record's index among those of its group for a rank, -1 for none."""
     lanes, bits = _relayed(handle, num_channels)
-    assert handle.topology is not None
     member = bits[:, None] >> torch.arange(len(handle.topology.here), dtype=torch.int64, device="cpu") & 1
     before = member.cumsum(0) - member
     if len(lanes):
@@ -74,7 +73,6 @@ def source_meta(handle: TwoLevelHandle) -> torch.Tensor:
 
     Bit j stands for the rank at position j of this host; those of positions above 31 have no bit.
     """
-    assert handle.topology is not None
     parts = []
     for source, sent in enumerate(handle.received):
         bits = torch.from_numpy(sent.bits[sent.of(handle.position)])
@@ -84,14 +82,12 @@ def source_meta(handle: TwoLevelHandle) -> torch.Tensor:
 
 
 def _hosts(handle: TwoLevelHandle) -> Sequence[Sequence[int]]:
-    assert handle.topology is not None
     return handle.topology.hosts
 
 
 def _relayed(handle: TwoLevelHandle, num_channels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the group and the bits of each record that this rank relays, `[num_records]` int64 both."""
     topology = handle.topology
-    assert topology is not None
     lanes, bits = [], []
     for source in topology.relayed():
         sent = handle.received[source]

@@ -134,7 +134,6 @@ class V1Handle:
 
     @property
     def _in_hosts(self) -> torch.Tensor:
-        assert self._over_hosts.topology is not None
         return host_layout.in_hosts(self.is_token_in_rank, self._over_hosts.topology.hosts)
 
     def _own_is_token_in_rank(self) -> torch.Tensor:

@@ -292,7 +292,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
     Args:
         control: the buffer's CPU side.
         topology: the placement of the ranks, as far as the outboxes do not name it.
-        seat: job handle of the group; None if lost ranks cannot be replaced.
+        seat: job handle of the group.
         poison: fill memory with 0xFF before each use.
         closing: whether another thread wants to close the buffer.
     """
@@ -303,14 +303,14 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self,
         control: ControlPlaneOver[HostsExchange],
         topology: Topology,
-        seat: GroupInView | None,
+        seat: GroupInView,
         poison: bool,
         closing: Closing,
     ) -> None:
         self._places = CallPlacement(topology, control.config.num_ranks)
         self._exchange = exchange = control.exchange
         self._assembly = Assembly(control, exchange.engine, seat)
-        self.takes_replacements = seat is not None and seat.is_open
+        self.takes_replacements = seat.is_open
         self._topology = topology = self._places.of(exchange.box)  # of the epoch, as all that follows from it
         self._engine = engine = exchange.engine
         self._life = self._life_words()

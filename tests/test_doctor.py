@@ -25,7 +25,7 @@ from epee.ep.config import BufferConfig
 from epee.errors import InvalidArgument, ProtocolError, ResourceError
 from epee.jit.driver import nvrtc
 from epee.memory.cuda import CudaRegion
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 from tests.memory.fake_driver import FakeDriver, Status, installed
 
 OK, WARN, NO = Verdict.OK, Verdict.WARN, Verdict.NO
@@ -565,8 +565,8 @@ def test_sizes_are_asked_for_by_an_option() -> None:
 
 
 def test_memory_in_use_is_told_by_what_it_is_for() -> None:
-    region = HostRegion.create(8 << 20, "doctors-own-3-0")
-    other = HostRegion.attach(region.blob)
+    region = SharedRegion.create(8 << 20, "doctors-own-3-0")
+    other = SharedRegion.attach(region.blob)
     try:
         region.mapping[4096 : 4096 + (2 << 20)] = bytes(2 << 20)
         (mine,) = [held for held in buffers.shared_regions() if held.name == "doctors-own"]

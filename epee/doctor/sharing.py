@@ -13,8 +13,8 @@ import torch
 from ..errors import EpeeError, ProtocolError
 from ..memory.claim import make_claim
 from ..memory.cuda_share import yama_scope
-from ..memory.host import HostRegion
 from ..memory.passing import DescriptorServer, fetch_descriptor
+from ..memory.shared import SharedRegion
 from ..memory.signals import futex_error
 from .finding import Finding, Verdict, outcome
 
@@ -26,11 +26,11 @@ _MIB = 1 << 20
 def own_region(nbytes: int = 64 * _MIB) -> list[Finding]:
     """A region as lent by ranks: sealed memfd, mapped twice, written and read."""
     try:
-        region = HostRegion.create(nbytes, "doctor")
+        region = SharedRegion.create(nbytes, "doctor")
     except EpeeError as exc:
         none = True, Verdict.NO, "free memory, or raise the container's limit"
         return outcome("sharing", "shared memory", str(exc), none)
-    with contextlib.closing(region), contextlib.closing(HostRegion.attach(region.blob)) as other:
+    with contextlib.closing(region), contextlib.closing(SharedRegion.attach(region.blob)) as other:
         region.words(nbytes - 4096, 1)[0] = 77
         is_same = other.words(nbytes - 4096, 1)[0] == 77 and int(other.tensor(torch.int64, 0, (1,))[0]) == 0
     value = (

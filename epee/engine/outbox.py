@@ -2,8 +2,8 @@
 
 A rank writes **only its own outbox** and reads the others'. So no process can overwrite a survivor's memory, whatever
 an evicted or stopped process still does; excluding a rank means not reading its outbox any more. The kernel enforces
-it: peers map an outbox for reading only, and it is sealed against anything else (`HostRegion.create`). A new epoch gets
-new outboxes, so a late reader of the old ones still finds the data that belonged there.
+it: peers map an outbox for reading only, and it is sealed against anything else (`SharedRegion.create`). A new epoch
+gets new outboxes, so a late reader of the old ones still finds the data that belonged there.
 
     state      words that describe the rank: progress, sleepers, life; the owner of the outbox
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
@@ -47,8 +47,8 @@ import numpy as np
 import torch
 
 from ..errors import ProtocolError
-from ..memory.host import HostRegion
 from ..memory.layout import Field, Layout
+from ..memory.shared import SharedRegion
 from ..memory.signals import SEQ_BITS, futex_wake
 from ..view.label import Label
 
@@ -138,7 +138,7 @@ class OutboxOwner(NamedTuple):
         """Return the bytes of the OWNER words."""
         return _OWNER.pack(*self)
 
-    def sign(self, region: HostRegion) -> None:
+    def sign(self, region: SharedRegion) -> None:
         """Write into one's own outbox whose it is."""
         words = region.words(0, STATE_WORDS)
         words[OWNER : OWNER + _OWNER.size // 8] = memoryview(self.pack()).cast("Q")
@@ -148,14 +148,14 @@ class OutboxOwner(NamedTuple):
 _OWNER = struct.Struct("<16sQQ")
 
 
-def open_outbox(blob: bytes, owner: OutboxOwner) -> HostRegion:
+def open_outbox(blob: bytes, owner: OutboxOwner) -> SharedRegion:
     """Map a peer's outbox for reading.
 
     Raises:
         ProtocolError: it is the outbox of another owner, or none.
-        AuthError, ResourceError: as `HostRegion.attach`.
+        AuthError, ResourceError: as `SharedRegion.attach`.
     """
-    region = HostRegion.attach(blob, is_writable=False)
+    region = SharedRegion.attach(blob, is_writable=False)
     told = bytes(region.words(0, STATE_WORDS)[OWNER:]) if region.nbytes >= 8 * STATE_WORDS else b""
     if told[: _OWNER.size] != owner.pack():
         region.close()
@@ -292,7 +292,7 @@ class Views(dict[Any, list[np.ndarray[Any, Any]]]):
     Index in an array = byte offset / item size. A dict, because every call asks twice and C finds what is there.
     """
 
-    def __init__(self, regions: Sequence[HostRegion], nbytes: int) -> None:
+    def __init__(self, regions: Sequence[SharedRegion], nbytes: int) -> None:
         super().__init__()
         self._regions = regions
         self._nbytes = nbytes
@@ -347,7 +347,7 @@ class Outboxes:
     def __init__(
         self,
         rank: int,
-        regions: list[HostRegion],
+        regions: list[SharedRegion],
         staging_bytes: int,
         epoch: int,
         capacity: int | None = None,

@@ -34,8 +34,8 @@ import torch
 
 from ..arrays import array_of, plain_tensors
 from ..errors import ProtocolError
-from .host import HostRegion, mapped_size
 from .layout import Field, Layout
+from .shared import SharedRegion, mapped_size
 
 SPARE_SLOTS = 2  # for the call in progress and for the one that peers may not have passed yet
 
@@ -134,7 +134,7 @@ class Slots:
         total: number of slots.
     """
 
-    def __init__(self, region: HostRegion, slot_layout: Layout, total: int) -> None:
+    def __init__(self, region: SharedRegion, slot_layout: Layout, total: int) -> None:
         self.region = region
         self.slot_layout = slot_layout
         self.total = total
@@ -146,9 +146,9 @@ class Slots:
         """Map a peer's arena.
 
         Raises:
-            ProtocolError, ResourceError: as `HostRegion.attach`, or the arena's size is not what the layout needs.
+            ProtocolError, ResourceError: as `SharedRegion.attach`, or the arena's size is not what the layout needs.
         """
-        region = HostRegion.attach(blob)
+        region = SharedRegion.attach(blob)
         want = mapped_size(slot_layout.nbytes * total)
         if region.mapped_bytes != want:
             got = region.mapped_bytes
@@ -194,7 +194,7 @@ class Arena(Slots):
 
     def __init__(self, slot_layout: Layout, num_slots: int, name: str) -> None:
         self.pool = SlotPool(num_slots)
-        super().__init__(HostRegion.create(slot_layout.nbytes * self.pool.total, name), slot_layout, self.pool.total)
+        super().__init__(SharedRegion.create(slot_layout.nbytes * self.pool.total, name), slot_layout, self.pool.total)
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def lease(self, slot: int, fields: Sequence[Field], purpose: str) -> list[torch.Tensor]:

@@ -115,7 +115,7 @@ def wait_equal(
     """Wait until `words[index] == want`.
 
     Args:
-        words: 64-bit words (`HostRegion.words`).
+        words: 64-bit words (`SharedRegion.words`).
         index: index of the word.
         want: the tag to wait for.
         address: address of `words[0]`.

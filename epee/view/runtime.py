@@ -40,7 +40,7 @@ from ..errors import (
     context,
     ignored,
 )
-from ..memory.host import process_start_time
+from ..memory.shared import process_start_time
 from ..threads import BackgroundThread
 from .loop import Hooks, Loop
 from .process.board import Board, LaneRow, acquire_beat, release_beat

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import epee
 from epee.engine.bootstrap import birth, record
 from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 from tests.harness import run_ranks
 
 from . import cases
@@ -41,7 +41,7 @@ def bad_words_in_environment() -> None:
 
 
 def no_memory() -> None:
-    HostRegion.create = fail_create  # type: ignore[method-assign]
+    SharedRegion.create = fail_create  # type: ignore[method-assign]
 
 
 def no_mapping() -> None:
@@ -95,7 +95,7 @@ def failing(rank: int, num_ranks: int, folder: str, port: int, name: str) -> tup
         if port
         else dist.FileStore(f"{folder}/store", num_ranks)
     )
-    kept = os.environ.get("EPEE_STAGING_BYTES"), HostRegion.create, birth._attach
+    kept = os.environ.get("EPEE_STAGING_BYTES"), SharedRegion.create, birth._attach
     if rank == 1:
         time.sleep(0.3)  # the others wait already
         spoil()
@@ -112,7 +112,7 @@ def failing(rank: int, num_ranks: int, folder: str, port: int, name: str) -> tup
     elapsed = time.monotonic() - begin
     assert not dist.is_initialized()
     os.environ.pop("EPEE_STAGING_BYTES", None)
-    HostRegion.create, birth._attach = kept[1:]  # type: ignore[method-assign]
+    SharedRegion.create, birth._attach = kept[1:]  # type: ignore[method-assign]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "epee-outbox" in line]
     assert not mapped, mapped
     # all ranks have counted one attempt: the next one, with the same store, works
@@ -232,7 +232,7 @@ def test_nobody_waits_for_a_late_rank_once_another_has_failed(tmp_path: Path) ->
     ],
 )
 def test_a_damaged_error_record_is_a_protocol_error(raw: bytes) -> None:
-    region = HostRegion.create(4096, "test")
+    region = SharedRegion.create(4096, "test")
     with pytest.raises(ProtocolError):
         record.parse(raw, 1, record.own_record(2, 65536, region))
     region.close()

@@ -11,7 +11,7 @@ from epee.engine.bootstrap import elsewhere
 from epee.engine.bootstrap.home import ASKS, Offer
 from epee.engine.membership.admission import Admission
 from epee.errors import UnsupportedError
-from epee.memory.host import BLOB_BYTES
+from epee.memory.shared import BLOB_BYTES
 
 LANE, RANK, SLOT = 7, 3, 5
 

@@ -352,9 +352,9 @@ def test_an_open_receive_does_not_spin(any_source: bool) -> None:
 def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: object) -> None:
     import json
 
-    from epee.memory.host import HostRegion
+    from epee.memory.shared import SharedRegion
 
-    region = HostRegion.create(4096, "test")
+    region = SharedRegion.create(4096, "test")
     mine = record.own_record(2, 65536, region)
     good = json.dumps(asdict(mine)).encode()
     assert record.parse(good, 1, mine) == mine
@@ -365,9 +365,9 @@ def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: objec
 
 @pytest.mark.parametrize("raw", [b"", b"\xff\xfe", b"[]", b"{}", b"[1" * 3000, b'{"a": 1}', b"null"])
 def test_a_damaged_record_is_a_protocol_error(raw: bytes) -> None:
-    from epee.memory.host import HostRegion
+    from epee.memory.shared import SharedRegion
 
-    region = HostRegion.create(4096, "test")
+    region = SharedRegion.create(4096, "test")
     with pytest.raises(ProtocolError):
         record.parse(raw, 1, record.own_record(2, 65536, region))
     region.close()

@@ -17,7 +17,7 @@ from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer
 from epee.engine.bootstrap.lane_birth import LaneBirth
 from epee.engine.membership.admission import Admission
 from epee.engine.membership.occupants import Occupants
-from epee.memory.host import BLOB_BYTES
+from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.decision import compose, parts_of
 from epee.view.protocol.messages import DEAD, Decision, LaneState, Locator, Member, Want
 from epee.view.transport.wire import Endpoint, pack_endpoint

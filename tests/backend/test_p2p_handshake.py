@@ -25,7 +25,7 @@ from epee.engine.p2p.message import STAYS_OPEN, Message
 from epee.engine.signature import OP_CODE, pack
 from epee.engine.tensors import Target
 from epee.errors import CommTimeoutError, InvalidState, MismatchError
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 
 _FOLDERS = tuple(str(Path(str(module.__file__)).parent) for module in (epee.backend, epee.engine))
 FLOAT32 = 9
@@ -37,9 +37,9 @@ class Pair:
 
     def __init__(self) -> None:
         layout = outbox_layout(2, 1 << 12)
-        self._made = [HostRegion.create(layout.nbytes, f"outbox{rank}") for rank in range(2)]
+        self._made = [SharedRegion.create(layout.nbytes, f"outbox{rank}") for rank in range(2)]
         self._boxes = [
-            Outboxes(rank, [HostRegion.attach(region.blob) for region in self._made], 1 << 12, 1) for rank in range(2)
+            Outboxes(rank, [SharedRegion.attach(region.blob) for region in self._made], 1 << 12, 1) for rank in range(2)
         ]
         self.sender, self.receiver = (Mailroom(box) for box in self._boxes)
 

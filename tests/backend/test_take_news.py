@@ -27,7 +27,7 @@ from epee.engine.membership.epochs import Survival
 from epee.engine.outbox import Outboxes, OutboxOwner, outbox_layout
 from epee.engine.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
-from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
+from epee.memory.shared import BLOB_BYTES, SharedRegion, process_start_time
 from epee.view.job import Seat
 from epee.view.process import detector
 from epee.view.process.board import LaneRow
@@ -49,7 +49,7 @@ class Process:
     """A rank: an outbox of this process."""
 
     def __init__(self, slot: int, incarnation: int, num_ranks: int) -> None:
-        self.region = HostRegion.create(NBYTES, f"outbox{slot}")
+        self.region = SharedRegion.create(NBYTES, f"outbox{slot}")
         blob, extra = bytes(BLOB_BYTES), pack_extra(LANE, num_ranks, self.region.blob)
         endpoint = Endpoint(os.getpid(), process_start_time(os.getpid()), 0, blob, blob, extra)
         self.member = Member(slot, incarnation, bytes([slot, incarnation]) * 8, pack_endpoint(endpoint))
@@ -81,7 +81,7 @@ class Case:
         )
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
         self.survival = Survival(Seat(job, [0, 1], LANE, True, True), mode)
-        regions = [processes[0].region, HostRegion.attach(processes[1].region.blob)]
+        regions = [processes[0].region, SharedRegion.attach(processes[1].region.blob)]
         self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
         self.survival.attach(self.engine)
         for decision in self.decisions if is_told else ():
@@ -242,23 +242,23 @@ def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process
     processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(processes, "mask/error")
-    attach = HostRegion.attach
+    attach = SharedRegion.attach
 
-    def forbidden(blob: bytes, is_writable: bool = True) -> HostRegion:
+    def forbidden(blob: bytes, is_writable: bool = True) -> SharedRegion:
         raise ResourceError("opening it is forbidden")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostRegion, "attach", forbidden)
+        patch.setattr(SharedRegion, "attach", forbidden)
         with pytest.raises(ResourceError, match="forbidden"):
             case.engine.look(lambda: None)
         monkeypatch.setattr("epee.engine.membership.members.is_leaving", lambda pid, start_time: True)
-        patch.setattr(HostRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
+        patch.setattr(SharedRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
         case.engine.look(lambda: None)
     assert case.survival._boxes.full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"
     case.close()
 
 
-def _only_blank(attach: Any, blob: bytes, processes: list[Process]) -> HostRegion:
+def _only_blank(attach: Any, blob: bytes, processes: list[Process]) -> SharedRegion:
     if blob in [process.region.blob for process in processes]:
         raise ResourceError("opening it is forbidden")
     return attach(blob)  # type: ignore[no-any-return]

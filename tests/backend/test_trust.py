@@ -23,7 +23,7 @@ from epee.engine.bootstrap.home import FOLDER_KEY
 from epee.engine.bootstrap.proof import prove, proved, transcript
 from epee.engine.outbox import OutboxOwner, open_outbox, outbox_layout
 from epee.errors import AuthError, InvalidState, PeerError, ProtocolError, RankFailedError, ResourceError
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 from epee.view.job import parse_member
 from epee.view.transport.auth import Token
 from epee.view.transport.directory import JobDirectory
@@ -85,14 +85,14 @@ def test_a_member_with_an_endpoint_that_cannot_be_is_refused_at_birth() -> None:
 
 
 @pytest.fixture
-def outbox() -> Iterator[HostRegion]:
-    region = HostRegion.create(outbox_layout(2, 4096).nbytes, "outbox1", only_owner_writes=True)
+def outbox() -> Iterator[SharedRegion]:
+    region = SharedRegion.create(outbox_layout(2, 4096).nbytes, "outbox1", only_owner_writes=True)
     OutboxOwner(NONCE, 77, 1).sign(region)
     yield region
     region.close()
 
 
-def test_an_outbox_says_whose_it_is(outbox: HostRegion) -> None:
+def test_an_outbox_says_whose_it_is(outbox: SharedRegion) -> None:
     open_outbox(outbox.blob, OutboxOwner(NONCE, 77, 1)).close()
     for other in (OutboxOwner(NONCE, 77, 2), OutboxOwner(NONCE, 78, 1), OutboxOwner(bytes(16), 77, 1)):
         with pytest.raises(ProtocolError, match=f"slot {other.slot}'s outbox, and is another's"):
@@ -100,7 +100,7 @@ def test_an_outbox_says_whose_it_is(outbox: HostRegion) -> None:
 
 
 def test_memory_that_is_too_small_is_no_outbox() -> None:
-    region = HostRegion.create(1, "small")
+    region = SharedRegion.create(1, "small")
     with pytest.raises(ProtocolError, match="is another's"):
         open_outbox(region.blob, OutboxOwner(NONCE, 0, 0))
     region.close()
@@ -114,7 +114,7 @@ def pry(rank: int, num_ranks: int) -> list[str]:
     for attempt in (
         lambda: box.words[1 - rank].__setitem__(5, 1),
         lambda: box.views[np.dtype(np.float32)][1 - rank].__setitem__(5, 1),
-        lambda: HostRegion.attach(region.blob),
+        lambda: SharedRegion.attach(region.blob),
     ):
         try:
             attempt()
@@ -142,7 +142,7 @@ def in_advance(rank: int, num_ranks: int, folder: str) -> str:
 
     def exchange(this: BootstrapAttempt, mine: Any, *rest: Any) -> Any:
         if rank == 0:
-            decoy = HostRegion.create(outbox_layout(64, mine.staging_bytes).nbytes, "decoy")
+            decoy = SharedRegion.create(outbox_layout(64, mine.staging_bytes).nbytes, "decoy")
             record = replace(mine, blob=decoy.blob.hex(), member=mine.member.replace("[0,", "[1,", 1))
             this.store.set(this.key(1), prove(Token(bytes(32)), json.dumps(asdict(record)), b""))
         else:

@@ -28,7 +28,7 @@ from epee.gpu import params as throughput_params
 from epee.gpu.shapes import Limits
 from epee.jit.params import NAMESPACE
 from epee.jit.source import CSRC, flatten
-from epee.memory.host import HEADER_BYTES, HostRegion
+from epee.memory.shared import HEADER_BYTES, SharedRegion
 from tests.csrc.made import is_made, made
 
 MAX_WARPS = 2
@@ -136,7 +136,7 @@ class EmulatedKernel:
 class EmulatedRegion:
     """Host memory with the interface of `CudaRegion`; filled with 0xFF behind `poison_from`, as stale memory is."""
 
-    def __init__(self, region: HostRegion) -> None:
+    def __init__(self, region: SharedRegion) -> None:
         self._region = region
         self.address = region.address
         self.nbytes = region.nbytes
@@ -151,7 +151,7 @@ class EmulatedRegion:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def replace(self, blob: bytes) -> None:
-        new = HostRegion.attach(blob)
+        new = SharedRegion.attach(blob)
         assert new.mapped_bytes == self._region.mapped_bytes
         start, source = (region.address - HEADER_BYTES for region in (self._region, new))
         # of shared pages a second mapping is made, in the place of what is there
@@ -199,10 +199,10 @@ class EmulatedPlatform:
         ctypes.c_uint.in_dll(library, "emulated_die_in").value = passes
 
     def create(self, nbytes: int) -> EmulatedRegion:
-        return EmulatedRegion(HostRegion.create(nbytes, "emulated"))
+        return EmulatedRegion(SharedRegion.create(nbytes, "emulated"))
 
     def attach(self, blob: bytes) -> EmulatedRegion:
-        return EmulatedRegion(HostRegion.attach(blob))
+        return EmulatedRegion(SharedRegion.attach(blob))
 
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
         library = build(path, head, entries_of(params))

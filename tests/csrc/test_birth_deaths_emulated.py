@@ -17,7 +17,7 @@ import epee
 from epee.ep.control.messages import ControlPlane
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import RankFailedError
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process.detector import is_torn_down
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.csrc.emulated_buffer import emulated

@@ -24,7 +24,7 @@ from epee.ep.throughput.order import CombineOrder
 from epee.errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, StaleHandleError
 from epee.gpu.platform import LentRegion
 from epee.gpu.shapes import FEW_TOKENS
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.reference.orders import combine_in_order
 from epee.view.process.detector import DeathWatch
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes

@@ -13,7 +13,7 @@ import pytest
 
 from epee.gpu import death_notifier
 from epee.gpu.death_notifier import DeathNotifier
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process import detector
 from tests.harness import run_ranks
 

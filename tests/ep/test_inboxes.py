@@ -15,7 +15,7 @@ from epee.ep.membership import lane as sync
 from epee.ep.membership.inboxes import Absent, Inboxes, Wait
 from epee.ep.membership.registry import MAX_BUFFERS, NUMBER, USED, Registry
 from epee.errors import CommTimeoutError, ProtocolError
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 from epee.view.protocol.messages import FOREVER, Member
 
 CONFIG = BufferConfig(4, 8, 64, 2, 4, torch.bfloat16)
@@ -35,7 +35,7 @@ class Peers:
             line.words[NUMBER] = 1  # one and the same buffer
             self.lines[rank] = line
             if kind in ("lends", "too small"):
-                region = HostRegion.create(NBYTES if kind == "lends" else 64, f"peer-{rank}")
+                region = SharedRegion.create(NBYTES if kind == "lends" else 64, f"peer-{rank}")
                 self.regions.append(region)
                 line.lend_inbox(EPOCH, region.blob)
 

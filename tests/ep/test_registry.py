@@ -14,7 +14,7 @@ import pytest
 
 from epee.ep.membership import group_view, registry
 from epee.errors import EvictedError, NoQuorumError, ResourceError
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process.detector import is_leaving, is_torn_down
 
 

@@ -19,7 +19,7 @@ from epee.ep import base
 from epee.ep.hosts.latency.region import latency_layout
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 from epee.memory.signals import fence, futex_wake
 
 from .stand_in import invent_hosts
@@ -28,7 +28,7 @@ from .stand_in import invent_hosts
 class StandInEngine:
     """The engine of the buffer, with other memory for what it does not move."""
 
-    def __init__(self, engine: Any, regions: list[list[HostRegion]], topology: Topology) -> None:
+    def __init__(self, engine: Any, regions: list[list[SharedRegion]], topology: Topology) -> None:
         self._engine = engine
         self._regions = regions  # by source and host
         mine = [of_source[topology.host] for of_source in regions]
@@ -55,7 +55,7 @@ class StandInEngine:
 class StandInLinks:
     """Stores at once what a link would carry."""
 
-    def __init__(self, mirrors: list[HostRegion], topology: Topology) -> None:
+    def __init__(self, mirrors: list[SharedRegion], topology: Topology) -> None:
         self._host_of = topology.host_of
         self._bytes = [region.array(np.dtype(np.uint8), region.nbytes) for region in mirrors]
         self._words = [region.words(0, region.nbytes // 8) for region in mirrors]
@@ -92,11 +92,11 @@ def invent_hosts_for_latency(placement: Sequence[int]) -> None:
         topology = Topology(exchange.rank, [str(host) for host in placement])
         box: Outboxes = exchange.engine.box
         nbytes = box.extra + latency_layout(config).nbytes
-        own = [HostRegion.create(nbytes, f"stand-in-{os.getpid()}-{host}") for host in range(topology.num_hosts)]
+        own = [SharedRegion.create(nbytes, f"stand-in-{os.getpid()}-{host}") for host in range(topology.num_hosts)]
         blobs: list[Any] = [None] * config.num_ranks
         dist.all_gather_object(blobs, [region.blob for region in own], group=group)
         regions = [
-            own if rank == exchange.rank else [HostRegion.attach(blob) for blob in theirs]
+            own if rank == exchange.rank else [SharedRegion.attach(blob) for blob in theirs]
             for rank, theirs in enumerate(blobs)
         ]
         exchange.engine = StandInEngine(exchange.engine, regions, topology)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from epee.engine.bootstrap import birth
 from epee.errors import RankFailedError
-from epee.memory import claim, host
+from epee.memory import claim, shared
 from tests.harness import DEAD
 from tests.survive import stages
 
@@ -57,7 +57,7 @@ def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth
         file.with_suffix(".new").rename(file)
         setattr(birth, "await_all", lambda *args, **kwargs: time.sleep(3600))  # noqa: B010 - mypy
         return error_of_birth(rank, num_ranks, folder)
-    require_alive, opened = host.require_alive, [0]
+    require_alive, opened = shared.require_alive, [0]
 
     def checked(one: claim.Claim) -> None:
         require_alive(one)
@@ -68,7 +68,7 @@ def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth
                 while not claim.has_ended(one.pid, one.start_time):
                     time.sleep(0.001)
 
-    setattr(host, "require_alive", checked)  # noqa: B010 - mypy
+    setattr(shared, "require_alive", checked)  # noqa: B010 - mypy
     return error_of_survivor(rank, num_ranks, folder, victim)
 
 

@@ -14,7 +14,7 @@ from epee.engine.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outbox
 from epee.engine.replication.exports import Exports
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
-from epee.memory.host import HEADER_BYTES, HostRegion
+from epee.memory.shared import HEADER_BYTES, SharedRegion
 
 STAGING_BYTES = 1 << 16
 
@@ -37,7 +37,7 @@ class Told:
 def group() -> Iterator[tuple[Outboxes, Exports, Told]]:
     """Rank 0 of two ranks on two hosts, and what it tells the other."""
     nbytes = outbox_layout(2, STAGING_BYTES).nbytes
-    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
+    regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
     box = Outboxes(0, regions, STAGING_BYTES, 1, 2)
     told = Told()
     exports = Exports(Topology(0, ["here", "there"]), box, told, {})
@@ -77,7 +77,7 @@ def three() -> Iterator[tuple[Outboxes, Exports, Told]]:
     """Rank 0 and the two ranks of another host, of which rank 1 is its gateway there."""
     nbytes = outbox_layout(3, STAGING_BYTES).nbytes
     names = ("outbox0", "mirror1", "mirror2")
-    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in names]
+    regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in names]
     box = Outboxes(0, regions, STAGING_BYTES, 1, 3)
     box.place((0, 1, 1))
     told = Told()

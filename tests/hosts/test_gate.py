@@ -7,7 +7,7 @@ from typing import Any
 
 from epee.engine.bootstrap.home import FOUNDER, Offer
 from epee.engine.replication.gate import Gate
-from epee.memory.host import BLOB_BYTES
+from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal
 
 LANE = 7

@@ -11,7 +11,7 @@ from epee.engine.outbox import CELL_WORDS, Outboxes, outbox_layout
 from epee.engine.replication.mirror import Ear, Mirror
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, PIECES, WRITE, Frame, pack_pieces
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 
 STAGING_BYTES = 1 << 16
 
@@ -20,7 +20,7 @@ STAGING_BYTES = 1 << 16
 def box() -> Iterator[Outboxes]:
     """Rank 0's memory and the mirror of rank 1, in a group of two."""
     nbytes = outbox_layout(2, STAGING_BYTES).nbytes
-    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
+    regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
     found = Outboxes(0, regions, STAGING_BYTES, 1, 2)
     yield found
     found.close()

@@ -13,7 +13,7 @@ from epee.engine.membership.admission import Admission
 from epee.engine.membership.lane_hooks import LaneHooks
 from epee.engine.membership.occupants import Occupants
 from epee.engine.replication.ways import Turn
-from epee.memory.host import BLOB_BYTES
+from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want
 from epee.view.transport.wire import Endpoint, pack_endpoint
 

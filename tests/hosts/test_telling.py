@@ -29,7 +29,7 @@ from epee.engine.outbox import (
 from epee.engine.replication.mirror import Mirror
 from epee.engine.replication.telling import tell_all
 from epee.link.frames import NO_WORD
-from epee.memory.host import HEADER_BYTES, HostRegion
+from epee.memory.shared import HEADER_BYTES, SharedRegion
 
 STAGING_BYTES = 1 << 16
 SOURCE, READER = 0, 1
@@ -39,7 +39,7 @@ SOURCE, READER = 0, 1
 def box() -> Iterator[Outboxes]:
     """The source's memory, the memory of a reader, and a mirror of the source."""
     nbytes = outbox_layout(2, STAGING_BYTES).nbytes
-    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "outbox1")]
+    regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "outbox1")]
     found = Outboxes(SOURCE, regions, STAGING_BYTES, 1, 2)
     yield found
     found.close()
@@ -49,7 +49,7 @@ class Told:
     """Applies writes to a mirror as an `Ear` does; looks at each tag that appears whether all before it is there."""
 
     def __init__(self, box: Outboxes) -> None:
-        self.region = HostRegion.create(box.regions[0].nbytes, "mirror0", only_owner_writes=True)
+        self.region = SharedRegion.create(box.regions[0].nbytes, "mirror0", only_owner_writes=True)
         self.mirror = Mirror(SOURCE, self.region, box)
         self.num_bytes = 0
         self._box = box
@@ -181,7 +181,7 @@ def test_only_pages_that_were_written_are_told(box: Outboxes) -> None:
     data = memoryview(region.mapping)[HEADER_BYTES:]
     start = box.ring.start
     data[start + 10 * page] = 1
-    peer = HostRegion.attach(region.blob, is_writable=False)
+    peer = SharedRegion.attach(region.blob, is_writable=False)
     for found in (region.written(start, 40 * page), peer.written(start, 40 * page)):
         assert sum(nbytes for _, nbytes in found) <= 2 * page
         assert any(first <= start + 10 * page < first + nbytes for first, nbytes in found)

@@ -23,7 +23,7 @@ from epee.engine.replication.ways import Newcomer, Turn, Ways
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 
 STAGING_BYTES = 1 << 16
 KEYS = ["a", "a", "b", "b"]  # rank 2 keeps the mirror of rank 0, and rank 3 that of rank 1
@@ -47,17 +47,17 @@ class NoLinks:
 
 
 @pytest.fixture
-def regions() -> Iterator[list[HostRegion]]:
+def regions() -> Iterator[list[SharedRegion]]:
     """What the ranks of host b have mapped from birth on."""
     nbytes = outbox_layout(4, STAGING_BYTES).nbytes
     names = ("mirror0", "mirror1", "outbox2", "outbox3")
-    made = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in names]
+    made = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in names]
     yield made
     for region in made:
         region.close()
 
 
-def ways_of(rank: int, regions: list[HostRegion], keys: list[str] = KEYS) -> tuple[Ways, Outboxes, NoLinks]:
+def ways_of(rank: int, regions: list[SharedRegion], keys: list[str] = KEYS) -> tuple[Ways, Outboxes, NoLinks]:
     links: Any = NoLinks()
     box = Outboxes(rank, regions, STAGING_BYTES, 1, len(keys))
     owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(len(keys))]
@@ -80,7 +80,7 @@ def word(kind: int, source: int, epoch: int) -> Frame:
     return Frame(kind, 0, source, NO_WORD, epoch, 0)
 
 
-def test_questions_are_kept_once_per_peer_and_source_however_many_come(regions: list[HostRegion]) -> None:
+def test_questions_are_kept_once_per_peer_and_source_however_many_come(regions: list[SharedRegion]) -> None:
     """A peer that asks again and again, of views that are to come, keeps nobody else's question out."""
     ways, _, links = ways_of(2, regions)
     for epoch in range(2, 100):
@@ -96,7 +96,7 @@ def test_questions_are_kept_once_per_peer_and_source_however_many_come(regions: 
 
 
 @pytest.mark.parametrize("source", [4, 1 << 40])
-def test_a_question_for_a_rank_that_is_none_ends_the_link(regions: list[HostRegion], source: int) -> None:
+def test_a_question_for_a_rank_that_is_none_ends_the_link(regions: list[SharedRegion], source: int) -> None:
     ways, _, _ = ways_of(2, regions)
     with pytest.raises(ProtocolError, match=f"rank 0 asks for rank {source} of 4"):
         hear(ways, 0, word(FETCH, source, 1))
@@ -106,7 +106,7 @@ def test_a_question_for_a_rank_that_is_none_ends_the_link(regions: list[HostRegi
 @pytest.mark.parametrize("left", [[{3}], [{1, 3}, {3}]])
 @pytest.mark.parametrize("born", [1, 5])
 def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(
-    regions: list[HostRegion], born: int, left: list[set[int]]
+    regions: list[SharedRegion], born: int, left: list[set[int]]
 ) -> None:
     """Rank 2 has been told all of rank 0, which is lost, and is lost with the rest of rank 0's host, or before it.
 
@@ -131,7 +131,7 @@ def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(
 @pytest.mark.parametrize("left", [[{3}], [{1, 3}, {3}]])
 @pytest.mark.parametrize("is_read", [True, False])
 def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(
-    regions: list[HostRegion], is_read: bool, left: list[set[int]]
+    regions: list[SharedRegion], is_read: bool, left: list[set[int]]
 ) -> None:
     """As before, with a mirror that rank 2 has made for a later view: others of its host may not read it yet.
 
@@ -150,7 +150,7 @@ def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(
         ways._take_over(Turn(6, frozenset({1, 2, 3})))
     hear(second, 1, word(BEGIN, 0, 6), word(END, 0, 6), source=0)
     if is_read:
-        box3.regions[0] = HostRegion.attach(mirror.region.blob, False)
+        box3.regions[0] = SharedRegion.attach(mirror.region.blob, False)
     else:  # the one before: any other
         box3.regions[0] = box3.regions[1]
     for epoch, present in enumerate(left, 7):
@@ -165,7 +165,7 @@ def test_what_a_lost_keeper_had_since_a_join_counts_for_who_reads_it(
 def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> None:
     """Rank 2 has been told all of rank 0 and is lost; rank 3 takes over from it and is lost before rank 1 tells it."""
     keys, born, nbytes = [*KEYS, "b"], 1, outbox_layout(5, STAGING_BYTES).nbytes
-    regions = [HostRegion.create(nbytes, f"region{rank}", only_owner_writes=True) for rank in range(5)]
+    regions = [SharedRegion.create(nbytes, f"region{rank}", only_owner_writes=True) for rank in range(5)]
     made = [ways_of(rank, regions, keys) for rank in (2, 3, 4)]
     row = made[0][1].mirror_base[0]
     for ways, _, _ in made:
@@ -185,7 +185,7 @@ def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> No
 
 
 def test_a_question_about_a_newcomer_that_is_lost_again_waits_for_the_view_that_has_it(
-    regions: list[HostRegion],
+    regions: list[SharedRegion],
 ) -> None:
     """The peer has taken over both views; here the one with the newcomer waits, and its rank is that of another."""
     ways, _, links = ways_of(2, regions)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epee.errors import InvalidArgument
-from epee.memory.host import HostRegion
 from epee.memory.layout import Field, Layout, align_up
+from epee.memory.shared import SharedRegion
 
 DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16]
 fields = st.lists(
@@ -34,7 +34,7 @@ def test_fields_are_aligned_and_do_not_overlap(specs: list[tuple[torch.dtype, li
 
 def test_views_of_different_fields_do_not_share_memory() -> None:
     layout = Layout(Field("a", torch.int64, (3,)), Field("b", torch.float32, (2, 2)))
-    region = HostRegion.create(layout.nbytes, "test")
+    region = SharedRegion.create(layout.nbytes, "test")
     layout.tensor(region, "a").fill_(-1)
     assert not layout.tensor(region, "b").any()
     layout.tensor(region, "b").fill_(2.5)

@@ -18,8 +18,8 @@ from epee.errors import ProtocolError, ResourceError
 from epee.memory import claim as claims
 from epee.memory.claim import CLAIM_BYTES, OwnerEndedError, naming_death, parse_claim
 from epee.memory.cuda_share import Way, obtain_descriptor, why_pidfd_may_fail
-from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from epee.memory.passing import DescriptorServer
+from epee.memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from tests.harness import run_ranks
 
 OWN_FILES = tuple(f"epee/memory/{name}.py" for name in ("claim", "host", "passing", "cuda_share"))
@@ -32,7 +32,7 @@ def start_owner() -> tuple[int, bytes, int]:
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        region = HostRegion.create(4096, "lent")
+        region = SharedRegion.create(4096, "lent")
         server = DescriptorServer(region._fd, parse_claim(region.blob, region.blob[:8], BLOB_BYTES, 0, "test").cookie)
         os.write(theirs, region.blob + server.socket_fd.to_bytes(4, "little"))
         threading.Event().wait()
@@ -43,7 +43,7 @@ def start_owner() -> tuple[int, bytes, int]:
 
 
 def by_proc(blob: bytes, socket_fd: int) -> None:
-    HostRegion.attach(blob).close()
+    SharedRegion.attach(blob).close()
 
 
 def by_pidfd(blob: bytes, socket_fd: int) -> None:
@@ -120,7 +120,7 @@ def test_an_owner_that_dies_at_any_line_is_dead(open_memory: Open, end: str) -> 
 
 def test_an_owner_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes the descriptors of a process before it shows that the process has ended."""
-    region = HostRegion.create(4096, "lent")
+    region = SharedRegion.create(4096, "lent")
     claim = parse_claim(region.blob, region.blob[:8], CLAIM_BYTES, HEADER_BYTES, "test")._replace(pid=os.getppid())
     checks = iter([False, False, True])
     monkeypatch.setattr(claims, "has_ended", lambda pid, start_time: next(checks))
@@ -134,7 +134,7 @@ def test_an_owner_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_living_owner_is_not_dead_because_a_step_failed() -> None:
-    region = HostRegion.create(4096, "lent")
+    region = SharedRegion.create(4096, "lent")
     claim = parse_claim(region.blob, region.blob[:8], CLAIM_BYTES, HEADER_BYTES, "test")._replace(
         pid=os.getppid(), start_time=claims.started_at(os.getppid())
     )

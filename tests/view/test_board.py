@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from epee.errors import EpeeError, InvalidArgument, ProtocolError, ResourceError
-from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
+from epee.memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from epee.view.process import board
 from epee.view.protocol import messages as m
 from epee.view.transport.wire import Endpoint, pack_endpoint, parse_endpoint
@@ -181,7 +181,7 @@ def test_flipped_bits_are_found_or_harmless() -> None:
 
 
 def test_memory_that_is_no_board_is_refused() -> None:
-    small, empty = HostRegion.create(64, "small"), HostRegion.create(board._COPIES + 2 * board._COPY_BYTES, "empty")
+    small, empty = SharedRegion.create(64, "small"), SharedRegion.create(board._COPIES + 2 * board._COPY_BYTES, "empty")
     with pytest.raises(ProtocolError, match="too small"):
         board.BoardView.attach(small.blob)
     with pytest.raises(ProtocolError, match="no board"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from epee.errors import ResourceError
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process import detector
 from epee.view.process.detector import DeathWatch, DyingSigns, is_torn_down, open_process
 from tests import shortage

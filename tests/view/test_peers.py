@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process.machine import own_host_key
 from epee.view.process.peers import Peers, process_state
 from epee.view.protocol.messages import Decision, Member

@@ -28,7 +28,7 @@ from epee.errors import (
     ProtocolError,
     ResourceError,
 )
-from epee.memory.host import process_start_time
+from epee.memory.shared import process_start_time
 from epee.view.process.board import BoardView
 from epee.view.process.peers import Peers
 from epee.view.protocol.events import AgentSettings, Freeze, Thaw

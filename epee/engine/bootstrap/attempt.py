@@ -41,7 +41,7 @@ from ...errors import (
     ignored,
 )
 from ...memory.claim import OwnerEndedError
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...view.job import told_fields
 from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS, has_left
@@ -71,7 +71,7 @@ class BootstrapAttempt:
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
-        self.region: HostRegion | None = None
+        self.region: SharedRegion | None = None
         self.others_know = False
         self._over = False
         self._twin = 0  # the process that has this rank, at the last check; 0 for none
@@ -149,7 +149,7 @@ class BootstrapAttempt:
                 boot_id, namespace, pid = pids[self.rank]
                 if (*here, os.getpid()) in pids or (boot_id, namespace) != here:
                     return 0
-                region = HostRegion.attach(bytes.fromhex(found[self.rank]["blob"]), is_writable=False)
+                region = SharedRegion.attach(bytes.fromhex(found[self.rank]["blob"]), is_writable=False)
                 words = region.words(0, STATE_WORDS)
                 is_over = has_left(words)
                 words.release()

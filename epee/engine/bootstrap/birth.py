@@ -30,7 +30,7 @@ from ... import env
 from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...view.job import Seat, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
@@ -154,7 +154,7 @@ class _Birth:
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
         self._helper = helper = acquire()  # now, so that all ranks are notified if the system gives no thread
         undo.callback(helper.release)
-        this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
+        this.region = region = SharedRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
         listener = None
         if self._topology is not None:
@@ -174,7 +174,7 @@ class _Birth:
         regions = self._map(region, records, owners, undo)
         if self._seat is not None:
             self._begin(self._seat, records)
-        mirrors: dict[int, HostRegion] = {}
+        mirrors: dict[int, SharedRegion] = {}
         check = StoreLook(this, self._watch, self._lost)
         if self._topology is not None:
             own = Outboxes(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
@@ -207,7 +207,7 @@ class _Birth:
         here = self._left | {member.slot for member in view.members}
         return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
 
-    def _sit_down(self, greeting: Greeting, region: HostRegion, port: int, half_made: contextlib.ExitStack) -> None:
+    def _sit_down(self, greeting: Greeting, region: SharedRegion, port: int, half_made: contextlib.ExitStack) -> None:
         """Take the job handle, and write the owner into this rank's outbox."""
         this, topology = self._this, self._topology
         rank = this.rank
@@ -236,8 +236,8 @@ class _Birth:
         return OutboxOwner(bytes.fromhex(record.nonce), seat.lane, seat.slots[peer])
 
     def _map(
-        self, region: HostRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
-    ) -> list[HostRegion]:
+        self, region: SharedRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
+    ) -> list[SharedRegion]:
         """Watch the ranks of this host and map their outboxes; this rank's own stands for those of other hosts."""
         regions = [region] * self._this.num_ranks
         for peer, record in enumerate(records):
@@ -276,7 +276,7 @@ def keep(engine: Engine) -> None:
     _engines.add(engine)
 
 
-def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
+def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> SharedRegion:
     """Map a peer's outbox."""
     region = open_outbox(bytes.fromhex(record.blob), owner)
     if region.owner_pid != record.pid:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import EpeeError, InvalidState, ProtocolError, expected
-from ...memory.host import BLOB_BYTES
+from ...memory.shared import BLOB_BYTES
 from ...view.protocol.messages import Decision, Member
 from ...view.transport.wire import parse_endpoint
 from ..limits import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES

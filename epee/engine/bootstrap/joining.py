@@ -33,7 +33,7 @@ from ...errors import (
     ignored,
 )
 from ...link.engine import chosen_engine
-from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...view.job import Job, Seat, job_name, retained
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
@@ -136,7 +136,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         _check(home, rank, num_ranks, mode)
         door = Entrance.open(store, undo) if home.spans else None
         layout = outbox_layout(MAX_RANKS, home.staging_bytes)
-        region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+        region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
         extra = pack_extra(home.lane, num_ranks, region.blob, 0 if door is None else door.port)
         job = Job(directory, rank, extra, None if door is None else door.for_agents(store))
@@ -272,7 +272,7 @@ def come_in(
             require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
         if before is not None:
             before.close()  # it has the group's membership
-        region = HostRegion.create(
+        region = SharedRegion.create(
             outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
         )
         undo.callback(region.close)
@@ -310,7 +310,7 @@ def _start(
     decision: Decision,
     home: Home,
     rank: int,
-    region: HostRegion,
+    region: SharedRegion,
     door: Entrance | None,
     extra_bytes: int = 0,
 ) -> Engine:
@@ -325,7 +325,7 @@ def _start(
     parts = survival.parts(decision)
     told = [part.num_ranks for peer, part in parts.items() if survival.is_new(peer, decision)]
     size = max([1 + max(parts), *told])
-    regions: list[HostRegion] = [region] * size
+    regions: list[SharedRegion] = [region] * size
     blank = make_blank(nbytes)
     for peer in range(size):
         part = parts.get(peer)
@@ -358,7 +358,7 @@ def _start(
 def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:
     """Return the engine of a process that joins a group later: it counts `num_ranks`, and has itself alone."""
     layout = outbox_layout(num_ranks, staging_bytes)
-    region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+    region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
     try:
         blank = make_blank(layout.nbytes)
         box = Outboxes(rank, [region if peer == rank else blank for peer in range(num_ranks)], staging_bytes, 1)

@@ -15,7 +15,7 @@ from typing import NamedTuple, get_type_hints
 from ... import env
 from ...errors import MismatchError, ProtocolError, expected, shortage
 from ...link.engine import chosen_engine
-from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
+from ...memory.shared import BLOB_BYTES, SharedRegion, process_start_time
 from ...view.job import Seat, pack_member
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
@@ -56,7 +56,7 @@ _KINDS = get_type_hints(RankRecord)  # some 0.2 ms each time
 def own_record(
     num_ranks: int,
     staging_bytes: int,
-    region: HostRegion,
+    region: SharedRegion,
     mode: str = MODES[0],
     seat: Seat | None = None,
     survival: Survival | None = None,

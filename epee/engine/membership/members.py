@@ -17,7 +17,7 @@ import logging
 from collections.abc import Sequence
 
 from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError, ignored
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
 from ..bootstrap.home import OutboxEndpoint
@@ -158,7 +158,7 @@ def _shortened(box: Outboxes, num_entries: int) -> Outboxes:
     return new
 
 
-def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
+def attach_outbox(part: OutboxEndpoint, nbytes: int) -> SharedRegion | None:
     """Map the outbox of a process; None when it no longer exists: its owner is dying or dead, or has closed it.
 
     A blank one instead has the same content as the real one for ranks that have mapped it: no rank puts data into a
@@ -184,20 +184,20 @@ def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
     return None
 
 
-def make_blank(nbytes: int) -> HostRegion:
+def make_blank(nbytes: int) -> SharedRegion:
     """Return an outbox that no process writes; it costs addresses and a descriptor, no pages.
 
     Raises:
         ResourceError: there is no memory.
     """
-    made = HostRegion.create(nbytes, "blank")
+    made = SharedRegion.create(nbytes, "blank")
     try:
-        return HostRegion.attach(made.blob)
+        return SharedRegion.attach(made.blob)
     finally:
         made.close()
 
 
-def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
+def replace(box: Outboxes, rank: int, region: SharedRegion) -> None:
     """Read `rank`'s outbox in `region` from now on; `box` has all ranks. Regions narrowed before keep the old one.
 
     A rank above those that `box` has makes it longer; ranks between them are blank until a process joins. May be
@@ -220,7 +220,7 @@ def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
     box.forget_views()
 
 
-def _put(box: Outboxes, rank: int, region: HostRegion) -> None:
+def _put(box: Outboxes, rank: int, region: SharedRegion) -> None:
     box.regions[rank : rank + 1] = [region]
     box.words[rank : rank + 1] = [region.words(0, len(box.own))]
     box.address[rank : rank + 1] = [region.address]

@@ -32,7 +32,7 @@ from ...link.engine import LinkMaker
 from ...link.meeting import Meeting, Partner
 from ...link.poller import Links
 from ...link.topology import Topology
-from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence
 from ...view.job import job_name
 from ...view.process.detector import DeathWatch
@@ -128,7 +128,7 @@ def _warn() -> None:
 
 def make_mirrors(
     topology: Topology, owners: list[OutboxOwner], layout: Outboxes, undo: contextlib.ExitStack
-) -> dict[int, HostRegion]:
+) -> dict[int, SharedRegion]:
     """Make the mirrors that this rank keeps, and announce them to the ranks of its host.
 
     Args:
@@ -136,7 +136,7 @@ def make_mirrors(
     """
     made = {}
     for peer in topology.sources():
-        region = made[peer] = HostRegion.create(layout.payload_bytes, f"mirror{peer}", only_owner_writes=True)
+        region = made[peer] = SharedRegion.create(layout.payload_bytes, f"mirror{peer}", only_owner_writes=True)
         undo.callback(region.close)
         owners[peer].sign(region)
         first = layout.mirror_base[peer] + MIRROR_BLOB
@@ -150,12 +150,12 @@ def make_mirrors(
 def map_mirror(
     peer: int,
     keeper: int,
-    region: HostRegion,
+    region: SharedRegion,
     layout: Outboxes,
     owner: OutboxOwner,
     deadline: float,
     check: Callable[[], None],
-) -> HostRegion:
+) -> SharedRegion:
     """Map the mirror of `peer` that `keeper`, whose outbox is `region`, keeps for this host, once it is there."""
     words = region.words(0, len(layout.own))
     try:
@@ -182,7 +182,7 @@ def link(
     box: Outboxes,
     records: list[RankRecord],
     owners: list[OutboxOwner],
-    mirrors: dict[int, HostRegion],
+    mirrors: dict[int, SharedRegion],
     token: Token,
     listener: socket.socket,
     deadline: float,

@@ -33,7 +33,7 @@ from ...link.engine import LinkMaker
 from ...link.meeting import Meeting, Partner
 from ...link.poller import Links
 from ...link.topology import Topology
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...view.job import Job, job_name, pack_member, parse_member
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision, Member
@@ -202,7 +202,7 @@ class Entrance:
             meeting.listen()
             mirrors = {}
             for peer in topology.sources():
-                region = mirrors[peer] = HostRegion.create(box.payload_bytes, f"mirror{peer}", only_owner_writes=True)
+                region = mirrors[peer] = SharedRegion.create(box.payload_bytes, f"mirror{peer}", only_owner_writes=True)
                 undo.callback(region.close)
                 owners[peer].sign(region)
             ways = Ways(topology, box, Links([]), meeting, owners, maker)

@@ -27,7 +27,7 @@ from typing import Any
 from ...link.frames import END, MAX_PIECES, NO_WORD
 from ...link.poller import Links
 from ...link.topology import Topology
-from ...memory.host import HEADER_BYTES
+from ...memory.shared import HEADER_BYTES
 from ..outbox import (
     CELL_WORDS,
     CONSUMED,

@@ -37,7 +37,7 @@ from ...link.frames import (
     parse_told,
 )
 from ...link.poller import Links
-from ...memory.host import HEADER_BYTES, HostRegion
+from ...memory.shared import HEADER_BYTES, SharedRegion
 from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
 
@@ -61,7 +61,7 @@ class Mirror:
         is_from_birth: as the argument.
     """
 
-    def __init__(self, source: int, region: HostRegion, box: Outboxes, is_from_birth: bool = False) -> None:
+    def __init__(self, source: int, region: SharedRegion, box: Outboxes, is_from_birth: bool = False) -> None:
         self.is_from_birth = is_from_birth
         self.source = source
         self.region = region

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ...errors import ResourceError, ignored
 from ...memory.claim import require_own
-from ...memory.host import HEADER_BYTES, process_start_time
+from ...memory.shared import HEADER_BYTES, process_start_time
 from ...memory.signals import SEQ_BITS
 from ...view.process.peers import process_state
 from ..outbox import (

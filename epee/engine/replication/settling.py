@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ...errors import AuthError, ProtocolError, ResourceError
 from ...link.topology import Roles
-from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...view.process.detector import is_leaving
 from ..outbox import (
     GENERATION,
@@ -222,7 +222,7 @@ class Settling:
         region = self._box.regions[self._keeper(source) or 0]
         return is_leaving(region.owner_pid, region.owner_start_time)
 
-    def _use(self, source: int, region: HostRegion) -> None:
+    def _use(self, source: int, region: SharedRegion) -> None:
         """Read a source in this memory from now on, in all peer regions in which it was read in the old one."""
         old = self._box.regions[source]
         words = region.words(0, len(self._box.own))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...link.frames import NO_WORD
-from ...memory.host import HEADER_BYTES, HostRegion
+from ...memory.shared import HEADER_BYTES, SharedRegion
 from ...memory.signals import SEQ_BITS
 from ..outbox import (
     CELL_WORDS,
@@ -63,7 +63,7 @@ def tell_all(
     write: Write,
     box: Outboxes,
     source: int,
-    region: HostRegion,
+    region: SharedRegion,
     readers: Sequence[int],
     joined: Mapping[int, int] | None = None,
 ) -> None:

@@ -50,7 +50,7 @@ from ...link.frames import BEGIN, END, FETCH, NO_WORD
 from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
 from ...link.topology import Roles, Topology
-from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence
 from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
@@ -184,7 +184,7 @@ class Ways:
         self.waiting: Callable[..., Waiting] = partial(LinkedWaiting, exports=exports)
         exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
 
-    def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, HostRegion]) -> None:
+    def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, SharedRegion]) -> None:
         """Begin with these connections and mirrors; the thread of the links runs from here on.
 
         Raises:
@@ -432,7 +432,7 @@ class Ways:
         mirror.region.hide()
 
     def _make(self, source: int, question: _Question) -> None:
-        region = HostRegion.create(self.box.payload_bytes, f"mirror{source}", only_owner_writes=True)
+        region = SharedRegion.create(self.box.payload_bytes, f"mirror{source}", only_owner_writes=True)
         self.owners[source].sign(region)
         with self._links.lock:
             self.mirrors[source] = Mirror(source, region, self.box)

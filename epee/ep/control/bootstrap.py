@@ -25,7 +25,7 @@ from ...errors import (
     UnsupportedError,
 )
 from ...link.topology import Topology, one_host, placement
-from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import KEY_DIGITS, own_host_key
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
@@ -137,7 +137,7 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
 class Born:
     """The initial state of a buffer: inboxes, if its membership provides none, and the watch on all processes."""
 
-    def __init__(self, inboxes: list[HostRegion], watch: DeathWatch) -> None:
+    def __init__(self, inboxes: list[SharedRegion], watch: DeathWatch) -> None:
         self.inboxes = inboxes
         self.watch = watch
 
@@ -160,7 +160,7 @@ def bear(config: BufferConfig) -> Born:
     Raises:
         ResourceError: no memory or descriptors.
     """
-    inboxes = [] if config.is_lane else [HostRegion.create(inbox_layout(config).nbytes, "inbox-0")]
+    inboxes = [] if config.is_lane else [SharedRegion.create(inbox_layout(config).nbytes, "inbox-0")]
     return Born(inboxes, DeathWatch())
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context, is_own
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...memory.signals import fence, tag, wait_equal
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
@@ -104,7 +104,7 @@ class Exchange:
         self,
         config: BufferConfig,
         rank: int,
-        inboxes: Sequence[HostRegion],
+        inboxes: Sequence[SharedRegion],
         watch: DeathWatch,
         interrupt: Callable[[], None],
     ) -> None:
@@ -121,7 +121,7 @@ class Exchange:
         self._inboxes = dict(enumerate(inboxes))
         self.begin(0, self._inboxes)
 
-    def begin(self, epoch: int, inboxes: Mapping[int, HostRegion], first_seq: int = 1) -> None:
+    def begin(self, epoch: int, inboxes: Mapping[int, SharedRegion], first_seq: int = 1) -> None:
         """Begin an epoch with its members' inboxes and the number of its first call. The last store begins it."""
         self.settled = self.gathered = first_seq - 1
         self.began = 0.0

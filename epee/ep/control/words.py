@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
-from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.layout import Field, Layout
+from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import futex_wake
 from ..config import BufferConfig
 from ..throughput.placement import Ints
@@ -91,7 +91,7 @@ class InboxWords(RowFormat):
         own_address: of its first word.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, inboxes: Mapping[int, HostRegion]) -> None:
+    def __init__(self, config: BufferConfig, rank: int, inboxes: Mapping[int, SharedRegion]) -> None:
         super().__init__(config)
         layout = inbox_layout(config)
         self._rank = rank

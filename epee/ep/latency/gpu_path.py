@@ -46,7 +46,7 @@ from ...errors import (
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
@@ -361,11 +361,11 @@ class LatencyCudaPath(GpuPath, Memory):
         self.core.set_view(active, agreed.used + step)
         self._given_up = ""
 
-    def fill(self, region: HostRegion) -> None:
+    def fill(self, region: SharedRegion) -> None:
         """Lend this rank's memory on the GPU."""
         lend_blob(region, inbox_layout(self.config).nbytes, self.core.memory.blob)
 
-    def move(self, regions: Mapping[int, HostRegion]) -> None:
+    def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Map the memory of ranks that lend another than before; a rank without mappable memory is lost for now."""
         at = inbox_layout(self.config).nbytes
         for rank in regions.keys() - {self.rank}:

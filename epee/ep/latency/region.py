@@ -15,8 +15,8 @@ import torch
 from ...arrays import array_of, plain_tensors
 from ...errors import InvalidArgument
 from ...gpu.payload import DoesNotFit
-from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
+from ...memory.shared import SharedRegion
 from ..config import BufferConfig, sizes_code
 from ..control.withdrawal import LINE_WORDS
 
@@ -123,7 +123,7 @@ class RegionWords:
         base: byte at which the fields begin.
     """
 
-    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
+    def __init__(self, region: SharedRegion, layout: Layout, base: int = 0) -> None:
         self.address = region.address + base
         self._layout = layout
         self.words = region.words(base, layout.nbytes // 8)
@@ -145,7 +145,7 @@ class RegionWords:
 class RegionFields(RegionWords):
     """Views of the fields of one rank's region; arguments as there."""
 
-    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
+    def __init__(self, region: SharedRegion, layout: Layout, base: int = 0) -> None:
         super().__init__(region, layout, base)
         with plain_tensors():
             self._payload = layout.tensor(region, "payload", base)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError, expected
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...memory.signals import futex_sleep
 from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Member
@@ -51,7 +51,7 @@ class Met(NamedTuple):
     """The processes of an epoch and their inboxes by rank, this rank's included."""
 
     peers: dict[int, EpochMember]
-    regions: dict[int, HostRegion]
+    regions: dict[int, SharedRegion]
 
 
 class Wait(NamedTuple):
@@ -83,8 +83,8 @@ class Inboxes:
     def __init__(
         self, config: BufferConfig, rank: int, number: int, roster: Roster, line: Line, look: Look, nbytes: int
     ) -> None:
-        self.own: HostRegion | None = None
-        self.fill: Callable[[HostRegion], None] = _nothing
+        self.own: SharedRegion | None = None
+        self.fill: Callable[[SharedRegion], None] = _nothing
         self._config = config
         self._rank = rank
         self._number = number
@@ -93,11 +93,11 @@ class Inboxes:
         self._look = look
         self._nbytes = nbytes
         self._lines: dict[tuple[int, int], Line] = {}  # of other processes
-        self._mapped: list[HostRegion] = []
-        self._next: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
+        self._mapped: list[SharedRegion] = []
+        self._next: tuple[int, SharedRegion] | None = None  # made for an epoch that was not entered yet
         self._epoch = 0  # for which `own` was made
 
-    def offer(self, epoch: int) -> HostRegion:
+    def offer(self, epoch: int) -> SharedRegion:
         """Return this rank's inbox for an epoch that it enters, the same one in each attempt, and lend it."""
         if self.own is not None and self._epoch == epoch:
             return self.own
@@ -105,7 +105,7 @@ class Inboxes:
             self._next[1].close()
             self._next = None
         if self._next is None:
-            region = HostRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
+            region = SharedRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
             self.fill(region)
             self._next = epoch, region
         if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
@@ -196,7 +196,7 @@ class Inboxes:
         # a closed buffer that is still referenced maps nothing, and is in no reference cycle
         del self._line, self._look, self.fill
 
-    def _drop(self, kept: HostRegion | None = None) -> None:
+    def _drop(self, kept: SharedRegion | None = None) -> None:
         for region in self._mapped:
             region.close()
         self._mapped.clear()
@@ -238,7 +238,7 @@ class Inboxes:
             time.sleep(LOOK_S)
             self._look(rank, f"rank {rank} has not made this buffer", wait.started, wait.deadline)
 
-    def _map(self, rank: int, member: Member, line: Line, wait: Wait) -> HostRegion | None:
+    def _map(self, rank: int, member: Member, line: Line, wait: Wait) -> SharedRegion | None:
         """Map the inbox that a member makes for an epoch; None when the wait is void."""
         problem: EpeeError | None = None
         what = f"rank {rank} does not come into epoch {wait.epoch}"
@@ -260,8 +260,8 @@ class Inboxes:
                 raise
         return None
 
-    def _attach(self, rank: int, blob: bytes, line: Line) -> HostRegion:
-        region = HostRegion.attach(blob)
+    def _attach(self, rank: int, blob: bytes, line: Line) -> SharedRegion:
+        region = SharedRegion.attach(blob)
         if region.owner_pid != line.owner_pid or region.nbytes < self._nbytes:
             region.close()
             raise ProtocolError(f"rank {rank} names an inbox that is not its own, or too small")
@@ -273,5 +273,5 @@ class Inboxes:
             raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")
 
 
-def _nothing(region: HostRegion) -> None:
+def _nothing(region: SharedRegion) -> None:
     pass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from ...errors import InvalidState
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ..control.membership import Agreed
 
 MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; followed by its length
@@ -32,10 +32,10 @@ class Memory:
             InvalidState: not now: a graph is recorded.
         """
 
-    def fill(self, region: HostRegion) -> None:
+    def fill(self, region: SharedRegion) -> None:
         """Write into this rank's new region the data that the others read there."""
 
-    def move(self, regions: Mapping[int, HostRegion]) -> None:
+    def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated.
 
         Raises:
@@ -43,14 +43,14 @@ class Memory:
         """
 
 
-def lend_blob(region: HostRegion, at: int, blob: bytes) -> None:
+def lend_blob(region: SharedRegion, at: int, blob: bytes) -> None:
     """Write at byte `at` of this rank's region the blob by which its memory on the GPU is mapped."""
     mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
     region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
     region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
 
 
-def lent_blob(region: HostRegion, at: int) -> bytes:
+def lent_blob(region: SharedRegion, at: int) -> bytes:
     """Return the blob that a peer has written there."""
     size = region.words(at + MAX_BLOB_BYTES, 1)[0]
     return bytes(region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]

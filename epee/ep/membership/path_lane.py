@@ -12,7 +12,7 @@ import torch
 
 from ...arrays import writing
 from ...errors import AbortedError, MismatchError, PeerError, RankFailedError, expected
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ..control.membership import Agreed, Membership
 from ..control.messages import ControlPlane, refused_alike
 from ..handle import mask_of
@@ -29,7 +29,7 @@ class LoneLane:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.memory = Memory()
-        self.regions: Mapping[int, HostRegion] = {}
+        self.regions: Mapping[int, SharedRegion] = {}
         self.processes: Mapping[int, tuple[int, int]] = {}
 
     def join(self, deadline: float) -> None:

@@ -19,7 +19,7 @@ which buffer a line belongs to. The blob of an inbox is stored between two store
 view), and a reader reads the view again after it has copied the blob. Each word is one store of the machine.
 
 A crash leaves a line as it was; the memory stays readable to the processes that have mapped it. Everything read here
-comes from a peer: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
+comes from a peer: a blob is checked by `SharedRegion.attach`, its owner against the process that the view names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import EpeeError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import require_own
-from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from ...memory.signals import futex_wake
 from ...view.process.detector import is_leaving
 
@@ -63,7 +63,7 @@ class Line:
         owner_pid: of the process that owns the line.
     """
 
-    def __init__(self, region: HostRegion, index: int) -> None:
+    def __init__(self, region: SharedRegion, index: int) -> None:
         self._region = region
         start = 8 * _LINE_WORDS * (1 + index)
         self.words = region.words(start, _LINE_WORDS)
@@ -147,7 +147,7 @@ class Registry:
         had: own: numbers of the buffers that were opened.
     """
 
-    def __init__(self, region: HostRegion, lane: int) -> None:
+    def __init__(self, region: SharedRegion, lane: int) -> None:
         self.region = region
         self.lane = lane
         self.owner = (region.owner_pid, region.owner_start_time)
@@ -157,8 +157,8 @@ class Registry:
 
     @classmethod
     def make(cls, lane: int) -> Registry:
-        """Make this process's registry for the group with `lane`; raises as `HostRegion.create`."""
-        region = HostRegion.create(8 * _NUM_WORDS, name_of(lane), only_owner_writes=True)
+        """Make this process's registry for the group with `lane`; raises as `SharedRegion.create`."""
+        region = SharedRegion.create(8 * _NUM_WORDS, name_of(lane), only_owner_writes=True)
         words = region.words(0, _LINE_WORDS)
         words[_OWN_BLOB : _OWN_BLOB + _BLOB_WORDS] = memoryview(region.blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
         words[0] = _MAGIC
@@ -277,7 +277,7 @@ def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
             os.close(fd)
         if int.from_bytes(raw[:8], "little") != _MAGIC:
             return None  # just being made
-        region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
+        region = SharedRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
     except expected(EpeeError) as exc:  # it has just ended, or closed it; a rank that waits for it has a timeout
         if _is_shortage(exc.__cause__):
             raise  # this process's own

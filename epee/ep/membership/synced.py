@@ -45,7 +45,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
-from ...memory.host import HostRegion
+from ...memory.shared import SharedRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
@@ -86,7 +86,7 @@ class SyncedLane(BufferLane):
     ) -> None:
         super().__init__(begun, exchange, timeout_s, interrupt, nbytes)
         self._inboxes.fill = lambda region: self.memory.fill(region)
-        self.regions: Mapping[int, HostRegion] = {}
+        self.regions: Mapping[int, SharedRegion] = {}
         self.memory = Memory()
         self.processes: dict[int, tuple[int, int]] = {}
         self._lines: Mapping[int, Line] = {}  # of the ranks in the memory of the epoch

@@ -17,8 +17,8 @@ import torch
 from ...errors import EpeeError, ProtocolError
 from ...gpu.payload import LAYOUTS
 from ...memory.arena import Arena, Slots, num_pool_slots
-from ...memory.host import BLOB_BYTES
 from ...memory.layout import Field
+from ...memory.shared import BLOB_BYTES
 from ..checks import PayloadRows
 from ..config import BufferConfig
 from ..control.inbox import Exchange, ExchangedRows

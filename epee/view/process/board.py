@@ -9,7 +9,7 @@ writes the group's row. Readers: agents that coordinate after the owner's death 
 sleep on the epoch's word, and processes that make a hang report (all of it).
 
 Ordering: a state is written to the copy that is not shown, then the version word is raised, and its lowest bit says
-which copy is shown (stores stay in order on x86-64, see `memory/host.py`). A crash between two stores leaves the old
+which copy is shown (stores stay in order on x86-64, see `memory/shared.py`). A crash between two stores leaves the old
 state; a crash within a copy touches only what no process reads. The checksum protects against stray stores of a broken
 process; a reader that overlaps with a write reads again. Rows are for people: they are checked for range, not for
 tearing. The data that a group publishes is opaque here; its length is written last.
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ...errors import EpeeError, ProtocolError, ResourceError, expected, ignored
 from ...memory.claim import require_own
-from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
+from ...memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from ...memory.signals import futex_sleep, futex_wake
 from ..protocol.messages import BY_ITSELF, FOREVER, LEFT, BoardState
 from ..transport.wire import EPOCH_LIMIT, LANE_LIMIT, MAX_MEMBERS, MAX_STATE_BYTES, decode_state, encode_state
@@ -156,8 +156,8 @@ class Board:
     """
 
     def __init__(self, slot: int) -> None:
-        """Make the board of `slot`, with no state on it; raises as `HostRegion.create`."""
-        self._region = HostRegion.create(_COPIES + 2 * _COPY_BYTES, f"board{slot}", only_owner_writes=True)
+        """Make the board of `slot`, with no state on it; raises as `SharedRegion.create`."""
+        self._region = SharedRegion.create(_COPIES + 2 * _COPY_BYTES, f"board{slot}", only_owner_writes=True)
         self._words = self._region.words(0, NUM_WORDS)
         self._words[_MAGIC_WORD] = _MAGIC
         self.blob = self._region.blob
@@ -213,7 +213,7 @@ class Board:
 class BoardView:
     """The board of another process. Everything read from it is checked."""
 
-    def __init__(self, region: HostRegion) -> None:
+    def __init__(self, region: SharedRegion) -> None:
         """Open the board in `region`.
 
         Raises:
@@ -228,8 +228,8 @@ class BoardView:
 
     @classmethod
     def attach(cls, blob: bytes) -> BoardView:
-        """Map the board that `blob` describes; raises `ProtocolError`, `ResourceError` (see `HostRegion.attach`)."""
-        region = HostRegion.attach(blob, is_writable=False)
+        """Map the board that `blob` describes; raises `ProtocolError`, `ResourceError` (see `SharedRegion.attach`)."""
+        region = SharedRegion.attach(blob, is_writable=False)
         try:
             return cls(region)
         except ProtocolError:
@@ -411,9 +411,9 @@ class Beat:
         """Make the semaphore and the timer, which does not tick yet.
 
         Where the system gives no timer the count stays 0, which readers take for "not known": a beat affects nothing
-        but the wording of messages. Raises as `HostRegion.create`.
+        but the wording of messages. Raises as `SharedRegion.create`.
         """
-        self._region = HostRegion.create(_SEMAPHORE_BYTES, "beat", only_owner_writes=True)
+        self._region = SharedRegion.create(_SEMAPHORE_BYTES, "beat", only_owner_writes=True)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._region))  # nor may the end of the interpreter unmap it
         self.blob = self._region.blob
         self._num_users = 0
@@ -463,8 +463,8 @@ class BeatView:
     """Another process's heartbeat."""
 
     def __init__(self, blob: bytes) -> None:
-        """Map it; raises as `HostRegion.attach`."""
-        self._region = HostRegion.attach(blob, is_writable=False)
+        """Map it; raises as `SharedRegion.attach`."""
+        self._region = SharedRegion.attach(blob, is_writable=False)
         self._words = self._region.words(0, 1)
 
     @property
@@ -483,7 +483,7 @@ _beats: dict[int, Beat] = {}  # of this process, by its pid: a fork leaves the p
 
 
 def acquire_beat() -> Beat:
-    """Return this process's beat, ticking; pair it with `release_beat`. Raises as `HostRegion.create`."""
+    """Return this process's beat, ticking; pair it with `release_beat`. Raises as `SharedRegion.create`."""
     with _beat_lock:
         beat = _beats.get(os.getpid())
         if beat is None:

@@ -73,7 +73,7 @@ from collections.abc import Callable, Iterable
 
 from ... import env
 from ...errors import AuthError, EpeeError, ProtocolError
-from ...memory.host import process_start_time
+from ...memory.shared import process_start_time
 from ..protocol.messages import Commit, Member, Message
 from .auth import (
     CHALLENGE_BYTES,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
-from ...memory.host import BLOB_BYTES
+from ...memory.shared import BLOB_BYTES
 from ..protocol.messages import (
     DEAD,
     EXITED,

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....memory.host import HostRegion
 from ....memory.layout import Field, Layout, align_up
+from ....memory.shared import SharedRegion
 from ...config import BufferConfig
 from ...control.withdrawal import LINE_WORDS
 from ...latency.region import HEAD_WORDS, RegionWords, SectionCut, section_bytes
@@ -72,7 +72,7 @@ class HostsFields(RegionWords):
         base: byte at which the fields begin.
     """
 
-    def __init__(self, region: HostRegion, layout: Layout, base: int) -> None:
+    def __init__(self, region: SharedRegion, layout: Layout, base: int) -> None:
         super().__init__(region, layout, base)
         self.base = base
         self._bytes: Bytes = region.array(np.dtype(np.uint8), base + layout.nbytes)[base:]

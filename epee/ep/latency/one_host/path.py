@@ -45,7 +45,7 @@ import torch
 
 from ....arrays import array_of, writing
 from ....errors import InvalidState, ProtocolError
-from ....memory.host import HostRegion
+from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
 from ...control.words import inbox_layout
@@ -248,7 +248,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         exchange = control.exchange
         self._lane = lane = path_lane.lane_of(control)
         self._layout = region_layout(config)
-        self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
+        self._blank = SharedRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         blank = RegionFields(self._blank, self._layout)
         self.wire = wire = PushWire(
             config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison
@@ -265,7 +265,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
             self.close()
             raise
 
-    def move(self, regions: Mapping[int, HostRegion]) -> None:
+    def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Let calls use the memory of another epoch."""
         base = inbox_layout(self.config).nbytes
         self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})

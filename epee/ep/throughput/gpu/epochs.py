@@ -43,7 +43,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.params import REMEMBERED_CALLS
-from ....memory.host import HostRegion
+from ....memory.shared import SharedRegion
 from ....view.process.detector import DeathWatch, is_leaving
 from ...control.membership import Agreed
 from ...control.words import inbox_layout
@@ -124,11 +124,11 @@ class Epochs(Memory):
         """
         self._machine.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
 
-    def fill(self, region: HostRegion) -> None:
+    def fill(self, region: SharedRegion) -> None:
         """Lend this rank's memory on the GPU."""
         lend_blob(region, inbox_layout(self._config).nbytes, b"".join(self._machine.blobs))
 
-    def move(self, regions: Mapping[int, HostRegion]) -> None:
+    def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Map the memory of ranks that lend another than before, at the same addresses.
 
         Raises:

@@ -87,7 +87,7 @@ def mapped_size(nbytes: int) -> int:
     return align_up(nbytes + HEADER_BYTES, mmap.PAGESIZE)
 
 
-class HostRegion:
+class SharedRegion:
     """A shared mapping. Make one with `create` or `attach`.
 
     Attributes:
@@ -114,7 +114,7 @@ class HostRegion:
         self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data + HEADER_BYTES
 
     @classmethod
-    def create(cls, nbytes: int, name: str, only_owner_writes: bool = False) -> HostRegion:
+    def create(cls, nbytes: int, name: str, only_owner_writes: bool = False) -> SharedRegion:
         """Make and map a new region of at least `nbytes` bytes, all zero; `name` shows in /proc/PID/maps.
 
         With `only_owner_writes` peers must attach it without `is_writable`, and the kernel enforces it.
@@ -144,7 +144,7 @@ class HostRegion:
         return region
 
     @classmethod
-    def attach(cls, data: bytes, is_writable: bool = True) -> HostRegion:
+    def attach(cls, data: bytes, is_writable: bool = True) -> SharedRegion:
         """Map the region that `data` (a peer's `blob`) describes, after checking every claim in it.
 
         Without `is_writable` a stray store of this process faults instead of damaging the peer's data.
@@ -160,7 +160,7 @@ class HostRegion:
             return cls._attach(claim, is_writable)
 
     @classmethod
-    def _attach(cls, claim: Claim, is_writable: bool) -> HostRegion:
+    def _attach(cls, claim: Claim, is_writable: bool) -> SharedRegion:
         fd = _open_peer_fd(claim, is_writable)
         try:
             _check_file(fd, claim)

@@ -1,4 +1,4 @@
-"""`memory.host`: regions are shared by blob, and no claim in a blob is believed unchecked."""
+"""`memory.shared`: regions are shared by blob, and no claim in a blob is believed unchecked."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epee.errors import AuthError, InvalidState, ProtocolError, ResourceError, UnsupportedError
-from epee.memory import host, signals
-from epee.memory.host import BLOB_BYTES, HostRegion
+from epee.memory import shared, signals
+from epee.memory.shared import BLOB_BYTES, SharedRegion
 from tests.forked import Program
 from tests.harness import run_ranks
 
@@ -34,14 +34,14 @@ def changed(blob: bytes, offset: int, value: int) -> bytes:
 
 
 @pytest.fixture
-def region() -> HostRegion:
-    made = HostRegion.create(10_000, "test")
+def region() -> SharedRegion:
+    made = SharedRegion.create(10_000, "test")
     yield made
     made.close()
 
 
-def test_an_attached_region_is_the_same_memory(region: HostRegion) -> None:
-    other = HostRegion.attach(region.blob)
+def test_an_attached_region_is_the_same_memory(region: SharedRegion) -> None:
+    other = SharedRegion.attach(region.blob)
     region.tensor(torch.int64, 8, (4,)).copy_(torch.arange(4))
     assert other.tensor(torch.int64, 8, (4,)).tolist() == [0, 1, 2, 3]
     other.words(0, 1)[0] = 77
@@ -50,29 +50,29 @@ def test_an_attached_region_is_the_same_memory(region: HostRegion) -> None:
 
 
 def write_and_die(rank: int, num_ranks: int, blob: bytes) -> None:
-    other = HostRegion.attach(blob)
+    other = SharedRegion.attach(blob)
     other.tensor(torch.float32, 0, (3,)).fill_(rank + 1.5)
     os.kill(os.getpid(), 9)
 
 
-def test_memory_outlives_a_killed_peer(region: HostRegion) -> None:
+def test_memory_outlives_a_killed_peer(region: SharedRegion) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(write_and_die, 1, region.blob, backend=None)
     assert region.tensor(torch.float32, 0, (3,)).tolist() == [1.5] * 3
 
 
-def test_a_tensor_keeps_the_mapping_alive(region: HostRegion) -> None:
+def test_a_tensor_keeps_the_mapping_alive(region: SharedRegion) -> None:
     view = region.tensor(torch.int32, 0, (5,))
     view.fill_(9)
     region.close()
     assert view.tolist() == [9] * 5
 
 
-def test_no_name_is_left_in_dev_shm(region: HostRegion) -> None:
+def test_no_name_is_left_in_dev_shm(region: SharedRegion) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "epee" in name]
 
 
-def test_a_peer_cannot_resize_the_region(region: HostRegion) -> None:
+def test_a_peer_cannot_resize_the_region(region: SharedRegion) -> None:
     fd = os.open(f"/proc/self/fd/{region._fd}", os.O_RDWR)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 4096)
@@ -96,51 +96,51 @@ def test_a_peer_cannot_resize_the_region(region: HostRegion) -> None:
     ],
 )
 def test_a_false_claim_is_refused(
-    region: HostRegion, offset: int, value: int, error: type[Exception], text: str
+    region: SharedRegion, offset: int, value: int, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        HostRegion.attach(changed(region.blob, offset, value))
+        SharedRegion.attach(changed(region.blob, offset, value))
 
 
-def test_an_unsealed_file_is_refused(region: HostRegion) -> None:
+def test_an_unsealed_file_is_refused(region: SharedRegion) -> None:
     fd = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, region.mapped_bytes)
     with pytest.raises(ProtocolError, match="not sealed"):
-        HostRegion.attach(changed(region.blob, FD, fd))
+        SharedRegion.attach(changed(region.blob, FD, fd))
     os.close(fd)
 
 
-def test_a_descriptor_that_is_no_memfd_is_refused(region: HostRegion, tmp_path: Path) -> None:
+def test_a_descriptor_that_is_no_memfd_is_refused(region: SharedRegion, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(region.mapped_bytes))
     fd = os.open(path, os.O_RDWR)
     with pytest.raises(ProtocolError, match=r"no memfd|not sealed"):
-        HostRegion.attach(changed(region.blob, FD, fd))
+        SharedRegion.attach(changed(region.blob, FD, fd))
     os.close(fd)
 
 
 @given(st.binary(max_size=2 * BLOB_BYTES))
 def test_any_bytes_give_an_error_of_ours(data: bytes) -> None:
     with pytest.raises((ProtocolError, ResourceError)):
-        HostRegion.attach(data)
+        SharedRegion.attach(data)
 
 
-def test_a_refused_blob_leaves_no_descriptor(region: HostRegion) -> None:
+def test_a_refused_blob_leaves_no_descriptor(region: SharedRegion) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for offset, value in [(SIZE, 1 << 20), (40, 1234), (FD, 900)]:
         with pytest.raises(ProtocolError):
-            HostRegion.attach(changed(region.blob, offset, value))
+            SharedRegion.attach(changed(region.blob, offset, value))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_memory_that_the_system_refuses_is_a_resource_error() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ResourceError, match="make the buffer smaller"):
-        HostRegion.create(1 << 60, "huge")
+        SharedRegion.create(1 << 60, "huge")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_use_after_close_is_an_error(region: HostRegion) -> None:
+def test_use_after_close_is_an_error(region: SharedRegion) -> None:
     region.close()
     region.close()
     with pytest.raises(InvalidState, match="closed"):
@@ -152,24 +152,24 @@ def test_machines_without_fences_are_refused(monkeypatch: pytest.MonkeyPatch, sy
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     with pytest.raises(UnsupportedError, match=f"{machine if system == 'linux' else system}.*use a"):
-        HostRegion.create(100, "test")
+        SharedRegion.create(100, "test")
 
 
 def test_seals_are_the_ones_of_the_kernel() -> None:
     for name in ("F_ADD_SEALS", "F_GET_SEALS"):
         if hasattr(fcntl, name):
-            assert getattr(fcntl, name) == getattr(host, f"_{name}")
+            assert getattr(fcntl, name) == getattr(shared, f"_{name}")
 
 
 # ---- whose memory it is, and who writes it (review A9)
 
 FOREIGN = """
 import os, sys
-from epee.memory.host import HostRegion
+from epee.memory.shared import SharedRegion
 if sys.argv[1] == "process":
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 os.seteuid(65534)
-region = HostRegion.create(4096, "foreign")
+region = SharedRegion.create(4096, "foreign")
 if sys.argv[1] == "memory":
     os.seteuid(0)
 print(region.blob.hex(), flush=True)
@@ -191,7 +191,7 @@ def test_memory_of_another_user_is_refused_by_root_too(what: str, why: str) -> N
         refused = []
         for is_writable in (True, False):
             try:
-                HostRegion.attach(blob, is_writable).words(0, 1)
+                SharedRegion.attach(blob, is_writable).words(0, 1)
             except AuthError as exc:
                 refused.append(why in str(exc))
         told = child.communicate(20)[0].split()
@@ -200,10 +200,10 @@ def test_memory_of_another_user_is_refused_by_root_too(what: str, why: str) -> N
 
 
 def test_only_the_owner_can_map_a_sealed_region_for_writing() -> None:
-    region = HostRegion.create(10_000, "test", only_owner_writes=True)
+    region = SharedRegion.create(10_000, "test", only_owner_writes=True)
     with pytest.raises(ResourceError, match="cannot map"):
-        HostRegion.attach(region.blob)
-    other = HostRegion.attach(region.blob, is_writable=False)
+        SharedRegion.attach(region.blob)
+    other = SharedRegion.attach(region.blob, is_writable=False)
     region.words(0, 1)[0] = 77
     assert other.words(0, 1)[0] == 77
     assert other.array(np.dtype(np.uint64), 8).tolist() == [77]
@@ -222,8 +222,8 @@ def test_only_the_owner_can_map_a_sealed_region_for_writing() -> None:
 @pytest.mark.parametrize("sleeper_is_owner", [True, False])
 def test_futexes_work_through_a_mapping_that_cannot_be_written(sleeper_is_owner: bool) -> None:
     """Shared futexes are known by file and offset, so either side may sleep and the other wake it."""
-    region = HostRegion.create(4096, "test", only_owner_writes=True)
-    other = HostRegion.attach(region.blob, is_writable=False)
+    region = SharedRegion.create(4096, "test", only_owner_writes=True)
+    other = SharedRegion.attach(region.blob, is_writable=False)
     asleep, waker = (region, other) if sleeper_is_owner else (other, region)
     answers = []
     patience = signals._Timespec(20, 0)
@@ -250,20 +250,20 @@ def test_kernels_that_do_not_know_the_seal_share_as_before(monkeypatch: pytest.M
     real = fcntl.fcntl
 
     def old(fd: int, command: int, argument: int = 0) -> int:
-        if command == host._F_ADD_SEALS and argument & host._SEAL_FUTURE_WRITE:
+        if command == shared._F_ADD_SEALS and argument & shared._SEAL_FUTURE_WRITE:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", old)
-    region = HostRegion.create(4096, "test", only_owner_writes=True)
-    other = HostRegion.attach(region.blob, is_writable=False)
+    region = SharedRegion.create(4096, "test", only_owner_writes=True)
+    other = SharedRegion.attach(region.blob, is_writable=False)
     region.words(0, 1)[0] = 5
     assert other.words(0, 1)[0] == 5
     other.close()
     region.close()
 
 
-def test_an_array_keeps_the_mapping_alive(region: HostRegion) -> None:
+def test_an_array_keeps_the_mapping_alive(region: SharedRegion) -> None:
     array = region.array(np.dtype(np.int32), 20)
     array[:] = 9
     region.close()

@@ -166,7 +166,7 @@ def install() -> None:
 
     if _done:
         return
-    results = (handle.HostHandle, latency_types.LatencyHandle, latency_types.LatencyDispatched)
+    results = (handle.CpuHandle, latency_types.LatencyHandle, latency_types.LatencyDispatched)
     for kind in (group.ProcessGroup, work.Work, work.Done, *results, latency_types.LatencyCombined):
         _poison_class(kind)
     engine.Engine.wait = poisoned(engine.Engine.wait)  # type: ignore[method-assign]

@@ -53,7 +53,7 @@ class Twin(NamedTuple):
     """A tensor of the caller and its copy in pinned memory."""
 
     tensor: torch.Tensor
-    host: torch.Tensor
+    cpu: torch.Tensor
 
 
 class Cuda:
@@ -62,7 +62,7 @@ class Cuda:
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return contiguous pinned memory of torch's caching allocator, uninitialised; of a sparse tensor a copy on the
         CPU.
 
@@ -118,7 +118,7 @@ class Cuda:
                 for twin in twins:
                     if twin.tensor.device.index == index:
                         with writing(twin.tensor), real_tensors():
-                            twin.tensor.copy_(twin.host, non_blocking=True)
+                            twin.tensor.copy_(twin.cpu, non_blocking=True)
                         if twin.tensor.layout is torch.strided:  # others got memory of this stream
                             twin.tensor.record_stream(stream)
             done = torch.cuda.Event()
@@ -189,7 +189,7 @@ class Staged:
         self._is_read = is_read
         for twin in twins if is_read else ():
             if twin.tensor.layout is torch.strided:
-                _device.copy(twin.host, twin.tensor)
+                _device.copy(twin.cpu, twin.tensor)
         self.marks = _device.marks(twins)
 
     def _replace(self, arg: Any) -> Any:
@@ -198,8 +198,8 @@ class Staged:
                 return arg
             if id(arg) not in self._twins:
                 plain = arg.detach() if arg.layout is torch.strided else arg  # entries of a detached one are its own
-                self._twins[id(arg)] = Twin(plain, _device.host_like(plain))
-            return self._twins[id(arg)].host
+                self._twins[id(arg)] = Twin(plain, _device.cpu_like(plain))
+            return self._twins[id(arg)].cpu
         if isinstance(arg, (list, tuple)):
             return [self._replace(item) for item in arg]
         return arg
@@ -212,7 +212,7 @@ class Staged:
     def copy_now(self) -> None:
         """Put the results on the current stream."""
         for twin in self.written:
-            _device.copy(twin.tensor, twin.host)
+            _device.copy(twin.tensor, twin.cpu)
 
     def copy_back(self) -> list[Any]:
         """Have the results copied on our own streams, once; returns the marks behind the copies."""

@@ -308,7 +308,7 @@ class CallsOfView:
                 all alike: a rank has no such memory; may be tried again. Else as any collective.
         """
         if self._on_device is None:
-            raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through host memory")
+            raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through CPU memory")
         return self._on_device.memory_pool(nbytes)
 
     def _is_out(self) -> bool:

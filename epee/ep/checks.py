@@ -18,7 +18,7 @@ from ..errors import InvalidArgument, StaleHandleError, UnsupportedError, expect
 from ..gpu.payload import FP8, LAYOUTS, PAYLOAD_DTYPES
 from ..values import is_whole, seconds, shown
 from .config import FP8_MULTIPLE, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, MAX_SMS, BufferConfig
-from .handle import Handle, HostHandle
+from .handle import CpuHandle, Handle
 from .streams import RunOptions, is_capturing
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 from .throughput.placement import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
@@ -472,7 +472,7 @@ def _check_lanes(
 
     A GPU's handle keeps the routing of its dispatch, which is used there; the order's is not read.
     """
-    if not isinstance(handle, HostHandle):
+    if not isinstance(handle, CpuHandle):
         if not handle.with_topk:
             raise InvalidArgument('an order by "last_k" needs a handle that was routed by topk_idx')
         return None

@@ -1,6 +1,6 @@
 """The results of dispatch and combine, and the handle that connects them. Metadata only: no arena memory.
 
-A `Handle` is what users see; each path has its own kind: `HostHandle` here, `throughput/gpu_handle.py`'s `CudaHandle`.
+A `Handle` is what users see; each path has its own kind: `CpuHandle` here, `throughput/gpu_handle.py`'s `CudaHandle`.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Handle(BoundToBuffer, ABC):
 
 
 @dataclass(eq=False)
-class HostHandle(Handle):
+class CpuHandle(Handle):
     """The handle of CPU tensors: the rows that this rank sends, and the offsets of all rows.
 
     Attributes:
@@ -368,7 +368,7 @@ class HostHandle(Handle):
                 pulls.append(Pull(dst_rank, _by_k(self.plan.slots[part], rows[part], self.num_topk)))
         return pulls
 
-    def unweighted(self) -> HostHandle:
+    def unweighted(self) -> CpuHandle:
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
         other = replace(self, sent_weights=None, recv_weights=None)
         for name in ("pulls", "empty_tokens", "num_sent"):  # depend on the rows only: not to be computed again

@@ -51,9 +51,9 @@ class GpuDevice:
         self.kernels: dict[str, Launcher] = {}
         for path, params in kernels.items():
             self.kernels.update(platform.kernels(path, head, params))
-        self.report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self.report = platform.mapped_words(NUM_REPORTS * REPORT_WORDS)
         self.codes = self.report.words[::REPORT_WORDS]
-        self.news = platform.host_words(NEWS_WORDS)  # abort flag, dead ranks, time of waiting kernels
+        self.news = platform.mapped_words(NEWS_WORDS)  # abort flag, dead ranks, time of waiting kernels
         self.share = Share(platform.device, platform.limits.num_sms)
         self.is_closed = False
         self._last_stream: int | None = None
@@ -150,7 +150,7 @@ class Mailboxes:
     """
 
     def __init__(self, platform: Platform, num_words: int) -> None:
-        made = platform.host_words(NUM_MAILBOXES * num_words)
+        made = platform.mapped_words(NUM_MAILBOXES * num_words)
         self._words, self._address, self._num_words = made.words, made.address, num_words
         self._owner = made  # keeps the memory alive
         self._next = 0

@@ -55,7 +55,7 @@ class Launcher(Protocol):
         """Return another launcher of the kernel, with its own `args` that begin as a copy of these."""
 
 
-class HostWords(Protocol):
+class MappedWords(Protocol):
     """Words in cpu memory that kernels can write."""
 
     address: int
@@ -81,7 +81,7 @@ class Platform(Protocol):
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:
         """Compile and load the kernels of one file."""
 
-    def host_words(self, count: int) -> HostWords:
+    def mapped_words(self, count: int) -> MappedWords:
         """Allocate 64-bit words that the device can write and the cpu can poll, all zero."""
 
     def stream(self) -> int:
@@ -161,7 +161,7 @@ class CudaPlatform:
         """Compile and load the kernels of one file."""
         return load_kernels(path, head, self.device.index, params, self.limits.shared_bytes)
 
-    def host_words(self, count: int) -> HostWords:
+    def mapped_words(self, count: int) -> MappedWords:
         """Allocate pinned 64-bit words, all zero."""
         return _PinnedWords(count)
 

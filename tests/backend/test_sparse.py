@@ -237,9 +237,9 @@ def test_what_cannot_be_summed_is_refused_on_all_ranks_in_words() -> None:
 class SparseDevice(LateDevice):
     """A device whose copies of sparse tensors to the host wait for its stream, as torch's do."""
 
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            return super().host_like(tensor)
+            return super().cpu_like(tensor)
         self.synchronize()
         parts = _plain(tensor._indices()).clone(), _plain(tensor._values()).clone()
         return torch.sparse_coo_tensor(*parts, tensor.shape, device="cpu", check_invariants=True)
@@ -277,7 +277,7 @@ def on_a_gpu(rank: int, num_ranks: int) -> None:
     assert _plain(dense).tolist() == [num_ranks] * 2
 
 
-def test_sparse_tensors_on_a_gpu_go_through_host_memory() -> None:
+def test_sparse_tensors_on_a_gpu_go_through_cpu_memory() -> None:
     run_ranks(on_a_gpu, 2, backend="epee")
 
 

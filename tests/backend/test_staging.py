@@ -45,7 +45,7 @@ class LateDevice:
         self.reached: set[Any] = set()
         self.num_marks = 0
 
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_like(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         host.view(-1).view(torch.uint8).fill_(0xA5)
         return host
@@ -79,7 +79,7 @@ class LateDevice:
     def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
         self.streams["own"].extend(partial(self._run_to, mark) for mark in behind)
         for twin in twins:
-            self.copy(twin.tensor, twin.host, "own")
+            self.copy(twin.tensor, twin.cpu, "own")
         return [self._mark("own")] if twins else []
 
     def join(self, marks: Sequence[Any]) -> None:

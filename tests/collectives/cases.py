@@ -197,7 +197,7 @@ def refusals(rank: int, num_ranks: int) -> None:
 
 
 def staged(rank: int, num_ranks: int) -> None:
-    """What no kernel makes goes through host memory, on all ranks."""
+    """What no kernel makes goes through CPU memory, on all ranks."""
     half = give_half(rank)
     device = _device()
     x = on_gpu(torch.full((3,), rank + 4))

@@ -36,7 +36,7 @@ def test_refused_and_different_calls_are_errors_on_all_and_the_group_works_on() 
     run_ranks(cases.refusals, 2, backend="epee", timeout_s=200)
 
 
-def test_calls_without_a_kernel_go_through_host_memory() -> None:
+def test_calls_without_a_kernel_go_through_cpu_memory() -> None:
     run_ranks(cases.staged, 2, backend="epee", timeout_s=200)
 
 

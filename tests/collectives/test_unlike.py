@@ -36,5 +36,5 @@ def test_survivors_go_on_with_unlike_sizes_and_factors_of_their_own() -> None:
     run_mortal(cases.masked, 3, 1, dead={1}, timeout_s=200)
 
 
-def test_both_go_through_host_memory_where_no_kernel_serves_the_group() -> None:
+def test_both_go_through_cpu_memory_where_no_kernel_serves_the_group() -> None:
     run_ranks(cases.staged, 2, backend="epee", timeout_s=100)

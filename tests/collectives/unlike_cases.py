@@ -199,7 +199,7 @@ def masked(rank: int, num_ranks: int, folder: str, victim: int) -> None:
 
 
 def staged(rank: int, num_ranks: int) -> None:
-    """Without kernels both go through host memory."""
+    """Without kernels both go through CPU memory."""
     device = _device()
 
     def settled(values: torch.Tensor) -> torch.Tensor:

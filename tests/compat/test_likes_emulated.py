@@ -76,7 +76,7 @@ def _same(rank: int, num_ranks: int) -> None:
     assert seen.made == before + 1
     buffer.dispatch(**given, async_finish=True)
     assert seen.made == before + 1, "what has an event is no such call"
-    buffer._pool().host_barrier()
+    buffer._pool().cpu_barrier()
 
 
 def test_a_call_like_an_earlier_one_gives_the_same() -> None:
@@ -124,7 +124,7 @@ def _same_v2(rank: int, num_ranks: int, do_expand: bool) -> None:
                 assert torch.equal(part.float(), other.float())
     assert seen.made >= 4
     assert do_expand or sum(combined) >= 4
-    buffer._pool().host_barrier()
+    buffer._pool().cpu_barrier()
 
 
 @pytest.mark.parametrize("do_expand", [False, True])
@@ -184,7 +184,7 @@ def _grows(rank: int, num_ranks: int) -> None:
     again = buffer.dispatch(**few)
     assert (asked.times, seen.made) == (2, 2)
     assert torch.equal(got[0], again[0])  # type: ignore[arg-type]
-    buffer._pool().host_barrier()
+    buffer._pool().cpu_barrier()
 
 
 def test_what_is_remembered_goes_with_the_memory_and_a_peer_without_room_is_heard() -> None:
@@ -238,7 +238,7 @@ def _by_turns(rank: int, num_ranks: int) -> None:
             assert torch.equal(buffer.combine(got[0], got[4])[0], buffer.combine(was[0], was[4])[0])  # type: ignore[arg-type]
     assert seen.made == before + 12
     assert None not in found[3:], "a kind of calls was forgotten between two others"
-    buffer._pool().host_barrier()
+    buffer._pool().cpu_barrier()
 
 
 def test_calls_of_several_hidden_sizes_by_turns_are_like_earlier_ones() -> None:
@@ -251,7 +251,7 @@ def _bounded(rank: int, num_ranks: int) -> None:
     for num_tokens in (*range(1, 8), *range(1, 8)):
         buffer.dispatch(**v1._tokens(rank, num_tokens))
         assert len(buffer._pool()._rooms._likes) <= 3
-    buffer._pool().host_barrier()
+    buffer._pool().cpu_barrier()
 
 
 def test_shapes_are_not_remembered_for_ever() -> None:

@@ -210,7 +210,7 @@ class EmulatedPlatform:
         self._builds.setdefault(path, []).append(library)
         return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct()) for name, struct in params.items()}
 
-    def host_words(self, count: int) -> EmulatedWords:
+    def mapped_words(self, count: int) -> EmulatedWords:
         return EmulatedWords(count)
 
     def stream(self) -> int:

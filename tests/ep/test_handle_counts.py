@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epee.ep.config import BufferConfig
-from epee.ep.handle import HostHandle
+from epee.ep.handle import CpuHandle
 from epee.ep.throughput.placement import Counts, SendPlan, place, plan_by_expert, plan_by_mask, plan_by_rank
 
 NUM_RANKS, LOCAL, NUM_TOPK = 3, 2, 3
@@ -23,11 +23,11 @@ def _routing(seed: int) -> list[torch.Tensor]:
 
 def _handle(
     plans: list[SendPlan], layout: str, alignment: int, sources: list[int], local: torch.Tensor | None
-) -> HostHandle:
+) -> CpuHandle:
     words = torch.stack([torch.from_numpy(plan.counts) for plan in plans])
     counts = Counts(words[:, :NUM_RANKS].tolist(), words[:, NUM_RANKS:].numpy())
     placement = place(counts, RANK, layout, alignment, CONFIG)
-    return HostHandle(
+    return CpuHandle(
         *(1, 1, 1, layout, alignment, 8, NUM_TOPK, local is not None, plans[RANK], placement),
         recv_topk_idx=local if layout == "rank" else None,
         recv_src_token=torch.tensor(sources, dtype=torch.int64),

@@ -33,7 +33,7 @@ class Clock:
 def mailboxes() -> tuple[device.Mailboxes, memoryview, list[int]]:
     """Mailboxes of two words, their words, and where interrupts are noted."""
     words = memoryview(bytearray(16 * device.NUM_MAILBOXES)).cast("Q")
-    platform: Any = SimpleNamespace(host_words=lambda count: SimpleNamespace(words=words, address=0))
+    platform: Any = SimpleNamespace(mapped_words=lambda count: SimpleNamespace(words=words, address=0))
     return device.Mailboxes(platform, 2), words, []
 
 

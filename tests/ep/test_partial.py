@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epee.ep.config import BufferConfig
-from epee.ep.handle import DispatchRouting, HostHandle
+from epee.ep.handle import CpuHandle, DispatchRouting
 from epee.ep.throughput.partial import lost_weight, pack_rows, without_destinations, without_sources
 from epee.ep.throughput.placement import Counts, SendPlan, place, plan_by_expert, plan_by_rank
 
@@ -34,10 +34,10 @@ def _counts(plans: list[SendPlan], missing: set[int]) -> Counts:
     return Counts(rows[:, :NUM_RANKS].tolist(), rows[:, NUM_RANKS:].numpy())
 
 
-def _handle(plans: list[SendPlan], rank: int, layout: str, alignment: int, missing: set[int]) -> HostHandle:
+def _handle(plans: list[SendPlan], rank: int, layout: str, alignment: int, missing: set[int]) -> CpuHandle:
     placement = place(_counts(plans, missing), rank, layout, alignment, CONFIG)
     num_tokens = 8
-    return HostHandle(1, 1, 1, layout, alignment, num_tokens, NUM_TOPK, True, plans[rank], placement)
+    return CpuHandle(1, 1, 1, layout, alignment, num_tokens, NUM_TOPK, True, plans[rank], placement)
 
 
 @settings(max_examples=50, deadline=None)
@@ -85,7 +85,7 @@ def test_a_combine_without_some_ranks_reads_the_others_rows_only(seed: int, layo
     whole = _handle(plans, 1, layout, 1, set())
     less = without_destinations(whole, missing)
 
-    def reads(handle: HostHandle) -> list[tuple[int, int, int]]:
+    def reads(handle: CpuHandle) -> list[tuple[int, int, int]]:
         found = []
         for segment in handle.placement.segments:
             tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows].tolist()

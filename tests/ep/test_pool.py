@@ -104,7 +104,7 @@ def _life(rank: int, num_ranks: int) -> None:
     latency = LatencyNeed(4, 64, num_ranks, 2, CPU)
     for _ in range(2):  # through the group, then through a room
         assert pool.sum_counts(torch.tensor([rank, 10], dtype=torch.int32)).tolist() == [1, 20]
-        pool.host_barrier()
+        pool.cpu_barrier()
         assert pool.agree(WISH) == [WISH, WISH]
         assert not pool.barrier(), "there is no room on a GPU"
         pool.room(need)
@@ -125,7 +125,7 @@ def _life(rank: int, num_ranks: int) -> None:
     pool.close()
     assert pool.nbytes == 0
     pool.refuse(InvalidArgument("nobody is there to be told"))
-    for call in (lambda: pool.room(need), lambda: pool.latency_buffer(latency), pool.barrier, pool.host_barrier):
+    for call in (lambda: pool.room(need), lambda: pool.latency_buffer(latency), pool.barrier, pool.cpu_barrier):
         with pytest.raises(InvalidState, match="destroyed"):
             call()
     for core in (grown.core, padded):

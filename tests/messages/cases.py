@@ -347,7 +347,7 @@ def late(rank: int, num_ranks: int) -> str:
 
 
 def no_memory(rank: int, num_ranks: int) -> None:
-    """Where one end cannot, both take the way through host memory, and the other pairs do not."""
+    """Where one end cannot, both take the way through CPU memory, and the other pairs do not."""
     device = _device()
     half = give_messages(is_staged=True)
     if rank == 1:

@@ -367,7 +367,7 @@ class DeviceHalf(MeetingHalf):
                 raise refusal
             machine = self._machine
             if self._off or machine is None:
-                raise UnsupportedError(f"memory_pool: collectives on CUDA tensors go through host memory: {self._off}")
+                raise UnsupportedError(f"memory_pool: collectives on CUDA tensors go through CPU memory: {self._off}")
             if self._poor:
                 raise ResourceError(f"memory_pool: ranks {self._poor} have none") from self._why_no_pool
             assert machine.pool is not None

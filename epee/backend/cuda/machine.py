@@ -113,7 +113,7 @@ class Collectives:
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
         self._files = MASKED_KERNELS if config.is_masked else KERNELS  # kernel files that calls may need
         self.device = GpuDevice(platform, head, self._files)
-        self.told = platform.host_words(1)
+        self.told = platform.mapped_words(1)
         self.shown, self.fills_absent = (0, 0), False
         self.counts = CountWords(platform)
         self._own = platform.create(config.region_layout.nbytes)

@@ -212,7 +212,7 @@ class MeetingHalf:
                 no_pools = next((row.no_pools for row in after.values() if row.no_pools), "")
             if reason:
                 self._off = reason
-                logger.warning("collectives on CUDA tensors go through host memory: %s", reason)
+                logger.warning("collectives on CUDA tensors go through CPU memory: %s", reason)
                 self._release(False)
             elif no_pools != self._no_pools:
                 self._no_pools = no_pools

@@ -168,7 +168,7 @@ class ElasticBuffer(Experimental, PoolOwner):
         if not pool.barrier():
             _refuse_in_graph()
             EventHandle().synchronize()
-            pool.host_barrier()
+            pool.cpu_barrier()
         elif with_cpu_sync:
             EventHandle().synchronize()
             pool.check()

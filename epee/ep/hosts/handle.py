@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays import array_of
 from ...link.topology import Topology, one_host
-from ..handle import HostHandle
+from ..handle import CpuHandle
 from ..throughput.placement import Ints
 from .layout import Records
 
@@ -33,7 +33,7 @@ class TakenRows(NamedTuple):
 
 
 @dataclass(eq=False)
-class TwoLevelHandle(HostHandle):
+class TwoLevelHandle(CpuHandle):
     """The handle of CPU tensors over several hosts.
 
     Attributes:

@@ -29,7 +29,7 @@ from ...engine.limits import MIN_STAGING_BYTES
 from ...link.topology import Roles, Topology
 from ...memory.layout import align_up
 from ..config import MAX_TOPK, BufferConfig
-from ..handle import HostHandle
+from ..handle import CpuHandle
 from ..throughput.placement import Ints
 from ..throughput.reduce import accumulator_dtype
 
@@ -62,7 +62,7 @@ class Records(NamedTuple):
         return np.flatnonzero(self.bits >> position & 1)
 
 
-def records_of(handle: HostHandle, topology: Topology) -> list[Records]:
+def records_of(handle: CpuHandle, topology: Topology) -> list[Records]:
     """Return what this rank sends to each host, by the rows of its handle."""
     member = np.zeros((len(topology.host_of), handle.num_tokens), dtype=np.int64)
     tokens = array_of(handle.plan.tokens)

@@ -56,7 +56,7 @@ def _capacity(config: BufferConfig) -> int:
 
 
 @dataclass(eq=False)
-class HostLatencyHandle(LatencyHandle):
+class CpuLatencyHandle(LatencyHandle):
     """The handle of CPU tensors.
 
     Attributes:
@@ -84,7 +84,7 @@ class LatencyCalls(Path, ABC):
         poison: fill memory with 0xFF before each use.
     """
 
-    _handle_type = HostLatencyHandle
+    _handle_type = CpuLatencyHandle
 
     def __init__(self, control: ControlPlaneOver[Any], wire: Wire, flights: Flights, poison: bool) -> None:
         self.config, self.rank = control.config, control.rank
@@ -142,7 +142,7 @@ class LatencyCalls(Path, ABC):
             self._flights.abandon(last_seq, error)
             raise
 
-    def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
+    def _new_handle(self, call: LatencyDispatchCall) -> CpuLatencyHandle:
         buffer_id, config, cut = call.facts.sizes
         num_local = config.num_local_experts
         idx = array_of(call.topk_idx).copy()
@@ -167,7 +167,7 @@ class LatencyCalls(Path, ABC):
             sources=[None] * config.num_ranks,
         )
 
-    def _empty_result(self, how: Quantisation, handle: HostLatencyHandle) -> LatencyDispatched:
+    def _empty_result(self, how: Quantisation, handle: CpuLatencyHandle) -> LatencyDispatched:
         config = handle.cut.config
         num_local, hidden = config.num_local_experts, config.hidden
         x = self._memory((num_local, _capacity(config), hidden), FP8 if how.use_fp8 else torch.bfloat16)
@@ -188,7 +188,7 @@ class LatencyCalls(Path, ABC):
         self,
         given: list[tuple[Ints, Ints, Floats] | None],
         result: LatencyDispatched,
-        handle: HostLatencyHandle,
+        handle: CpuLatencyHandle,
         read: Callable[[int, int, tuple[int, torch.dtype] | None], WireRows],
     ) -> Placed:
         """Copy the received rows to their offsets.
@@ -211,7 +211,7 @@ class LatencyCalls(Path, ABC):
         return placed
 
     def _finish_dispatch(
-        self, placed: Placed, heads: Collection[int], result: LatencyDispatched, handle: HostLatencyHandle
+        self, placed: Placed, heads: Collection[int], result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         """Write the results of a dispatch's receive phase; `heads` are the ranks whose message has arrived."""
         handle.layout_range.copy_(torch.from_numpy(placed.layout_range))
@@ -237,7 +237,7 @@ class LatencyCalls(Path, ABC):
         """Run one combine, or its send phase; raises as `Buffer.combine`."""
         options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         handle = call.handle
-        assert isinstance(handle, HostLatencyHandle)
+        assert isinstance(handle, CpuLatencyHandle)
         self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
@@ -263,7 +263,7 @@ class LatencyCalls(Path, ABC):
             self._flights.abandon(last_seq, error)
             raise
 
-    def _owners(self, handle: HostLatencyHandle) -> Ints:
+    def _owners(self, handle: CpuLatencyHandle) -> Ints:
         return np.where(handle.topk_idx < 0, -1, handle.topk_idx // handle.cut.config.num_local_experts)
 
     @abstractmethod
@@ -277,22 +277,22 @@ class LatencyCalls(Path, ABC):
     # -- how rows move
 
     @abstractmethod
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         """Send the rows of a dispatch to all reachable ranks."""
 
     @abstractmethod
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         """Read the received messages: rows to their offsets, and `handle.sources`."""
 
     @abstractmethod
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
         """Send the sums of a combine to all reachable ranks."""
 
     @abstractmethod
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
+        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         """Add up the received sums."""
 

@@ -210,7 +210,7 @@ class BufferPool:
         whole.barrier()
         return True
 
-    def host_barrier(self) -> None:
+    def cpu_barrier(self) -> None:
         """Let the ranks' CPU threads meet. Collective."""
         self._share(b"b")
 

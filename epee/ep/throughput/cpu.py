@@ -36,7 +36,7 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..control.announce import combine_header, dispatch_header
 from ..control.inbox import ExchangedRows, Moved
-from ..handle import Combined, Dispatched, Handle, HostHandle, Payload
+from ..handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from ..membership import path_lane
 from ..paths import Making, Path
 from ..streams import Lane, RunOptions
@@ -65,9 +65,9 @@ from .rows import (
 )
 
 
-def _own(handle: Handle) -> HostHandle:
+def _own(handle: Handle) -> CpuHandle:
     """Return a handle as the type of this path; checked handles are of this buffer, so it is one."""
-    assert isinstance(handle, HostHandle)
+    assert isinstance(handle, CpuHandle)
     return handle
 
 
@@ -173,13 +173,13 @@ class CpuPath(Path):
 
     # -- dispatch
 
-    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> HostHandle:
+    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> CpuHandle:
         exchange = self.exchange
         may_lose = not (exchange.membership.raises and exchange.reduced_members is None)
         place = CallPlace(self._buffer_id, exchange.seq, exchange.epoch, self.rank)
-        return new_handle(HostHandle, call, rows, place, self.config, may_lose)
+        return new_handle(CpuHandle, call, rows, place, self.config, may_lose)
 
-    def _send(self, call: DispatchCall, handle: HostHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
+    def _send(self, call: DispatchCall, handle: CpuHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
         by_rank: dict[int, list[Segment]] = {}
         for segment in handle.placement.segments:
@@ -199,7 +199,7 @@ class CpuPath(Path):
                 self.exchange.signal_data(dst_rank)
 
     def _receive(
-        self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int, missing: list[int]
+        self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int, missing: list[int]
     ) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
@@ -241,7 +241,7 @@ class CpuPath(Path):
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
 
-    def _rows_for_others(self, handle: HostHandle) -> tuple[tuple[int, int], ...]:
+    def _rows_for_others(self, handle: CpuHandle) -> tuple[tuple[int, int], ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
         if handle.layout == "expert":
             return ((0, handle.num_recv),)

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 
 from ..config import BufferConfig, round_up
-from ..handle import DispatchRouting, HostHandle
+from ..handle import CpuHandle, DispatchRouting
 from .placement import Placement, Segment, SendPlan
 
 
-def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostHandle, torch.Tensor]:
+def without_sources(handle: CpuHandle, missing: Collection[int]) -> tuple[CpuHandle, torch.Tensor]:
     """Remove the rows of some sources from what a dispatch received.
 
     Returns:
@@ -47,7 +47,7 @@ def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostH
     return replace(handle, placement=placement, **news), source
 
 
-def count_local(handle: HostHandle, kept: torch.Tensor | slice) -> list[int]:
+def count_local(handle: CpuHandle, kept: torch.Tensor | slice) -> list[int]:
     """Return the (token, k) slots of some rows of the rank layout for each local expert, rounded up."""
     num_experts = len(handle.placement.num_tokens_per_expert)
     if handle.recv_topk_idx is None:
@@ -57,7 +57,7 @@ def count_local(handle: HostHandle, kept: torch.Tensor | slice) -> list[int]:
     return [round_up(count, handle.expert_alignment) for count in counts]
 
 
-def _by_expert(handle: HostHandle, kept: torch.Tensor, num_received: list[int]) -> tuple[Placement, torch.Tensor]:
+def _by_expert(handle: CpuHandle, kept: torch.Tensor, num_received: list[int]) -> tuple[Placement, torch.Tensor]:
     old = handle.placement
     assert old.recv_rows is not None
     ends = torch.tensor(old.num_tokens_per_expert, dtype=torch.int64, device="cpu").cumsum(0)
@@ -86,7 +86,7 @@ def pack_rows(rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return packed.view(rows.dtype)
 
 
-def without_destinations(handle: HostHandle, missing: Collection[int]) -> HostHandle:
+def without_destinations(handle: CpuHandle, missing: Collection[int]) -> CpuHandle:
     """Return the handle of a combine that gets nothing from some ranks."""
     plan, old = handle.plan, handle.placement
     lost = torch.zeros(len(plan.tokens), dtype=torch.bool, device="cpu")

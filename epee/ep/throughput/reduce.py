@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from ...arrays import array_of
-from ..handle import HostHandle, Pull
+from ..handle import CpuHandle, Pull
 from .order import CombineOrder
 from .placement import Segment
 
 
 def combine_rank_rows_in_order(
-    handle: HostHandle,
+    handle: CpuHandle,
     rows: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -60,7 +60,7 @@ def combine_rank_rows_in_order(
 
 
 def combine_expert_rows_in_order(
-    handle: HostHandle,
+    handle: CpuHandle,
     slots: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -99,7 +99,7 @@ def _start(bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder)
 
 
 def _finish_ordered(
-    acc: torch.Tensor, handle: HostHandle, bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
+    acc: torch.Tensor, handle: CpuHandle, bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
 ) -> None:
     if not (order.bias_first and bias):
         acc.index_fill_(0, handle.empty_tokens, 0.0)
@@ -117,7 +117,7 @@ def _add(acc: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, chosen: to
 
 
 def _partial(
-    handle: HostHandle, pull: Pull, slots: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
+    handle: CpuHandle, pull: Pull, slots: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
 ) -> torch.Tensor:
     """Return `[num_tokens, hidden]`: the sum of one rank's weighted rows, k ascending; -0.0 where it has none."""
     partial = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype), device="cpu")
@@ -127,7 +127,7 @@ def _partial(
 
 
 def _weighted(
-    handle: HostHandle, slot: torch.Tensor, k: int, tokens: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+    handle: CpuHandle, slot: torch.Tensor, k: int, tokens: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     values = slot.index_select(0, rows).to(dtype)
     if handle.sent_weights is not None:
@@ -152,7 +152,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def combine_rank_rows(
-    handle: HostHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: CpuHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Sum the rank layout into `out`.
 
@@ -174,7 +174,7 @@ def combine_rank_rows(
         _sum_in_blocks(handle, rows, bias, out)
 
 
-def _sum_in_place(handle: HostHandle, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _sum_in_place(handle: CpuHandle, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     tokens = handle.plan.tokens
     if not rows:
         out.fill_(-0.0)
@@ -208,14 +208,14 @@ def put(out: torch.Tensor, part: torch.Tensor, tokens: torch.Tensor | None) -> N
     out.index_fill_(0, missing, -0.0)
 
 
-def _clear_empty(handle: HostHandle, out: torch.Tensor) -> None:
+def _clear_empty(handle: CpuHandle, out: torch.Tensor) -> None:
     """Write +0.0 to the tokens that no rank has a row for."""
     if len(handle.empty_tokens):
         out.index_fill_(0, handle.empty_tokens, 0.0)
 
 
 def _sum_in_blocks(
-    handle: HostHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: CpuHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     num_tokens, hidden = out.shape
     dtype = accumulator_dtype(out.dtype)
@@ -240,7 +240,7 @@ def _sum_in_blocks(
         _finish(acc, bias, first, out[first:end])
 
 
-def _cuts(handle: HostHandle, num_tokens: int, step: int) -> list[tuple[Segment, list[int]]]:
+def _cuts(handle: CpuHandle, num_tokens: int, step: int) -> list[tuple[Segment, list[int]]]:
     """Return for each segment where its rows (tokens ascending) cross the edges of the token blocks."""
     edges = torch.arange(0, num_tokens + step, step, dtype=torch.int64, device="cpu")
     tokens = handle.plan.tokens
@@ -255,7 +255,7 @@ def _finish(acc: torch.Tensor, bias: Sequence[torch.Tensor], first: int, out: to
 
 
 def combine_expert_rows(
-    handle: HostHandle, slots: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: CpuHandle, slots: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Sum the expert layout into `out`.
 
@@ -276,7 +276,7 @@ def combine_expert_rows(
 
 
 def return_rank_weights(
-    handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
+    handle: CpuHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sum weights `[num_rows, num_topk]` of each segment into `[num_tokens, num_topk]`, ranks ascending."""
     total = torch.zeros(handle.num_tokens, num_topk, dtype=dtype, device="cpu")
@@ -286,7 +286,7 @@ def return_rank_weights(
 
 
 def return_expert_weights(
-    handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
+    handle: CpuHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Put weights `[num_rows]` of each segment back to their (token, k) in `[num_tokens, num_topk]`."""
     flat = torch.zeros(handle.num_tokens * num_topk, dtype=dtype, device="cpu")

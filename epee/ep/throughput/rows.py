@@ -17,12 +17,12 @@ from ...memory.layout import Field
 from ..checks import DispatchCall, PayloadRows
 from ..config import BufferConfig
 from ..control.inbox import ExchangedRows
-from ..handle import Dispatched, DispatchRouting, HostHandle, Payload
+from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows
 from .placement import place as placed
 
-SomeHandle = TypeVar("SomeHandle", bound=HostHandle)
+SomeHandle = TypeVar("SomeHandle", bound=CpuHandle)
 
 
 def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
     return raw[: field.nbytes].view(field.dtype).view(field.shape)
 
 
-def write_rows(payload: PayloadRows, handle: HostHandle, segment: Segment, target: Slots, slot: int) -> None:
+def write_rows(payload: PayloadRows, handle: CpuHandle, segment: Segment, target: Slots, slot: int) -> None:
     """Copy the rows (and scales) of one segment to their final offset, each of them once."""
     tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
     for name, source in (("payload", payload.rows), ("scales", payload.scales)):
@@ -46,7 +46,7 @@ def write_rows(payload: PayloadRows, handle: HostHandle, segment: Segment, targe
             torch.index_select(source, 0, tokens, out=place)
 
 
-def pack_meta(call: DispatchCall, handle: HostHandle, words: int) -> Ints | None:
+def pack_meta(call: DispatchCall, handle: CpuHandle, words: int) -> Ints | None:
     """Return what travels beside the rows, `[n, words]` int64, or None when nothing does.
 
     Rank layout, a row per token: token, expert ids, weights. Expert layout, a row per row of the plan:
@@ -76,7 +76,7 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     return packed
 
 
-def write_meta(packed: Ints, handle: HostHandle, segment: Segment, target: Slots, slot: int) -> None:
+def write_meta(packed: Ints, handle: CpuHandle, segment: Segment, target: Slots, slot: int) -> None:
     """Copy what travels beside the rows of one destination, in the plan's order."""
     part = slice(segment.first, segment.first + segment.num_rows)
     words = packed.shape[1]
@@ -133,7 +133,7 @@ def _with(handle: SomeHandle, call: DispatchCall, news: dict[str, torch.Tensor |
     return handle
 
 
-def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
+def _expert_weights(handle: CpuHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
     rows = handle.placement.recv_rows
     assert rows is not None
     weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
@@ -215,7 +215,7 @@ def with_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: 
     return handle
 
 
-def dispatched(call: DispatchCall, handle: HostHandle, x: Payload, lost: tuple[int, ...]) -> Dispatched:
+def dispatched(call: DispatchCall, handle: CpuHandle, x: Payload, lost: tuple[int, ...]) -> Dispatched:
     """Return what the caller of a dispatch gets."""
     weights = handle.recv_weights
     if call.handle is not None and call.topk_weights is None and handle.layout == "rank":

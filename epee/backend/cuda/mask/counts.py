@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from ....gpu.platform import HostWords, Platform
+from ....gpu.platform import MappedWords, Platform
 
 NOBODY_ASKS = (0, 0)
 STAMP_BITS = 8  # the ranks' bits lie below the stamp
@@ -35,7 +35,7 @@ class Count:
 
     __slots__ = ("_at", "_free", "_words", "address", "stamp")
 
-    def __init__(self, words: HostWords, at: int, stamp: int, free: deque[tuple[HostWords, int]]) -> None:
+    def __init__(self, words: MappedWords, at: int, stamp: int, free: deque[tuple[MappedWords, int]]) -> None:
         self._words, self._at, self._free = words, at, free
         self.address, self.stamp = words.address + 8 * at, stamp
 
@@ -57,7 +57,7 @@ class CountWords:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._free: deque[tuple[HostWords, int]] = deque()
+        self._free: deque[tuple[MappedWords, int]] = deque()
         self._stamps = itertools.count(1 << STAMP_BITS, 1 << STAMP_BITS)
 
     def take(self) -> Count | None:
@@ -65,7 +65,7 @@ class CountWords:
         if self._platform.is_capturing():
             return None
         if not self._free:
-            words = self._platform.host_words(_NUM_WORDS)
+            words = self._platform.mapped_words(_NUM_WORDS)
             self._free.extend((words, at) for at in range(_NUM_WORDS))
         words, at = self._free.popleft()
         return Count(words, at, next(self._stamps), self._free)

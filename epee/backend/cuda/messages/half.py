@@ -547,7 +547,7 @@ class MessageHalf:
             return NOT_SERVED
         if off:
             raise UnsupportedError(
-                f"recv: some ranks send from GPU to GPU, others ({off}) through host memory, so a receive from any "
+                f"recv: some ranks send from GPU to GPU, others ({off}) through CPU memory, so a receive from any "
                 "source cannot wait for all; name the source"
             )
         machine, streams = self._pairs.gear

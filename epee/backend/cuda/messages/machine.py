@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....gpu.device import GpuDevice
-from ....gpu.platform import HostWords, LentRegion, Platform
+from ....gpu.platform import LentRegion, MappedWords, Platform
 from ....gpu.report import KernelReport
 from .params import KERNELS, MAX_CHANNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
 
@@ -53,8 +53,8 @@ class Queued(NamedTuple):
         ticket: its number, 0 in a graph; see `Messages.is_lost`.
     """
 
-    more: HostWords | None
-    source: HostWords | None
+    more: MappedWords | None
+    source: MappedWords | None
     ticket: int
 
 
@@ -149,7 +149,7 @@ class Messages:
         self._side = torch.cuda.Stream(platform.device) if platform.device.type == "cuda" else None
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._singles: dict[tuple[int, bool], Any] = {}
-        self._failed = platform.host_words(MAX_CHANNELS)
+        self._failed = platform.mapped_words(MAX_CHANNELS)
         self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses followed by a meeting
         self.ticket = 0
         for kernel in self.device.kernels.values():
@@ -196,7 +196,7 @@ class Messages:
         _, grid, places = self._fill(kernel.args, parcels, is_beside)
         return ReadyBatch(self, kernel, grid, places)
 
-    def _fill(self, args: Any, parcels: Sequence[Parcel], is_beside: bool) -> tuple[HostWords | None, int, list[int]]:
+    def _fill(self, args: Any, parcels: Sequence[Parcel], is_beside: bool) -> tuple[MappedWords | None, int, list[int]]:
         """Write a batch into arguments; returns memory to keep, the blocks, the index of each parcel's address."""
         channels: dict[int, list[int]] = {}
         for number, parcel in enumerate(parcels):
@@ -256,17 +256,17 @@ class Messages:
         """Queue a receive from any source; `Queued.source` gets 1 + the rank."""
         self.device.require_open()
         kernel = self.device.kernels["message_from_any"]
-        source = self.platform.host_words(1)
+        source = self.platform.mapped_words(1)
         self._write(kernel.args, [parcel])
         kernel.args.source, kernel.args.skips_dead = source.address, self.skips_dead
         ticket = self._number(kernel.args)
         kernel(1, self.threads, 0, stream)
         return Queued(None, source, ticket)
 
-    def _write(self, args: Any, parcels: Sequence[Parcel]) -> HostWords | None:
+    def _write(self, args: Any, parcels: Sequence[Parcel]) -> MappedWords | None:
         more = None
         if len(parcels) > OPS_INSIDE:
-            more = self.platform.host_words(OP_WORDS * (len(parcels) - OPS_INSIDE))
+            more = self.platform.mapped_words(OP_WORDS * (len(parcels) - OPS_INSIDE))
         args.more = 0 if more is None else more.address
         for number, parcel in enumerate(parcels):
             words: Any = args.ops

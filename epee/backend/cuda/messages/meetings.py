@@ -170,7 +170,7 @@ class Pairs:
         if not own.is_ok or not row.is_ok or own.num_ranks != row.num_ranks:
             self.off[peer] = owner
             reason = own.reason or row.reason or f"one of the two has come to {own.num_ranks} ranks, the other to more"
-            logger.warning("messages with rank %d go through host memory: %s", peer, reason)
+            logger.warning("messages with rank %d go through CPU memory: %s", peer, reason)
             return
         machine = self.machine
         assert machine is not None
@@ -178,7 +178,7 @@ class Pairs:
             machine.connect(peer, row.blob)
         except UnsupportedError as exc:  # GPUs that do not reach each other, as both ends find
             self.off[peer] = owner
-            logger.warning("messages with rank %d go through host memory: %s", peer, exc)
+            logger.warning("messages with rank %d go through CPU memory: %s", peer, exc)
             return
         self.met[peer], self._gpus[peer] = owner, row.gpu
         self._processes[peer] = row.pid, row.start_time

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...latency.cpu import HostLatencyHandle
+from ...latency.cpu import CpuLatencyHandle
 from ...throughput.placement import Ints
 
 
@@ -33,7 +33,7 @@ class ArrivedIds(NamedTuple):
 
 
 @dataclass(eq=False)
-class HostsLatencyHandle(HostLatencyHandle):
+class HostsLatencyHandle(CpuLatencyHandle):
     """The handle of CPU tensors over several hosts.
 
     Attributes:

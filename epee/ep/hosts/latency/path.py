@@ -55,7 +55,7 @@ from ...config import BufferConfig
 from ...control.inbox import OP_GATHER
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
-from ...latency.cpu import HostLatencyHandle, LatencyCalls
+from ...latency.cpu import CpuLatencyHandle, LatencyCalls
 from ...latency.flight import Flight
 from ...latency.region import SectionCut, checked_cut, section_bytes
 from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
@@ -431,7 +431,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     # ---- dispatch
 
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         rows = as_sent(call.x, call.facts.quantisation)
         readers = self._readers(flight)
@@ -472,7 +472,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self.wire.publish(host, flight.seq, flight.head._replace(num_rows=len(tokens), had=had), half)
 
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         heads = self._flights.heads(flight)
@@ -533,7 +533,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     # ---- combine
 
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         readers, seq = self._readers(flight), flight.seq
         if call.topk_weights is not None:
@@ -571,7 +571,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         return partial_sums(source, factors, y).to(call.facts.partial_dtype)
 
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
+        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         heads = self._flights.heads(flight)

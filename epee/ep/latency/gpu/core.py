@@ -253,7 +253,7 @@ class LatencyCore:
         self.is_poisoned = False
         self.num_calls = 0
         self.device = GpuDevice(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
-        self._lost = platform.host_words(1)
+        self._lost = platform.mapped_words(1)
         self.plans = Planner(platform, config, self.device.kernels)
         self._planners = {config: self.plans}
         self.memory = LatencyMemory(platform, config, all_gather)

@@ -1,4 +1,4 @@
-"""From a latency kernel's report (numbers in pinned host memory) to an exception with the facts in words."""
+"""From a latency kernel's report (numbers in pinned CPU memory) to an exception with the facts in words."""
 
 from __future__ import annotations
 

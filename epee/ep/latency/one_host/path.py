@@ -53,7 +53,7 @@ from ...membership import path_lane
 from ...membership.memory import Memory
 from ...paths import Making
 from ...throughput.placement import Ints
-from ..cpu import HostLatencyHandle, LatencyCalls
+from ..cpu import CpuLatencyHandle, LatencyCalls
 from ..flight import Flight, Flights
 from ..region import HEAD_WORDS, RegionFields, RegionWords, SectionCut, checked_cut, region_layout
 from ..rows import FP8, Floats, WireRows, as_sent, partial_sums, sum_over_ranks
@@ -281,7 +281,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         self._blank.close()
         self._lane.memory = Memory()  # no reference cycle keeps a closed path
 
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
         reachable = self._flights.reachable(flight)
         for dst in reachable:
@@ -292,7 +292,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
             self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(handle.sent[dst])))
 
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         heads, cut = self._flights.heads(flight), handle.cut
         given: list[tuple[Ints, Ints, Floats] | None] = [None] * self.config.num_ranks
@@ -309,7 +309,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         handle.sources = placed.sources
         self._finish_dispatch(placed, heads, result, handle)
 
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
         reachable, cut = self._flights.reachable(flight), handle.cut
         if call.topk_weights is not None:
             weights = array_of(call.topk_weights)
@@ -336,7 +336,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
             self.wire.post(src, flight.seq, head)
 
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
+        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         parts, counted, cut = [], [], handle.cut
         for src, head in self._flights.heads(flight).items():

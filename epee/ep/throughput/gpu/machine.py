@@ -100,7 +100,7 @@ class Machine:
         if config.room_expert_slot_bytes:
             self._places.meet(config.room_expert_slot_bytes, range(config.num_ranks), all_gather)
         self.mailboxes = Mailboxes(platform, config.most_info_words // 2)
-        self._exchanged = platform.host_words(1)
+        self._exchanged = platform.mapped_words(1)
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
         self._share, self.codes = self.device.share, self.device.codes
         self.max_sms, self._is_alone = platform.limits.num_sms, True

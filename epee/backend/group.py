@@ -50,7 +50,7 @@ from ..engine import (
     place_of,
 )
 from ..engine.membership.admission import UNSEEN_DEATH_S
-from ..engine.membership.judge import LOSS
+from ..engine.membership.call_outcome import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
 from ..engine.operation import Operation

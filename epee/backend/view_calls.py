@@ -1,7 +1,7 @@
 """The methods of a group for its view beside torch's: its state, the return of lost ranks, growth.
 
-They read the state that the group's own calls have derived from the view (`membership/epochs.py`), so all answers are
-those of this rank's last call, unless a method states otherwise. Nothing here writes to shared memory.
+They read the state that the group's own calls have derived from the view (`membership/group_membership.py`), so all
+answers are those of this rank's last call, unless a method states otherwise. Nothing here writes to shared memory.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ from ..view.process.detector import DeathWatch
 from . import stall as trouble
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .interrupts import Recovery
-from .membership.epochs import Survival
+from .membership.group_membership import GroupMembership
 from .membership.sizes import Mask
-from .membership.unsettled import UnsettledCalls
+from .membership.unresolved import UnresolvedCalls
 from .operation import NO_ROOM, Block, Driven, Operation
 from .outbox import (
     BELL,
@@ -199,11 +199,11 @@ class Engine:
         self.recovery = Recovery(self)
         self.members: Outboxes = box
         self.contributors: tuple[int, ...] = ()
-        self.survival: Survival | None = None
+        self.survival: GroupMembership | None = None
         self.has_failed = False
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
-        self.unsettled = UnsettledCalls()
+        self.unsettled = UnresolvedCalls()
         self.untold: PeerError | None = None
         self.ended_by = ""
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
@@ -562,7 +562,7 @@ class Engine:
         return repair is None or not repair.is_current()
 
     def _is_held_up(self, head: Operation) -> bool:
-        """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
+        """Publish the head; True when an earlier call without a result is still open at a rank (`unresolved.py`)."""
         if head.withdrawal is not None or head.done:
             return False
         if not head.published and not head.publish(head.box):
@@ -600,7 +600,7 @@ class Engine:
         """Publish a header for a call that failed before it was published: its peers need one. False: no room yet.
 
         A lost member makes no room any more: then there is none, and others see that this rank has ended the call
-        (`Survival.ended_without`).
+        (`GroupMembership.ended_without`).
         """
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
@@ -645,7 +645,7 @@ class Engine:
         if self.flags & ENDED:
             raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
         survival = self.survival
-        assert survival is not None, "only `membership/epochs.py` sets the other bits"
+        assert survival is not None, "only `membership/group_membership.py` sets the other bits"
         if self.flags & NEWS:
             survival.take_news()
             if op.done:

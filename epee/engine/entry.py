@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 CLOSED, ABORTED, FORKED = 1, 2, 4
-FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
+FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/group_membership.py`
 ENDED = CLOSED | ABORTED | FORKED
 SLICE_S = 0.5  # how long to wait for the lock before checking `flags` again
 MIN_SLICES = 20  # however short the group's timeout is

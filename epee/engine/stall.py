@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError, PeerError, RankFailedError
 from ..view.protocol.withdrawal import GRACE_S
-from .membership.epochs import Survival
+from .membership.group_membership import GroupMembership
 from .operation import Block, Driven, Operation
 from .outbox import GAVE_UP, Outboxes, has_exited, leavers
 from .p2p.message import ANY, STAYS_OPEN, Message
@@ -94,7 +94,7 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     raise_if_overdue(engine, op, until, now)
 
 
-def _examine_unsettled(engine: Engine, survival: Survival, head: Operation, now: float) -> None:
+def _examine_unsettled(engine: Engine, survival: GroupMembership, head: Operation, now: float) -> None:
     """Examine a call that cannot be decided: this host lacks data that lost ranks of other hosts had sent."""
     lost, tellers = survival.unsettled(), survival.tellers()
     found = engine.watch.look(tellers)

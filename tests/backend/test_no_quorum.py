@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from epee import NoQuorumError
-from epee.engine.membership.lane_hooks import NO_QUORUM_PAUSE_S
+from epee.engine.membership.agent_hooks import NO_QUORUM_PAUSE_S
 from tests.harness import run_ranks
 
 NUM_PAUSES = 5  # after this many the quorum is back

@@ -23,7 +23,7 @@ from epee.backend.collectives.arguments import barrier
 from epee.engine.bootstrap.home import OutboxLocator, pack_extra
 from epee.engine.engine import Engine
 from epee.engine.entry import CHANGING, NEWS
-from epee.engine.membership.epochs import Survival
+from epee.engine.membership.group_membership import GroupMembership
 from epee.engine.outbox import Outboxes, OutboxOwner, outbox_layout
 from epee.engine.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
@@ -40,7 +40,16 @@ from tests import shortage
 LANE, CAPACITY, STAGING = 7, 5, 1 << 16
 STRIDE = 3  # lines; so many tests share them
 NBYTES = outbox_layout(CAPACITY, STAGING).nbytes
-_PARTS = ("epochs.py", "lane_hooks.py", "occupants.py", "boxes.py", "judge.py", "intake.py", "members.py", "sizes.py")
+_PARTS = (
+    "group_membership.py",
+    "agent_hooks.py",
+    "rank_table.py",
+    "epoch_regions.py",
+    "call_outcome.py",
+    "joiners.py",
+    "members.py",
+    "sizes.py",
+)
 _FILES = (*_PARTS, "outcome.py", "detector.py")
 _FOLDERS = tuple(str(Path(module.__file__ or "").parent) for module in (epee.engine, detector, outcome))
 
@@ -80,7 +89,7 @@ class Case:
             look_at=lambda slot: None,
         )
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
-        self.survival = Survival(Seat(job, [0, 1], LANE, True, True), mode)
+        self.survival = GroupMembership(Seat(job, [0, 1], LANE, True, True), mode)
         regions = [processes[0].region, SharedRegion.attach(processes[1].region.blob)]
         self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
         self.survival.attach(self.engine)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from epee.engine.engine import Engine
-from epee.engine.membership.judge import Judge
-from epee.engine.membership.unsettled import UnsettledCalls
+from epee.engine.membership.call_outcome import CallOutcome
+from epee.engine.membership.unresolved import UnresolvedCalls
 from epee.engine.operation import Operation
 from epee.engine.outbox import CONSUMED, CONSUMED_TOO
 from epee.engine.plan import refused
@@ -90,7 +90,7 @@ class Rank:
             )
             for epoch, members in ((1, (0, 1, 2, 3)), (2, (0, 1, 3)), (3, (0, 1)))
         }
-        self.engine: Any = SimpleNamespace(unsettled=UnsettledCalls(), untold=None, queue=[], is_interrupt=_is_not_own)
+        self.engine: Any = SimpleNamespace(unsettled=UnresolvedCalls(), untold=None, queue=[], is_interrupt=_is_not_own)
         gone = {ROOT: (2, DEAD), OTHER: (3, DEAD)}
         occupants: Any = SimpleNamespace(
             rank_at=lambda slot, epoch: slot,
@@ -102,7 +102,7 @@ class Rank:
         boxes: Any = SimpleNamespace(
             box_for=lambda epoch, seq: self.boxes[epoch], joined_in=0, shown_epoch=0, full=SimpleNamespace(rank=0)
         )
-        self.judge = Judge(self.engine, occupants, self.course, boxes)
+        self.judge = CallOutcome(self.engine, occupants, self.course, boxes)
 
     def judged(self, call: Any) -> tuple[str, int]:
         """Return how a call ends by the decisions, or in which epoch it runs."""
@@ -221,7 +221,7 @@ def test_a_call_that_only_this_rank_cannot_plan_again_leaves_a_header_for_the_ot
     shortage = MemoryError("no room for a copy")
     if not is_rootless:
         call.make = lambda box: _raise(shortage)
-    Judge._move(judge, call, after, is_rootless)
+    CallOutcome._move(judge, call, after, is_rootless)
     assert (call.by_view, call.box.epoch, ended) == ((True, 1, [(5, 2)]) if is_rootless else (False, 2, []))
     assert isinstance(call.error, RankFailedError) if is_rootless else call.error is shortage
 

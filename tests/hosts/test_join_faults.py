@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.engine.membership.epochs import Survival
+from epee.engine.membership.group_membership import GroupMembership
 from epee.engine.replication import coming
 from epee.errors import AuthError, CommTimeoutError, EpeeError, InvalidState, MismatchError
 from epee.view.runtime import Runtime
@@ -32,8 +32,8 @@ def arm(step: str) -> None:
 
     places = {
         "asked": (Runtime, "await_decision"),
-        "decided": (Survival, "join"),
-        "linked": (Survival, "use"),
+        "decided": (GroupMembership, "join"),
+        "linked": (GroupMembership, "use"),
         "attached": (coming.Entrance, "is_here"),
     }
     if step in places:

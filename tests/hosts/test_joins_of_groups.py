@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import epee
-from epee.engine.membership.epochs import Survival
+from epee.engine.membership.group_membership import GroupMembership
 from epee.errors import EvictedError, RankFailedError
 from epee.view.transport.wire import PING, LaneTold
 from tests.harness import DEAD, run_ranks
@@ -32,21 +32,21 @@ def tell_nothing(group: Any, *slots: int) -> None:
 
 def read_alone(rank: int, folder: str) -> None:
     """Have rank 2 read who takes part before rank 3, which comes in by the same view, tells that it is in."""
-    parts, attach = Survival.parts, Survival.attach
+    parts, attach = GroupMembership.parts, GroupMembership.attach
 
-    def reads(self: Survival, *args: Any) -> Any:
+    def reads(self: GroupMembership, *args: Any) -> Any:
         found = parts(self, *args)
         say(folder, "read")
         return found
 
-    def waits(self: Survival, *args: Any) -> None:
+    def waits(self: GroupMembership, *args: Any) -> None:
         hear(folder, "read")
         attach(self, *args)
 
     if rank == 2:
-        Survival.parts = reads  # type: ignore[method-assign]
+        GroupMembership.parts = reads  # type: ignore[method-assign]
     else:
-        Survival.attach = waits  # type: ignore[method-assign]
+        GroupMembership.attach = waits  # type: ignore[method-assign]
 
 
 def together(rank: int, num_ranks: int, folder: str, placement: tuple[int, ...]) -> Any:

@@ -10,8 +10,8 @@ import pytest
 
 from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
 from epee.engine.membership.admission import Admission
-from epee.engine.membership.lane_hooks import LaneHooks
-from epee.engine.membership.occupants import Occupants
+from epee.engine.membership.agent_hooks import AgentHooks
+from epee.engine.membership.rank_table import RankTable
 from epee.engine.replication.ways import Turn
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want
@@ -37,10 +37,10 @@ class Lane:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
-        self.occupants = Occupants(seat, Decision(1, MEMBERS))
+        self.occupants = RankTable(seat, Decision(1, MEMBERS))
         self.occupants.begin(range(3))
         runtime: Any = SimpleNamespace(member=MEMBERS[0])
-        self.hooks = LaneHooks(runtime, self.occupants, False, False)
+        self.hooks = AgentHooks(runtime, self.occupants, False, False)
         engine: Any = SimpleNamespace(raise_flag=lambda flag: None)
         ways: Any = SimpleNamespace(epoch=1, decided=self.turns.append)
         self.hooks.attach(engine, None, ways)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ class Entry:
     def __init__(self, view: Decision, offers: Mapping[int, Offer], is_home: bool = False) -> None:
         self.wants: list[Want] = []
         seat: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
-        occupants = Occupants(seat, Decision(1, MEMBERS))
+        occupants = RankTable(seat, Decision(1, MEMBERS))
         occupants.begin(range(3))
         runtime: Any = SimpleNamespace(
             view=lambda: view, waiting=lambda: (), want=lambda want, epoch: self.wants.append(want)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.membership.admission import Admission
-from epee.engine.membership.epochs import Survival
+from epee.engine.membership.group_membership import GroupMembership
 from epee.ep.hosts import birth
 from epee.ep.hosts.assembly import Assembly
 from epee.errors import CommTimeoutError, MismatchError, StaleHandleError
@@ -38,19 +38,19 @@ def arm(step: str, act: Callable[[], None]) -> None:
 
     places: dict[str, Any] = {
         "found": (birth, "come_in"),
-        "decided": (Survival, "span"),
-        "linked": (Survival, "use"),
-        "attached": (Survival, "attach"),
+        "decided": (GroupMembership, "span"),
+        "linked": (GroupMembership, "use"),
+        "attached": (GroupMembership, "attach"),
         "meeting": (Assembly, "meet"),
     }
     if step == "asked":
-        ask = Survival.ask
+        ask = GroupMembership.ask
 
-        def asks(self: Survival, *args: Any) -> Any:
+        def asks(self: GroupMembership, *args: Any) -> Any:
             self.runtime.await_decision = acting  # type: ignore[method-assign]
             return ask(self, *args)
 
-        Survival.ask = asks  # type: ignore[method-assign]
+        GroupMembership.ask = asks  # type: ignore[method-assign]
     elif step in places:
         setattr(*places[step], acting)
 

@@ -4,7 +4,7 @@ Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two
 barrier. In runs of seeds from PULL_SEEDS on there are calls that can do without who is lost, as a buffer's combine
 (AMONG in `protocol/outcome.py`). From ROOT_SEEDS on many have a root (`roots.py`): the program chooses it among those
 that it is shown before the call, and where it is lost before the call is whole, the call ends in the first epoch
-without it, for everybody (`Judge._move` in `engine/membership/judge.py`).
+without it, for everybody (`CallOutcome._move` in `engine/membership/call_outcome.py`).
 """
 
 from __future__ import annotations

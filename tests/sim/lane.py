@@ -17,7 +17,7 @@ published is refused. Where its end stays open it is unclaimed: the program issu
 
 A call that ended here without a result may still be open at another process, which asks about it when a member dies.
 So this one asks about it, too, and completes nothing after it that this member has not settled it for (`backend/
-unsettled.py`).
+unresolved.py`).
 
 Calls are of several kinds (`kinds.py`).
 """
@@ -218,7 +218,7 @@ class Engine:
         self.must_judge |= self.is_changing
 
     def shown(self) -> tuple[int, tuple[int, ...]]:
-        """Return the epoch and the slots with which the next call is planned, as `_next_box` in `membership/boxes.py`.
+        """Return the epoch and the slots with which the next call is planned, as in `EpochRegions._next_box`.
 
         They are the active ranks that a program is shown before that call.
         """
@@ -272,7 +272,7 @@ class Engine:
         return max(self.epoch, 0 if self.gate is None else self.gate.newest)
 
     def _may_take(self, decision: Decision) -> bool:
-        """Return whether a view may be taken over, as `Survival._may_take` in `engine/membership/epochs.py`."""
+        """Return whether a view may be taken over, as in `GroupMembership._may_take`."""
         gate = self.gate
         if gate is None or decision.epoch <= self.epoch or not self._brings_in(decision):
             return True
@@ -325,7 +325,7 @@ class Engine:
     def heed(self) -> None:
         """Find out where the oldest call stands, if there is news of that and all is here that was said before.
 
-        As `heed` in `engine/membership/judge.py`: of the others it is asked when they are the oldest.
+        As `heed` in `engine/membership/call_outcome.py`: of the others it is asked when they are the oldest.
         """
         while self.must_judge and not (self.unheard or self.is_gated):
             self.must_judge = False
@@ -459,7 +459,7 @@ class Engine:
     def _is_changing(self) -> bool:
         """Return whether a change of the view is known to come for a call: then calls are begun one by one.
 
-        As CHANGING in `engine/membership/epochs.py`.
+        As CHANGING in `engine/membership/group_membership.py`.
         """
         epoch, course = self.course.base, self.course
         is_over = not (course.turns or self.news or self.unheard) and max(course.starts(epoch)) <= self.through() + 1

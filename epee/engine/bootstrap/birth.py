@@ -39,7 +39,7 @@ from ...view.runtime import note_exit
 from ...view.transport.directory import JobDirectory
 from ..engine import Engine
 from ..limits import MODES
-from ..membership.epochs import Survival
+from ..membership.group_membership import GroupMembership
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
@@ -118,7 +118,7 @@ class _Birth:
         self._extra_bytes = options.extra_bytes if self._topology is not None else 0
         self._watch = DeathWatch()
         self._seat: Seat | None = None
-        self._survival: Survival | None = None
+        self._survival: GroupMembership | None = None
         self._ways: Ways | NoWays = NoWays()
         self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
@@ -229,7 +229,7 @@ class _Birth:
             self._follow(seat)
 
     def _follow(self, seat: Seat) -> None:
-        self._survival = Survival(seat, self._mode)
+        self._survival = GroupMembership(seat, self._mode)
         self._leave = self._survival.close
 
     def _owner(self, seat: Seat, peer: int, record: RankRecord) -> OutboxOwner:

@@ -41,7 +41,7 @@ from ...view.protocol.messages import Decision
 from ...view.transport.directory import JobDirectory, find_jobs
 from ..engine import Engine
 from ..limits import MAX_RANKS
-from ..membership.epochs import Survival
+from ..membership.group_membership import GroupMembership
 from ..membership.members import attach_outbox, make_blank, narrow
 from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
@@ -145,7 +145,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
-        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        survival = GroupMembership(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
         leave = survival.close
         if door is not None:
             survival.span(decision)
@@ -278,7 +278,7 @@ def come_in(
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
-        survival = Survival(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
+        survival = GroupMembership(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
         release = survival.close
         decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
         if door is not None:
@@ -306,7 +306,7 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
 
 
 def _start(
-    survival: Survival,
+    survival: GroupMembership,
     decision: Decision,
     home: Home,
     rank: int,

@@ -1,8 +1,8 @@
 """The start of a rank's membership in a group: from its creation, by a view that took it in, or by a request.
 
 Order: the membership is registered before anything is asked of the view, so every later decision is received; then the
-view in which it begins is determined. Until there is an engine (`Survival.attach`) decisions are kept, and a freeze is
-answered with no calls made (`membership/lane_hooks.py`).
+view in which it begins is determined. Until there is an engine (`GroupMembership.attach`) decisions are kept, and a
+freeze is answered with no calls made (`membership/agent_hooks.py`).
 
 This process writes its own board, when it asks. A crash on the way is the death of a member, or of no member.
 """
@@ -18,8 +18,8 @@ from ...view.job import Seat
 from ...view.process.board import LaneRow
 from ...view.protocol.messages import Decision
 from ...view.transport.auth import Token
-from ..membership.lane_hooks import LaneHooks
-from ..membership.occupants import Occupants
+from ..membership.agent_hooks import AgentHooks
+from ..membership.rank_table import RankTable
 from .home import Offer, OutboxEndpoint, takes_part
 
 ASK_SLICE_S = 0.2
@@ -45,8 +45,8 @@ class LaneBirth:
         self._raises = fault_mode == "raise"
         self._slots = seat.slots  # of the ranks that this process was given
         self._is_joiner = asks or joined_by is not None
-        self._occupants = Occupants(seat, joined_by or self.runtime.view(), self._is_joiner)
-        self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
+        self._occupants = RankTable(seat, joined_by or self.runtime.view(), self._is_joiner)
+        self.hooks = hooks = AgentHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
         if asks:
             hooks.enter_as(seat.job.slot)
         self._row: LaneRow | None

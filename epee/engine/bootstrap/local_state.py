@@ -28,7 +28,7 @@ from ...view.protocol.messages import Decision, Member
 from ...view.runtime import Runtime
 from ...view.transport.wire import parse_endpoint
 from ..membership.admission import Admission
-from ..membership.occupants import Occupants
+from ..membership.rank_table import RankTable
 from ..outbox import CELL_WORDS, NUM_CELLS, has_left
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LocalState:
         self,
         runtime: Runtime,
         engine: Engine,
-        occupants: Occupants,
+        occupants: RankTable,
         admission: Admission,
         read_marks: Callable[[], Mapping[int, Mark]],
         publish: Callable[[Mark], None],

@@ -20,7 +20,7 @@ from ...view.job import Seat, pack_member
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
 from ..limits import MODES
-from ..membership.epochs import Survival
+from ..membership.group_membership import GroupMembership
 from .attempt import BootstrapAttempt, read_fields
 from .proof import prove, proved
 
@@ -59,7 +59,7 @@ def own_record(
     region: SharedRegion,
     mode: str = MODES[0],
     seat: Seat | None = None,
-    survival: Survival | None = None,
+    survival: GroupMembership | None = None,
 ) -> RankRecord:
     pid = os.getpid()
     try:

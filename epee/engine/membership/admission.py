@@ -2,7 +2,7 @@
 
 A rank that never existed is treated as a lost one: both wait for a process that asks for the slot, or for the group
 if it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it states the call with
-which it begins (`intake.py`). Ranks that let the group grow at the same point of their program see it before that call
+which it begins (`joiners.py`). Ranks that let the group grow at the same point of their program see it before that call
 (`show_joined`). Members can also be excluded from the group, while they stay in the job (`put_out`).
 
 The callers are threads of users, without the engine's lock, except where a method states otherwise.
@@ -23,9 +23,9 @@ from ..bootstrap.elsewhere import refused
 from ..bootstrap.home import ASKS, FOUNDER, Offer, locators_of
 from ..entry import ENDED
 from ..outbox import has_left
-from .boxes import Boxes
-from .intake import Intake
-from .occupants import Occupants
+from .epoch_regions import EpochRegions
+from .joiners import Joiners
+from .rank_table import RankTable
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -47,10 +47,10 @@ class Admission:
         self,
         runtime: Runtime,
         engine: Engine,
-        occupants: Occupants,
+        occupants: RankTable,
         course: Course,
-        boxes: Boxes,
-        intake: Intake,
+        boxes: EpochRegions,
+        intake: Joiners,
         look: Callable[[], None],
         told: Callable[[], Mapping[int, Offer]],
     ) -> None:

@@ -162,7 +162,7 @@ def attach_outbox(part: OutboxEndpoint, nbytes: int) -> SharedRegion | None:
     """Map the outbox of a process; None when it no longer exists: its owner is dying or dead, or has closed it.
 
     A blank one instead has the same content as the real one for ranks that have mapped it: no rank puts data into a
-    call with a joiner before all ranks have mapped (`Survival.may_publish`).
+    call with a joiner before all ranks have mapped (`GroupMembership.may_publish`).
 
     Raises:
         ResourceError: it cannot be mapped now, and its owner lives. To be tried again.

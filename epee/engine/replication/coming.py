@@ -43,7 +43,7 @@ from ..bootstrap.attempt import read_fields
 from ..bootstrap.home import FOLDER_KEY, HOSTS, Home, OutboxEndpoint, pack_home, pack_place, parse_home, parse_place
 from ..bootstrap.proof import prove, proved
 from ..limits import MAX_RANKS
-from ..membership.epochs import Survival
+from ..membership.group_membership import GroupMembership
 from ..outbox import Outboxes
 from .ways import Ways
 
@@ -171,7 +171,7 @@ class Entrance:
 
     def enter(
         self,
-        survival: Survival,
+        survival: GroupMembership,
         decision: Decision,
         parts: Mapping[int, OutboxEndpoint],
         box: Outboxes,

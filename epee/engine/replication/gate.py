@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision
 from ..bootstrap.home import Offer
-from ..membership.occupants import Occupants
+from ..membership.rank_table import RankTable
 from .settling import Settling
 
 
@@ -64,7 +64,7 @@ class Gate:
         late: the ranks that have not turned.
     """
 
-    def __init__(self, occupants: Occupants, settling: Settling, tell: Callable[[int], None]) -> None:
+    def __init__(self, occupants: RankTable, settling: Settling, tell: Callable[[int], None]) -> None:
         self.epoch = self.newest = 0
         self.late: tuple[int, ...] = ()
         self._occupants, self._settling, self._tell = occupants, settling, tell

@@ -54,7 +54,7 @@ from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence
 from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
-from ..membership.occupants import Occupants
+from ..membership.rank_table import RankTable
 from ..outbox import (
     CONSUMED,
     CONSUMED_TOO,
@@ -217,7 +217,7 @@ class Ways:
 
     def follow(
         self,
-        occupants: Occupants,
+        occupants: RankTable,
         since: Mapping[int, int],
         joined_in: int,
         boxes: Callable[[], Iterable[Outboxes]],

@@ -6,8 +6,8 @@ and members, so it is the same on all ranks. Then its second call moves the data
 
 The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the rows
 once more**, instead of the data, and the step is planned anew. The members in whose outboxes an engine call ends are
-the same on all ranks (`engine/membership/epochs.py`), so they all do one or the other, under the same number. Members
-are queried when the engine plans a call (`Make`), which it does again whenever it moves it.
+the same on all ranks (`engine/membership/group_membership.py`), so they all do one or the other, under the same number.
+Members are queried when the engine plans a call (`Make`), which it does again whenever it moves it.
 
     mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by the remaining ranks. Data: as above.
     mode "raise"    a loss fails the call that it hits, on all ranks: the step raises once, and is over.

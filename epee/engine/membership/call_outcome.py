@@ -3,7 +3,7 @@
 Only the oldest unfinished call is decided, because the position of a change must be determined in the order of calls. A
 call behind a change is planned again for the peer regions of the remaining ranks, or fails (mode "raise"); the words of
 lost ranks are read as they left them and never waited for again. Calls that ended here without a result are decided
-before (`unsettled.py`).
+before (`unresolved.py`).
 
 The calls of this process are changed, under the engine's lock; words of other ranks are only read.
 """
@@ -18,9 +18,9 @@ from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError
 from ...view.protocol.outcome import CallState, Course
 from ..operation import Operation
 from ..outbox import Outboxes
-from .boxes import Boxes
-from .occupants import Occupants
-from .unsettled import Past, past_of
+from .epoch_regions import EpochRegions
+from .rank_table import RankTable
+from .unresolved import Past, past_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 LOSS = "view"  # instead of an operation's name: the error of a loss that fails no call
 
 
-class Judge:
+class CallOutcome:
     """Decides the outcome of the calls of one group."""
 
-    def __init__(self, engine: Engine, occupants: Occupants, course: Course, boxes: Boxes) -> None:
+    def __init__(self, engine: Engine, occupants: RankTable, course: Course, boxes: EpochRegions) -> None:
         self._engine = engine
         self._occupants = occupants
         self._course = course
@@ -45,7 +45,7 @@ class Judge:
         place = self._place(past_of(op))
         for epoch in place.via if place.failed else (*place.via, place.epoch):
             box = self._boxes.box_for(epoch, op.seq)
-            if op.box is box or op.box.epoch > epoch:  # planned in a later one: see `Boxes.show`
+            if op.box is box or op.box.epoch > epoch:  # planned in a later one: see `EpochRegions.show`
                 continue
             if op.told is not None:
                 self._leave(op, op.told, place)

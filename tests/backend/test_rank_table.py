@@ -16,7 +16,7 @@ import pytest
 from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer
 from epee.engine.bootstrap.lane_birth import LaneBirth
 from epee.engine.membership.admission import Admission
-from epee.engine.membership.occupants import Occupants
+from epee.engine.membership.rank_table import RankTable
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.decision import compose, parts_of
 from epee.view.protocol.messages import DEAD, Decision, LaneState, Locator, Member, Want
@@ -40,7 +40,7 @@ class Rank:
         self.slot = slot
         self.news: list[Decision] = []
         self.found: dict[int, dict[int, int]] = {}  # by epoch, slot -> rank
-        self.occupants = Occupants(seat, known, joined)
+        self.occupants = RankTable(seat, known, joined)
         self.occupants.begin(range(NUM_RANKS))
         self._note()
         runtime: Any = SimpleNamespace(view=lambda: job.view, waiting=lambda: (), want=lambda want, _: job.hear(want))
@@ -185,12 +185,12 @@ def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_remo
     assert third.removed
     assert 4 in parts_of(third, LANE)
     seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
-    member_of_it = Occupants(seat, first)
+    member_of_it = RankTable(seat, first)
     member_of_it.begin(range(3))
     for one in list(member_of_it.newcomers(second)):
         member_of_it.take_in(one)
     member_of_it.is_over(second)
-    newcomer = Occupants(seat, first, True)
+    newcomer = RankTable(seat, first, True)
     hooks = SimpleNamespace(
         enter_as=lambda slot, locator: None,
         decisions=[second, third],

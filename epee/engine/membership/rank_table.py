@@ -15,8 +15,8 @@ The rank of a slot follows from the decision alone, so it is the same at all ran
 Ranks beyond the initial ones are unassigned while no process has them: a slot that had one may return with another, and
 another slot may have it. So queries about the past of a slot take an epoch (`rank_at`).
 
-The table is written where decisions are applied (`epochs.py`, `intake.py`), under the engine's lock; every step of that
-may run twice. Views that are not applied yet are only read.
+The table is written where decisions are applied (`group_membership.py`, `joiners.py`), under the engine's lock; every
+step of that may run twice. Views that are not applied yet are only read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Coming(NamedTuple):
     part: OutboxEndpoint | None
 
 
-class Occupants:
+class RankTable:
     """The processes of one group's ranks.
 
     Args:

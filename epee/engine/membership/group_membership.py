@@ -1,6 +1,6 @@
 """Epoch changes of a group: the group's end of the control plane (`view/protocol/PROTOCOL.md`).
 
-Data path: the agent thread calls the hooks (`lane_hooks.py`). They set a bit in the engine's `flags`, which every call
+Data path: the agent thread calls the hooks (`agent_hooks.py`). They set a bit in the engine's `flags`, which every call
 tests anyway, and leave the rest to the thread that drives the group: it applies the decisions (`take_news`), and `heed`
 determines their meaning call by call. So none of this is on the path of a call without failures.
 
@@ -10,10 +10,10 @@ determines their meaning call by call. So none of this is on the path of a call 
     CHANGING a decision waits for the first call that lacks a rank (`protocol/outcome.py` determines that call).
     TROUBLED calls cannot end well: this process was voted out, or there is no quorum.
 
-`Survival` is the interface of the engine; each part has its own state and does not know it:
+`GroupMembership` is the interface of the engine; each part has its own state and does not know it:
 
     LaneBirth  the beginning: the view with which this rank joins the group (`bootstrap/lane_birth.py`)
-    LaneHooks  the agent thread's end: freezes and thaws the group, delivers decisions and errors
+    AgentHooks  the agent thread's end: freezes and thaws the group, delivers decisions and errors
     Occupants  the process of each rank, as far as decisions have been applied
     Boxes      the peer regions with which each call runs, and the number of ranks that the group counts in it
     Judge      the outcome of a call under the decisions: it continues, moves to a later epoch, or fails
@@ -56,9 +56,9 @@ from ..replication.gate import Gate, NoGate
 from ..replication.settling import NoSettling, Settling
 from ..replication.ways import NoWays, Ways
 from .admission import Admission
-from .boxes import Boxes
-from .intake import Arrival, Intake, unready
-from .judge import LOSS, Judge
+from .call_outcome import LOSS, CallOutcome
+from .epoch_regions import EpochRegions
+from .joiners import Arrival, Joiners, unready
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
 
 
-class Survival(LaneBirth):
+class GroupMembership(LaneBirth):
     """The membership of one engine's group.
 
     Attributes:
@@ -102,12 +102,12 @@ class Survival(LaneBirth):
         if joined_in:
             engine.seq = course.first_seq - 1
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
-        self._boxes = Boxes(engine, occupants, course, members, joined_in)
-        self._judge = Judge(engine, occupants, course, self._boxes)
+        self._boxes = EpochRegions(engine, occupants, course, members, joined_in)
+        self._judge = CallOutcome(engine, occupants, course, self._boxes)
         since = self._since_of_ranks(occupants.since)
         self._settling, self._gate = self._ways.follow(occupants, since, joined_in, self._all_boxes, self._tell_turned)
         self._is_ready = not (joined_in and self._ways.spans)
-        self._intake = Intake(engine, occupants, self._boxes, self._ways.host)
+        self._intake = Joiners(engine, occupants, self._boxes, self._ways.host)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)

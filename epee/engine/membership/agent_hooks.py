@@ -1,8 +1,8 @@
 """The agent thread's hooks into a group: they freeze and thaw it, and deliver decisions and errors.
 
 The hooks set a bit in the engine's `flags`, which every call tests anyway, and leave the rest to the thread that drives
-the group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is writing results ends first and the
-reported state of the group stays true; the other hooks never wait for a call.
+the group (`group_membership.py`). `freeze` takes the engine's lock, so that a call that is writing results ends first
+and the reported state of the group stays true; the other hooks never wait for a call.
 
 Before the group has its engine there is nothing to stop, but the hooks must answer: the other ranks may die meanwhile.
 """
@@ -26,7 +26,7 @@ from ...view.transport.auth import Identity
 from ..entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..outbox import OutboxOwner
 from ..replication.ways import Newcomer, NoWays, Turn, Ways
-from .occupants import Occupants
+from .rank_table import RankTable
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -35,7 +35,7 @@ LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
 
 
-class LaneHooks:
+class AgentHooks:
     """The agent thread's end of one group, and the actions of the group's calls on its reports.
 
     Args:
@@ -47,7 +47,7 @@ class LaneHooks:
         on_asked: called when other processes ask to join.
     """
 
-    def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
+    def __init__(self, runtime: Runtime, occupants: RankTable, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
         self.hosts: Mapping[int, object] = {}
         self.on_asked: Callable[[], object] | None = None

@@ -97,7 +97,7 @@ def past_of(op: Operation) -> Past:
     return Past(op.seq, op.cell, op.box, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
 
 
-class UnsettledCalls:
+class UnresolvedCalls:
     """The calls of one rank that ended without a result since the last one that has one, in order."""
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from ...view.protocol.outcome import Course
 from ..outbox import Outboxes
 from .members import narrow
-from .occupants import Occupants
+from .rank_table import RankTable
 from .sizes import Sizes
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
 
-class Boxes:
+class EpochRegions:
     """The peer regions of one group's epochs.
 
     Args:
@@ -38,7 +38,7 @@ class Boxes:
     """
 
     def __init__(
-        self, engine: Engine, occupants: Occupants, course: Course, members: list[int], joined_in: int
+        self, engine: Engine, occupants: RankTable, course: Course, members: list[int], joined_in: int
     ) -> None:
         self._engine = engine
         self._occupants = occupants

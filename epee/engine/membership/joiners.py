@@ -31,15 +31,15 @@ from ..bootstrap.home import OutboxEndpoint
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_BORN, Outboxes
 from ..p2p.channel import first_number
-from .boxes import Boxes
+from .epoch_regions import EpochRegions
 from .members import attach_outbox, make_blank, replace
-from .occupants import Occupants
+from .rank_table import RankTable
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
 
-class Intake:
+class Joiners:
     """Takes the joiners of one group in.
 
     Attributes:
@@ -47,7 +47,7 @@ class Intake:
         first_call: rank -> call with which the process that last took it begins.
     """
 
-    def __init__(self, engine: Engine, occupants: Occupants, boxes: Boxes, host: str) -> None:
+    def __init__(self, engine: Engine, occupants: RankTable, boxes: EpochRegions, host: str) -> None:
         self._host = host
         self._engine = engine
         self._occupants = occupants

@@ -6,8 +6,9 @@ calls (`operation`, `plan`, `outbox`, `tensors`, `p2p`) this is all that the par
 """
 
 from .bootstrap.attempt import attempt
-from .bootstrap.birth import EngineOptions, close_at_exit, create_engine
-from .bootstrap.home import Home, pack_home, parse_home
+from .bootstrap.creation import EngineOptions, close_at_exit, create_engine
+from .bootstrap.group_note import Home, pack_home, parse_home
+from .bootstrap.job_handle import meeting_place, own_job
 from .bootstrap.joining import (
     Place,
     alone,
@@ -19,7 +20,6 @@ from .bootstrap.joining import (
     names_job,
     place_of,
 )
-from .bootstrap.seat import meeting_place, own_job
 from .engine import Engine
 
 __all__ = [

@@ -5,10 +5,10 @@ last one. So no call ever starts a thread, and none needs memory or a system res
 because memory is short is refused without it. A group is served from its first asynchronous call, send or receive on:
 every millisecond the thread checks for calls that have been pending for about that long without a waiter, and steps
 them. It does not disturb a caller that returns earlier (the caller's thread is ten times faster): the check takes a
-group's lock only when it is free, and a call wakes the thread only when it is parked. It parks in the kernel after
-some checks without work; it never spins. Parking is timed, in case an interrupt has swallowed a call's wake-up. The
-thread is a daemon and is stopped and joined before the interpreter exits (`birth.py`), because a thread inside native
-code at that moment can end the process.
+group's lock only when it is free, and a call wakes the thread only when it is parked. It parks in the kernel after some
+checks without work; it never spins. Parking is timed, in case an interrupt has swallowed a call's wake-up. The thread
+is a daemon and is stopped and joined before the interpreter exits (`creation.py`), because a thread inside native code
+at that moment can end the process.
 
 Writers: `Helper` is a group's part and is accessed under that group's lock; the list of groups and the number of users
 are guarded by a lock of this module, which no thread holds while it waits for anything.

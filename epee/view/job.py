@@ -6,9 +6,9 @@ their views are projections of one; a group that mixes jobs creates another.
 
 Order: every rank publishes a `Hello` (its jobs and slots; rank 0 the group's id and, if need be, a new folder), reads
 all of them and makes the same choice. The group defines the transport: a group of the backend has a store
-(`engine/bootstrap/birth.py`). In a job that runs already the group is registered before this rank publishes the epoch
-that it knows; the group begins in the highest published epoch, and every rank has learned, or will learn, all decisions
-from there on. Initial members begin in epoch 1.
+(`engine/bootstrap/creation.py`). In a job that runs already the group is registered before this rank publishes the
+epoch that it knows; the group begins in the highest published epoch, and every rank has learned, or will learn, all
+decisions from there on. Initial members begin in epoch 1.
 
 When the last group of a job is destroyed the process leaves the job, in order. A crash on the way is handled like any
 other death.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.engine.bootstrap import birth, record
+from epee.engine.bootstrap import creation, record
 from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError
 from epee.memory.shared import SharedRegion
 from tests.harness import run_ranks
@@ -45,11 +45,11 @@ def no_memory() -> None:
 
 
 def no_mapping() -> None:
-    birth._attach = fail_attach
+    creation._attach = fail_attach
 
 
 def interrupt() -> None:
-    birth._attach = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[assignment]
+    creation._attach = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[assignment]
 
 
 def nothing() -> None:
@@ -95,7 +95,7 @@ def failing(rank: int, num_ranks: int, folder: str, port: int, name: str) -> tup
         if port
         else dist.FileStore(f"{folder}/store", num_ranks)
     )
-    kept = os.environ.get("EPEE_STAGING_BYTES"), SharedRegion.create, birth._attach
+    kept = os.environ.get("EPEE_STAGING_BYTES"), SharedRegion.create, creation._attach
     if rank == 1:
         time.sleep(0.3)  # the others wait already
         spoil()
@@ -112,7 +112,7 @@ def failing(rank: int, num_ranks: int, folder: str, port: int, name: str) -> tup
     elapsed = time.monotonic() - begin
     assert not dist.is_initialized()
     os.environ.pop("EPEE_STAGING_BYTES", None)
-    SharedRegion.create, birth._attach = kept[1:]  # type: ignore[method-assign]
+    SharedRegion.create, creation._attach = kept[1:]  # type: ignore[method-assign]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "epee-outbox" in line]
     assert not mapped, mapped
     # all ranks have counted one attempt: the next one, with the same store, works
@@ -143,7 +143,7 @@ def test_an_error_of_one_rank_at_birth_is_told_to_all(name: str, tmp_path: Path)
 
 def founds_late(rank: int, num_ranks: int, folder: str) -> str:
     """Rank 0 has founded its part of the job when the others, of whom rank 1 has failed, have left it again."""
-    start, attach, gone = birth.start_job, birth._attach, Path(f"{folder}/gone")
+    start, attach, gone = creation.start_job, creation._attach, Path(f"{folder}/gone")
 
     def start_late(*args: Any) -> None:
         start(*args)
@@ -157,14 +157,14 @@ def founds_late(rank: int, num_ranks: int, folder: str) -> str:
         return attach(*args) if rank == 2 else fail_attach()
 
     if rank == 0:
-        birth.start_job = start_late
+        creation.start_job = start_late
     else:
-        birth._attach = attach_late
+        creation._attach = attach_late
     with pytest.raises(ResourceError if rank == 1 else PeerError) as caught:
         cases.init(rank, num_ranks, folder, timeout_s=25)
     if rank == 2:
         gone.write_text("")
-    birth.start_job, birth._attach = start, attach
+    creation.start_job, creation._attach = start, attach
     assert rank == 1 or caught.value.ranks == (1,)  # type: ignore[union-attr]
     return str(caught.value)
 

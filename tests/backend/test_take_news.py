@@ -20,7 +20,7 @@ import pytest
 
 import epee.engine
 from epee.backend.collectives.arguments import barrier
-from epee.engine.bootstrap.home import OutboxLocator, pack_extra
+from epee.engine.bootstrap.group_note import OutboxLocator, pack_extra
 from epee.engine.engine import Engine
 from epee.engine.entry import CHANGING, NEWS
 from epee.engine.membership.group_membership import GroupMembership

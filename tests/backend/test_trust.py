@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.engine.bootstrap import birth, joining
+from epee.engine.bootstrap import creation, joining
 from epee.engine.bootstrap.attempt import BootstrapAttempt
-from epee.engine.bootstrap.home import FOLDER_KEY
+from epee.engine.bootstrap.group_note import FOLDER_KEY
 from epee.engine.bootstrap.proof import prove, proved, transcript
 from epee.engine.outbox import OutboxOwner, open_outbox, outbox_layout
 from epee.errors import AuthError, InvalidState, PeerError, ProtocolError, RankFailedError, ResourceError
@@ -138,7 +138,7 @@ def test_a_rank_cannot_write_anothers_outbox() -> None:
 
 def in_advance(rank: int, num_ranks: int, folder: str) -> str:
     """Before rank 1 puts its record there somebody puts another one under its key, which can be guessed."""
-    real = birth.exchange  # type: ignore[attr-defined]
+    real = creation.exchange  # type: ignore[attr-defined]
 
     def exchange(this: BootstrapAttempt, mine: Any, *rest: Any) -> Any:
         if rank == 0:
@@ -149,7 +149,7 @@ def in_advance(rank: int, num_ranks: int, folder: str) -> str:
             stages.wait_for(folder, "refused")
         return real(this, mine, *rest)
 
-    birth.exchange = exchange  # type: ignore[attr-defined,assignment]
+    creation.exchange = exchange  # type: ignore[attr-defined,assignment]
     try:
         with pytest.raises(PeerError if rank else AuthError) as caught:
             cases.init(rank, num_ranks, folder, timeout_s=20)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from epee.engine.bootstrap.home import Home
+from epee.engine.bootstrap.group_note import Home
 from epee.engine.bootstrap.joining import Place
 from epee.ep.config import BufferConfig
 from epee.ep.hosts import birth, notices

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.engine.bootstrap import birth
+from epee.engine.bootstrap import creation
 from epee.errors import RankFailedError
 from epee.memory import claim, shared
 from tests.harness import DEAD
@@ -45,7 +45,7 @@ def error_of_survivor(rank: int, num_ranks: int, folder: str, victim: int) -> tu
 def made_with_a_death(rank: int, num_ranks: int, folder: str, victim: int, point: str) -> tuple[int, ...]:
     """Make a group of which the victim dies at `point`."""
     if rank == victim:
-        setattr(birth, point, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(creation, point, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     return error_of_survivor(rank, num_ranks, folder, victim)
 
 
@@ -55,7 +55,7 @@ def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth
     if rank == victim:
         file.with_suffix(".new").write_text(str(os.getpid()))
         file.with_suffix(".new").rename(file)
-        setattr(birth, "await_all", lambda *args, **kwargs: time.sleep(3600))  # noqa: B010 - mypy
+        setattr(creation, "await_all", lambda *args, **kwargs: time.sleep(3600))  # noqa: B010 - mypy
         return error_of_birth(rank, num_ranks, folder)
     require_alive, opened = shared.require_alive, [0]
 
@@ -74,7 +74,7 @@ def killed_while_opened(rank: int, num_ranks: int, folder: str, victim: int, nth
 
 def late_for_a_death(rank: int, num_ranks: int, folder: str) -> tuple[int, ...]:
     """Make a group of which rank 2 dies; rank 1 looks when rank 0 has raised that and has ended, too."""
-    await_all = birth.await_all
+    await_all = creation.await_all
 
     def awaited(*args: Any) -> None:
         if rank == 2:
@@ -87,7 +87,7 @@ def late_for_a_death(rank: int, num_ranks: int, folder: str) -> tuple[int, ...]:
         own = claim.make_claim(b"testtest", 0, 4096)
         Path(f"{folder}/new").write_text(f"{own.pid} {own.start_time}")
         Path(f"{folder}/new").rename(f"{folder}/first")
-    setattr(birth, "await_all", awaited)  # noqa: B010 - mypy
+    setattr(creation, "await_all", awaited)  # noqa: B010 - mypy
     return error_of_birth(rank, num_ranks, folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from epee.engine.bootstrap.home import FOUNDER, Offer
+from epee.engine.bootstrap.group_note import FOUNDER, Offer
 from epee.engine.replication.gate import Gate
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal

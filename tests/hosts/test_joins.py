@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.engine.bootstrap.home import IN
+from epee.engine.bootstrap.group_note import IN
 from epee.errors import EvictedError
 from epee.view.transport.wire import PING, LaneTold
 from tests.harness import DEAD, run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from epee.engine.bootstrap.home import Home
+from epee.engine.bootstrap.group_note import Home
 from epee.ep.config import BufferConfig
 from epee.ep.hosts import notices
 from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_lane, parse_notice

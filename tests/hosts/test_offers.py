@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epee.engine.bootstrap.home import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
+from epee.engine.bootstrap.group_note import ASKS, FOUNDER, IN, Offer, OutboxLocator, locators_of
 from epee.engine.membership.admission import Admission
 from epee.engine.membership.agent_hooks import AgentHooks
 from epee.engine.membership.rank_table import RankTable

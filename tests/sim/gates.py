@@ -20,7 +20,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from epee.engine.bootstrap.home import FOUNDER, Offer
+from epee.engine.bootstrap.group_note import FOUNDER, Offer
 from epee.engine.replication.gate import Gate
 
 from .plan import CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, STOP, Fault, Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping
 from typing import Any
 
-from epee.engine.bootstrap.home import Offer
+from epee.engine.bootstrap.group_note import Offer
 from epee.engine.replication.gate import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import BLANK_BOARD, Agent

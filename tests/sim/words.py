@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from epee.engine.bootstrap.home import Offer
+from epee.engine.bootstrap.group_note import Offer
 from epee.memory.signals import SEQ_BITS
 
 from .plan import is_gated

@@ -1,10 +1,10 @@
 """The joining of a running group by a process (`is_extension=True`), in the rank of a lost process or a new one.
 
 The process finds the job's folder through the store or, when the store does not exist any more, among this user's
-running jobs; reads the note about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do
-so when one of them calls `recover_ranks`. The decision that has this process as a member lists the others and the
-addresses of their outboxes, and the call from which on it takes part. No rank waits for it before that decision, and a
-crash on the way disturbs none.
+running jobs; reads the note about the group (`group_note.py`); makes its outbox; and asks the members to be taken in.
+They do so when one of them calls `recover_ranks`. The decision that has this process as a member lists the others and
+the addresses of their outboxes, and the call from which on it takes part. No rank waits for it before that decision,
+and a crash on the way disturbs none.
 
 A process that is in the job already joins a group made with `new_group`, or returns into one that it was excluded from,
 by `come_in`: it shows its offer on its board (`home.Offer`), members ask the agents for a view with it (`Want`), and
@@ -47,9 +47,8 @@ from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.coming import Entrance, Found, find_over_hosts, tell_contact
 from .attempt import read_fields
-from .birth import keep
-from .elsewhere import require_host
-from .home import (
+from .creation import keep
+from .group_note import (
     ASKS,
     FOLDER_KEY,
     HOSTS,
@@ -61,8 +60,9 @@ from .home import (
     parse_home,
     parse_place,
 )
+from .job_handle import own_job
 from .proof import prove, proved
-from .seat import own_job
+from .refusal import require_host
 
 STORE_WAIT_S = 2.0
 

@@ -19,8 +19,8 @@ from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision, Locator, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
-from ..bootstrap.elsewhere import refused
-from ..bootstrap.home import ASKS, FOUNDER, Offer, locators_of
+from ..bootstrap.group_note import ASKS, FOUNDER, Offer, locators_of
+from ..bootstrap.refusal import refused
 from ..entry import ENDED
 from ..outbox import has_left
 from .epoch_regions import EpochRegions

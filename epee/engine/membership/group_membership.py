@@ -12,7 +12,7 @@ determines their meaning call by call. So none of this is on the path of a call 
 
 `GroupMembership` is the interface of the engine; each part has its own state and does not know it:
 
-    LaneBirth  the beginning: the view with which this rank joins the group (`bootstrap/lane_birth.py`)
+    MembershipStart  the beginning: the view with which this rank joins the group (`bootstrap/membership_start.py`)
     AgentHooks  the agent thread's end: freezes and thaws the group, delivers decisions and errors
     Occupants  the process of each rank, as far as decisions have been applied
     Boxes      the peer regions with which each call runs, and the number of ranks that the group counts in it
@@ -45,9 +45,9 @@ from ...view.job import Seat
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
-from ..bootstrap.home import FOUNDER, IN, Offer, parse_offers
-from ..bootstrap.lane_birth import LaneBirth
+from ..bootstrap.group_note import FOUNDER, IN, Offer, parse_offers
 from ..bootstrap.local_state import LocalState, Mark
+from ..bootstrap.membership_start import MembershipStart
 from ..entry import CHANGING, ENDED, NEWS
 from ..operation import Operation
 from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
 
 
-class GroupMembership(LaneBirth):
+class GroupMembership(MembershipStart):
     """The membership of one engine's group.
 
     Attributes:
@@ -78,7 +78,7 @@ class GroupMembership(LaneBirth):
     local_state: LocalState
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
-        """Begin as `LaneBirth`; `attach` comes later."""
+        """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(seat, mode, joined_by, asks)
         self._ways: Ways | NoWays = NoWays()
         self._settling: Settling | NoSettling = NoSettling()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ...errors import RankFailedError, ResourceError
 from ...view.protocol.messages import Decision
 from ...view.protocol.outcome import first_seq
-from ..bootstrap.home import OutboxEndpoint
+from ..bootstrap.group_note import OutboxEndpoint
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_BORN, Outboxes
 from ..p2p.channel import first_number

@@ -20,7 +20,7 @@ from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, R
 from ...memory.shared import SharedRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
-from ..bootstrap.home import OutboxEndpoint
+from ..bootstrap.group_note import OutboxEndpoint
 from ..outbox import Outboxes, open_outbox, sites_of
 from ..plan import Make, Plan
 from .sizes import Mask

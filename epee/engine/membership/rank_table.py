@@ -1,10 +1,10 @@
 """The rank table of a group: the process of each rank, as far as this rank has applied the decisions of the view.
 
 A rank of the group is a slot of the job. A process in the view has a part in the group only if it was an initial
-member, joined the job with an outbox for it (`bootstrap/home.py`), or was taken in by a decision that says so (`Part`):
-the slots of a group made with `new_group` may be taken by processes that are not in it. A member that was evicted from
-the group stays in the job; if it returns it is as new to the group as a new process. So for a group a member is its
-slot and the epoch since which it takes part.
+member, joined the job with an outbox for it (`bootstrap/group_note.py`), or was taken in by a decision that says so
+(`Part`): the slots of a group made with `new_group` may be taken by processes that are not in it. A member that was
+evicted from the group stays in the job; if it returns it is as new to the group as a new process. So for a group a
+member is its slot and the epoch since which it takes part.
 
 The rank of a slot follows from the decision alone, so it is the same at all ranks, whatever they have seen before:
 
@@ -29,7 +29,7 @@ from ...view.awaited import kind_of_loss
 from ...view.job import Seat
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
-from ..bootstrap.home import OutboxEndpoint, OutboxLocator, locators_of, outbox_of
+from ..bootstrap.group_note import OutboxEndpoint, OutboxLocator, locators_of, outbox_of
 from ..limits import MAX_RANKS
 from ..outbox import OutboxOwner
 

@@ -1,4 +1,4 @@
-"""The additional steps to create a group over several hosts (see `bootstrap/birth.py`): mirrors and links.
+"""The additional steps to create a group over several hosts (see `bootstrap/creation.py`): mirrors and links.
 
     job        a folder on each host with the same id and secret: that of EPEE_TOKEN_FILE on every host, or rank 0's,
                which it puts into the store; and a listener of each process for the agents of other hosts
@@ -39,8 +39,8 @@ from ...view.process.detector import DeathWatch
 from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
 from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
+from ..bootstrap.job_handle import Greeting
 from ..bootstrap.record import RankRecord
-from ..bootstrap.seat import Greeting
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
 from .mirror import FROM_BIRTH
 from .ways import NoWays, Ways

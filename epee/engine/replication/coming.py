@@ -1,8 +1,9 @@
 """The search of a joiner for a job over several hosts, and the start of its part between the hosts.
 
     notes      Rank 0 of the initial members puts the job into the store: its folder's path, which has the job's id, the
-               note about the group (`bootstrap/home.py`), and the secret unless EPEE_TOKEN_FILE has it. On each host
-               the initial member of the lowest rank leaves the note in the folder as well, for when the store has died.
+               note about the group (`bootstrap/group_note.py`), and the secret unless EPEE_TOKEN_FILE has it. On each
+               host the initial member of the lowest rank leaves the note in the folder as well, for when the store has
+               died.
     contacts   Each member puts its identity and its agent's address under a key of its own, initial members at
                creation and others when they have been taken in. Each entry is proved by the job's token, and one that
                is damaged or forged is passed over. The entry of a former member does no harm.
@@ -40,7 +41,16 @@ from ...view.protocol.messages import Decision, Member
 from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
 from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import read_fields
-from ..bootstrap.home import FOLDER_KEY, HOSTS, Home, OutboxEndpoint, pack_home, pack_place, parse_home, parse_place
+from ..bootstrap.group_note import (
+    FOLDER_KEY,
+    HOSTS,
+    Home,
+    OutboxEndpoint,
+    pack_home,
+    pack_place,
+    parse_home,
+    parse_place,
+)
 from ..bootstrap.proof import prove, proved
 from ..limits import MAX_RANKS
 from ..membership.group_membership import GroupMembership

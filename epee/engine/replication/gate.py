@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision
-from ..bootstrap.home import Offer
+from ..bootstrap.group_note import Offer
 from ..membership.rank_table import RankTable
 from .settling import Settling
 

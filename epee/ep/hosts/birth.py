@@ -1,9 +1,10 @@
 """The creation of a buffer over several hosts: an engine of its own, beside the one of its group.
 
 The ranks compare their arguments (`control/bootstrap.py`, as on one host) and agree on a number. Then they make a group
-for the buffer alone, as the backend makes one (`engine/bootstrap/birth.py`), through the store of the given group and
-under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that calls
-of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will do.
+for the buffer alone, as the backend makes one (`engine/bootstrap/creation.py`), through the store of the given group
+and under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that
+calls of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will
+do.
 
 The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`step.py`). A
 `LatencyBuffer` uses it in `sync` alone, which continues with the remaining ranks.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ...errors import InvalidArgument, UnsupportedError
 from ...view.process.board import LaneRow
 from ...view.runtime import Runtime
-from .home import ASKS, Offer, parse_offers
+from .group_note import ASKS, Offer, parse_offers
 
 logger = logging.getLogger("epee")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from epee.engine.bootstrap import elsewhere
-from epee.engine.bootstrap.home import ASKS, Offer
+from epee.engine.bootstrap import refusal as elsewhere
+from epee.engine.bootstrap.group_note import ASKS, Offer
 from epee.engine.membership.admission import Admission
 from epee.errors import UnsupportedError
 from epee.memory.shared import BLOB_BYTES

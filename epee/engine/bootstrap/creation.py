@@ -46,11 +46,11 @@ from ..replication.birth import StoreLook, await_told, enter_job, in_words, link
 from ..replication.coming import leave_notes
 from ..replication.ways import NoWays, Ways
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
-from .home import FOLDER_KEY, Home, pack_home, pack_place
+from .group_note import FOLDER_KEY, Home, pack_home, pack_place
+from .job_handle import Greeting, take_seat
 from .proof import prove, transcript
 from .readiness import await_all
 from .record import Proof, RankRecord, exchange, own_record
-from .seat import Greeting, take_seat
 
 
 class EngineOptions(NamedTuple):
@@ -95,12 +95,12 @@ def create_engine(
         if num_ranks > 1:
             greeting = _greeted(this, deadline)
             topology = Topology(rank, [hello.host for hello in greeting.hellos])
-        engine = _Birth(this, greeting, topology, deadline, options).run(timeout_s)
+        engine = _Creation(this, greeting, topology, deadline, options).run(timeout_s)
         keep(engine)
         return engine
 
 
-class _Birth:
+class _Creation:
     """One rank's part of the creation; `replication/birth.py` has more steps for several hosts."""
 
     def __init__(

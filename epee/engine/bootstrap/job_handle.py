@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ...view.job import Hello, Job, Seat, common_job, jobs, retained
 from ...view.transport.directory import JobDirectory
 from ..limits import MAX_RANKS
-from .home import pack_extra
+from .group_note import pack_extra
 
 
 class Greeting(NamedTuple):

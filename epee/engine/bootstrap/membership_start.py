@@ -20,12 +20,12 @@ from ...view.protocol.messages import Decision
 from ...view.transport.auth import Token
 from ..membership.agent_hooks import AgentHooks
 from ..membership.rank_table import RankTable
-from .home import Offer, OutboxEndpoint, takes_part
+from .group_note import Offer, OutboxEndpoint, takes_part
 
 ASK_SLICE_S = 0.2
 
 
-class LaneBirth:
+class MembershipStart:
     """A group's membership up to the view in which it begins here.
 
     Attributes:

@@ -33,7 +33,7 @@ NEIGHBOURS = {frozenset({"memory", "jit"})}  # kernels are loaded for memory, an
 ALONE = {"reference"}  # the oracle imports nothing of what it checks
 FRONT = {"__init__", "__main__"}  # the public names
 # modules whose class its parts name in annotations, by imports under TYPE_CHECKING
-OWNERS = {"engine.engine", "engine.operation", "engine.replication.exports", "engine.replication.ways"}
+OWNERS = {"engine.engine", "engine.operation", "engine.replication.exports", "engine.replication.links"}
 # What drop-in layers import of other parts: front rooms, nothing behind them (`epee.ep.__all__` has the names).
 FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "values", "ep", "backend"}
 

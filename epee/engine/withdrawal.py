@@ -134,7 +134,7 @@ def _words_behind(box: Outboxes, peer: int, op: Operation) -> Mapping[int, int] 
 
     The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or has
     left (it has reported before how its calls had ended, `Exports.tell_ends`). Else the host is asked
-    (`replication/looks.py`).
+    (`replication/remote_reads.py`).
     """
     exports, words, rank = box.exports, box.words[peer], box.members[peer]
     if exports.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):

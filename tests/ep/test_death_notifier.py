@@ -57,7 +57,7 @@ class Kernels:
             return self._changed.wait_for(lambda: self.num_rounds >= until, LONG_S)
 
 
-class Looks:
+class RemoteReads:
     """Stands in for signs and close looks: which ranks show one, who is taken for torn down, and who was looked at."""
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class Looks:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+def looks(monkeypatch: pytest.MonkeyPatch) -> RemoteReads:
     """What the detector does in place of reading /proc."""
-    stand_in = Looks()
+    stand_in = RemoteReads()
     monkeypatch.setattr(detector, "is_torn_down", stand_in)
     monkeypatch.setattr(detector.DyingSigns, "leaving", lambda signs: stand_in.leaving(signs))
     return stand_in
@@ -120,7 +120,7 @@ def num_watched() -> int:
     return pidfds
 
 
-def test_looks_closely_only_at_who_shows_a_sign(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_looks_closely_only_at_who_shows_a_sign(looks: RemoteReads, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
     assert kernels.pass_rounds(3)  # that somebody waits is no reason
@@ -137,7 +137,7 @@ def test_looks_closely_only_at_who_shows_a_sign(looks: Looks, peers: list[subpro
     notifier.stop()
 
 
-def test_nobody_looks_into_proc_while_no_kernel_waits(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_nobody_looks_into_proc_while_no_kernel_waits(looks: RemoteReads, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     kernels.is_waiting = False
     notifier = begin(kernels, peers)
@@ -149,7 +149,7 @@ def test_nobody_looks_into_proc_while_no_kernel_waits(looks: Looks, peers: list[
     notifier.stop()
 
 
-def test_who_asks_is_told_at_once_of_what_proc_shows(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_who_asks_is_told_at_once_of_what_proc_shows(looks: RemoteReads, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     kernels.is_waiting = False
     notifier = begin(kernels, peers)
@@ -165,7 +165,7 @@ def test_who_asks_is_told_at_once_of_what_proc_shows(looks: Looks, peers: list[s
 
 
 def test_who_asks_is_not_told_of_a_process_that_has_not_ended_where_that_matters(
-    looks: Looks, peers: list[subprocess.Popen[bytes]]
+    looks: RemoteReads, peers: list[subprocess.Popen[bytes]]
 ) -> None:
     kernels = Kernels()
     notifier = DeathNotifier(kernels.tell, kernels.waiting, "test-notifier", needs_end=True)
@@ -180,7 +180,7 @@ def test_who_asks_is_not_told_of_a_process_that_has_not_ended_where_that_matters
     notifier.stop()
 
 
-def test_a_death_that_only_proc_shows_is_told(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_death_that_only_proc_shows_is_told(looks: RemoteReads, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
     looks.torn_down = {peers[5].pid, peers[1].pid}
@@ -213,7 +213,9 @@ def test_a_death_is_told_before_the_pidfd_says_so(
     notifier.stop()
 
 
-def test_an_ended_process_is_told_without_a_close_look(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_an_ended_process_is_told_without_a_close_look(
+    looks: RemoteReads, peers: list[subprocess.Popen[bytes]]
+) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
     peers[2].kill()
@@ -222,7 +224,7 @@ def test_an_ended_process_is_told_without_a_close_look(looks: Looks, peers: list
     notifier.stop()
 
 
-def test_a_word_that_another_wrote_over_is_told_again(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_word_that_another_wrote_over_is_told_again(looks: RemoteReads, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
     looks.torn_down, looks.dying = {peers[4].pid}, {4}

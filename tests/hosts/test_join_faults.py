@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from epee.engine.membership.group_membership import GroupMembership
-from epee.engine.replication import coming
+from epee.engine.replication import joining_over_hosts
 from epee.errors import AuthError, CommTimeoutError, EpeeError, InvalidState, MismatchError
 from epee.view.runtime import Runtime
 from tests.harness import DEAD, run_ranks
@@ -34,7 +34,7 @@ def arm(step: str) -> None:
         "asked": (Runtime, "await_decision"),
         "decided": (GroupMembership, "join"),
         "linked": (GroupMembership, "use"),
-        "attached": (coming.Entrance, "is_here"),
+        "attached": (joining_over_hosts.Entrance, "is_here"),
     }
     if step in places:
         setattr(*places[step], dying)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epee.engine.outbox import CELL_WORDS, Outboxes, outbox_layout
-from epee.engine.replication.mirror import Ear, Mirror
+from epee.engine.replication.mirror import LinkReader, Mirror
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, PIECES, WRITE, Frame, pack_pieces
 from epee.memory.shared import SharedRegion
@@ -33,10 +33,10 @@ class Asked:
         self.mirror = Mirror(1, box.regions[1], box)
         self.fetches: list[tuple[int, int, int]] = []
 
-    def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+    def opened(self, ear: LinkReader, source: int, epoch: int) -> Mirror | None:
         return self.mirror if (source, epoch) == (1, 4) else None
 
-    def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+    def ended(self, ear: LinkReader, source: int, epoch: int) -> Mirror | None:
         return self.mirror if epoch == 4 else None
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
@@ -58,7 +58,7 @@ def heard(
 ) -> Asked:
     """Hear an answer that begins, about a rank and an epoch, and a frame of it."""
     keeper: Any = Asked(box)
-    ear = Ear(1, box, keeper, keeper)
+    ear = LinkReader(1, box, keeper, keeper)
     try:
         ear.apply(Frame(BEGIN, 0, about[0], NO_WORD, about[1]), memoryview(b""))
         ear.apply(*frame_of(pieces, word, value, note))
@@ -97,7 +97,7 @@ def test_an_answer_that_is_not_wanted_goes_nowhere(box: Outboxes) -> None:
 
 def test_what_was_not_asked_for_ends_the_connection(box: Outboxes) -> None:
     keeper: Any = Asked(box)
-    ear = Ear(1, box, keeper, keeper)
+    ear = LinkReader(1, box, keeper, keeper)
     for frame, payload in (frame_of([(8 * box.first_cell, b"8 bytes!")], NO_WORD, 0), (Frame(WRITE, 0, 0, 0, 1), b"")):
         with pytest.raises(ProtocolError):
             ear.apply(frame, memoryview(payload))

@@ -12,7 +12,7 @@ from epee.engine.bootstrap.group_note import ASKS, FOUNDER, IN, Offer, OutboxLoc
 from epee.engine.membership.admission import Admission
 from epee.engine.membership.agent_hooks import AgentHooks
 from epee.engine.membership.rank_table import RankTable
-from epee.engine.replication.ways import Turn
+from epee.engine.replication.links import Turn
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Locator, Member, Part, Removal, Want
 from epee.view.transport.wire import Endpoint, pack_endpoint

@@ -393,7 +393,7 @@ def test_what_links_refer_to_goes_with_them_without_a_collection(engine: str) ->
         memory = Memory(1000)
         link, theirs = links_over(engine, memory, Memory(1000))
         end = End(link).start()
-        memory.links = end.links  # a sink that refers to the links, as `Ear` does
+        memory.links = end.links  # a sink that refers to the links, as `LinkReader` does
         theirs.close()
         end.end()
         end.links.join(BOUND_S)

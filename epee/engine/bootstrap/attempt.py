@@ -47,7 +47,12 @@ from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS, has_left
 
 MAX_RECORD_BYTES = 16 << 10
-WHATS = ("", "/hello", "/folder", "/token")  # the records of one rank, see `creation.py`, `replication/birth.py`
+WHATS = (
+    "",
+    "/hello",
+    "/folder",
+    "/token",
+)  # the records of one rank, see `creation.py`, `replication/creation_over_hosts.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
 TWIN_LOOK_S = 0.5  # between two checks for another process with this rank

@@ -42,9 +42,9 @@ from ..limits import MODES
 from ..membership.group_membership import GroupMembership
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
-from ..replication.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
-from ..replication.coming import leave_notes
-from ..replication.ways import NoWays, Ways
+from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
+from ..replication.joining_over_hosts import leave_notes
+from ..replication.links import GroupLinks, NoGroupLinks
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
 from .job_handle import Greeting, take_seat
@@ -101,7 +101,7 @@ def create_engine(
 
 
 class _Creation:
-    """One rank's part of the creation; `replication/birth.py` has more steps for several hosts."""
+    """One rank's part of the creation; `replication/creation_over_hosts.py` has more steps for several hosts."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Creation:
         self._watch = DeathWatch()
         self._seat: Seat | None = None
         self._survival: GroupMembership | None = None
-        self._ways: Ways | NoWays = NoWays()
+        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
         self._leave = greeting.withdraw if greeting is not None else int

@@ -45,7 +45,7 @@ from ..membership.group_membership import GroupMembership
 from ..membership.members import attach_outbox, make_blank, narrow
 from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
-from ..replication.coming import Entrance, Found, find_over_hosts, tell_contact
+from ..replication.joining_over_hosts import Entrance, Found, find_over_hosts, tell_contact
 from .attempt import read_fields
 from .creation import keep
 from .group_note import (
@@ -319,7 +319,7 @@ def _start(
     The group counts the largest number of ranks that its joiners were given, and has room for all present ranks. The
     others may count more, if it has lost ranks beyond: the length of lists is a rank's own matter. Over several hosts
     those of others are blank for the time being, too, and this rank is ready when it reads their mirrors
-    (`replication/coming.py`).
+    (`replication/joining_over_hosts.py`).
     """
     nbytes = region.nbytes
     parts = survival.parts(decision)

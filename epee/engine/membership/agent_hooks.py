@@ -25,7 +25,7 @@ from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
 from ..entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..outbox import OutboxOwner
-from ..replication.ways import Newcomer, NoWays, Turn, Ways
+from ..replication.links import GroupLinks, Newcomer, NoGroupLinks, Turn
 from .rank_table import RankTable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class AgentHooks:
         self.hosts: Mapping[int, object] = {}
         self.on_asked: Callable[[], object] | None = None
         self._put_out: EvictedError | None = None
-        self._ways: Ways | NoWays = NoWays()
+        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._since: dict[int, int] = {}  # the ranks that take part, as far as the links have been notified
         self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
@@ -76,7 +76,7 @@ class AgentHooks:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
-    def attach(self, engine: Engine, course: Course, ways: Ways | NoWays) -> None:
+    def attach(self, engine: Engine, course: Course, ways: GroupLinks | NoGroupLinks) -> None:
         """Connect this engine and the links' thread, and report to both what came before."""
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
@@ -224,7 +224,7 @@ class AgentHooks:
             self._tell_lost(self._ways, decision)
             self._tell_new(self._ways, decision)
 
-    def _tell_lost(self, ways: Ways | NoWays, decision: Decision) -> None:
+    def _tell_lost(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of the remaining members, at once: others wait for its part."""
         parts = parts_of(decision, self._occupants.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
@@ -235,7 +235,7 @@ class AgentHooks:
             present = frozenset(rank_of[slot] for slot in self._since)
             ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
 
-    def _tell_new(self, ways: Ways | NoWays, decision: Decision) -> None:
+    def _tell_new(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of joiners."""
         new = []
         for member, when, rank, part in self._occupants.newcomers(decision, self._since):

@@ -20,10 +20,10 @@ determines their meaning call by call. So none of this is on the path of a call 
     Intake     reads the outboxes of joiners; Arrival: whether all can read each other's
     LocalState the state of the ranks as this process knows it without a call
     Admission  requests of users: the ranks that wait to join, taking them in
-    Settling   over several hosts: whether all data that lost ranks had sent is here (`replication/settling.py`)
+    Settling   over several hosts: whether all data that lost ranks had sent is here (`replication/loss_resolution.py`)
     Gate       over several hosts: when a view with joiners may be applied (`replication/gate.py`)
 
-In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/ways.py`). A
+In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/links.py`). A
 decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
 message of that rank ended until the mirrors of this host are settled.
 
@@ -53,8 +53,8 @@ from ..operation import Operation
 from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
 from ..replication.gate import Gate, NoGate
-from ..replication.settling import NoSettling, Settling
-from ..replication.ways import NoWays, Ways
+from ..replication.links import GroupLinks, NoGroupLinks
+from ..replication.loss_resolution import LossResolution, NoLossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
 from .epoch_regions import EpochRegions
@@ -80,8 +80,8 @@ class GroupMembership(MembershipStart):
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(seat, mode, joined_by, asks)
-        self._ways: Ways | NoWays = NoWays()
-        self._settling: Settling | NoSettling = NoSettling()
+        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
+        self._settling: LossResolution | NoLossResolution = NoLossResolution()
         self._gate: Gate | NoGate = NoGate()
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
@@ -130,7 +130,7 @@ class GroupMembership(MembershipStart):
         rank_of = self._occupants.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
 
-    def use(self, ways: Ways) -> None:
+    def use(self, ways: GroupLinks) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
         self._ways = ways
         self.hooks.hosts = self._hosts_of_slots(ways.box)

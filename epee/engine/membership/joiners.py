@@ -13,8 +13,8 @@ other outboxes is ready (LIFE). A member that has mapped a joiner's outbox annou
 slots (`Receiver.renew`).
 
 Over several hosts a joiner of another host has a blank outbox here until its mirror is complete
-(`replication/settling.py`), and the gateways of its own host request everything anew; it is ready when it reads all
-other ranks' mirrors.
+(`replication/loss_resolution.py`), and the gateways of its own host request everything anew; it is ready when it reads
+all other ranks' mirrors.
 
 Decisions come from the agent thread and are applied under the engine's lock; all other state is this process's own. A
 joiner that dies on the way is lost like any other rank.

@@ -6,11 +6,11 @@ host, or to none if that is this one; all other words go to every host. Bytes go
 the outbox itself; it stays unchanged, since a cell, a slot or a part of staging memory is written again only when all
 its readers have published that they have finished with it, which they do after receiving it.
 
-Receivers: on each other host the gateway there that has asked (`ways.py`); stores before that are part of the answer to
-its question (`telling.py`). A gateway whose link has ended, or that has lost its role, gets nothing more. `route` and
-`unroute` change that between two words of the engine: a store goes to all previous gateways, or is part of the answer,
-or both, which changes nothing. The answer has no bytes whose word is not stored yet; if a gateway is routed between the
-two, the bytes are sent once more before the word (`_prepared`).
+Receivers: on each other host the gateway there that has asked (`links.py`); stores before that are part of the answer
+to its question (`snapshot.py`). A gateway whose link has ended, or that has lost its role, gets nothing more. `route`
+and `unroute` change that between two words of the engine: a store goes to all previous gateways, or is part of the
+answer, or both, which changes nothing. The answer has no bytes whose word is not stored yet; if a gateway is routed
+between the two, the bytes are sent once more before the word (`_prepared`).
 
 This rank's progress (CONSUMED) is on every frame. If a rank sends nothing for some milliseconds, the thread of the
 links sends it (`tell_progress`): others may wait for room.
@@ -49,8 +49,8 @@ from ..outbox import (
     publish_word,
 )
 from ..plan import Plan
-from .looks import Looks
-from .mirror import Ear
+from .mirror import LinkReader
+from .remote_reads import RemoteReads
 
 ABANDON_S = 5.0
 _NOTHING = (0, b"")
@@ -77,11 +77,11 @@ class Exports:
 
     spans = True
 
-    def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
+    def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, LinkReader]) -> None:
         self.topology = topology
         self.links = links
         self.routes: dict[int, int] = {}
-        self.looks = Looks(self, ears)
+        self.looks = RemoteReads(self, ears)
         self._box = box
         self._ears = ears
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
@@ -94,9 +94,9 @@ class Exports:
         self.on_close: Callable[[], object] = int  # further resources to release
         self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
 
-    def new_looks(self, first: int) -> Looks:
+    def new_looks(self, first: int) -> RemoteReads:
         """Return remote reads for another caller, which does not hold the engine's lock; they count from `first`."""
-        return Looks(self, self._ears, first)
+        return RemoteReads(self, self._ears, first)
 
     # ---- receivers
 

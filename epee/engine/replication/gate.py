@@ -4,9 +4,9 @@ A joiner may get the rank of a lost one, on any host: rows and mirrors of that r
 answering ranks), change from then on. So no rank begins the new placement while another may still need a word of the
 ranks that were lost by then. A rank that knows of such a view
 
-    settles    the ranks lost by it, as after any loss (`settling.py`); nothing is decided, begun or completed meanwhile
-    turns      it reports so beside the group's row on its board (`Offer.turned`), which the agents bring to other
-    hosts:
+    settles    the ranks lost by it, as after any loss (`loss_resolution.py`); nothing is decided, begun or completed
+    meanwhile turns      it reports so beside the group's row on its board (`Offer.turned`), which the agents bring to
+    other hosts:
                no mirror has a part in it, so it does not matter whose mirrors are being made anew
     goes on    when all ranks that were there before and stay have turned
 
@@ -25,7 +25,7 @@ from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision
 from ..bootstrap.group_note import Offer
 from ..membership.rank_table import RankTable
-from .settling import Settling
+from .loss_resolution import LossResolution
 
 
 class NoGate:
@@ -64,7 +64,7 @@ class Gate:
         late: the ranks that have not turned.
     """
 
-    def __init__(self, occupants: RankTable, settling: Settling, tell: Callable[[int], None]) -> None:
+    def __init__(self, occupants: RankTable, settling: LossResolution, tell: Callable[[int], None]) -> None:
         self.epoch = self.newest = 0
         self.late: tuple[int, ...] = ()
         self._occupants, self._settling, self._tell = occupants, settling, tell

@@ -3,10 +3,10 @@
 The gateway of the rank on this host (`topology.Roles`) makes the mirror and alone writes it; all ranks here map it for
 reading and find in it what they would find in the outbox itself, a little later. So a rank writes only memory that it
 made, here as on one host, and every wait for a fact that stays true (a tag is there, a count is at least so much) works
-on a mirror unchanged. A fact that does not stay true is read remotely (`looks.py`).
+on a mirror unchanged. A fact that does not stay true is read remotely (`remote_reads.py`).
 
 Data path: a gateway asks the answering rank (FETCH). The answer, between BEGIN and END, is the whole state of the
-source (`telling.py`); if the source itself answers, its frames follow from then on, in the order in which it writes.
+source (`snapshot.py`); if the source itself answers, its frames follow from then on, in the order in which it writes.
 Each frame is checked before a byte is stored: it must lie in the cells, channels or payload of the outbox, its word
 must be one that peers read. The payload goes straight into the mirror, the word behind it, then the sleepers on the
 word are woken, as `outbox.publish_word` does. The source of a mirror cannot be forged: frames of a source are accepted
@@ -14,7 +14,7 @@ only on the link on which it was asked for, the answer to an older question is d
 
 A gateway that dies leaves a mirror that no longer changes, readable as long as a process maps it. The next gateway
 makes a new mirror, requests everything again, and announces it to the ranks of its host only when all has come
-(`ways.py`): so everything that was found in the old one is in the new one, too.
+(`links.py`): so everything that was found in the old one is in the new one, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
 
 if TYPE_CHECKING:
-    from .ways import Ways
+    from .links import GroupLinks
 
 FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at creation, in whatever epoch that was
 
@@ -89,7 +89,7 @@ class Mirror:
         self.bytes.release()
 
 
-class Ear:
+class LinkReader:
     """The reader of the frames of one link; a `link.stream.FrameSink`.
 
     Args:
@@ -103,7 +103,7 @@ class Ear:
         told: answers (number -> values), until they are taken.
     """
 
-    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: Ways) -> None:
+    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: GroupLinks) -> None:
         self.peer = peer
         self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}

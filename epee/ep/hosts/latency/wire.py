@@ -28,9 +28,9 @@ ranks are all lost has no gateway, and nothing is sent there.
 The end of a call without a mask is common to all ranks, by the words of `control/withdrawal.py`. Each rank writes its
 own words only. A rank that aborts a call sends that to all hosts, after the word that it had gathered an earlier one.
 Then it reads the words of the others: on its own host directly, on another one by a query on the same stream
-(`engine/replication/looks.py`), which is answered after the words sent before it: the word is in the mirror there,
-followed by a fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the other
-continues, at least one sees the other, as on one host.
+(`engine/replication/remote_reads.py`), which is answered after the words sent before it: the word is in the mirror
+there, followed by a fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the
+other continues, at least one sees the other, as on one host.
 
 The state of a rank that has not answered is unknown: the call stays open. If the link to it is lost no answer arrives.
 The caller gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing
@@ -51,7 +51,7 @@ import numpy as np
 from ....engine import Engine
 from ....engine.outbox import CONSUMED, SLEEPERS, STATE_WORDS
 from ....engine.replication.exports import Exports
-from ....engine.replication.looks import Looks
+from ....engine.replication.remote_reads import RemoteReads
 from ....engine.replication.waiting import MOST_MOVES_S
 from ....errors import ProtocolError
 from ....link.frames import NO_WORD
@@ -86,7 +86,7 @@ class HostsEndWords(EndWords):
         line: int,
         topology: Topology,
         first: int,
-        looks: Looks,
+        looks: RemoteReads,
         tell: Callable[[], None],
     ) -> None:
         super().__init__(rank, words, lambda _: line, lambda _, __: line)

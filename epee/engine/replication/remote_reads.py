@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...link.frames import MAX_ASKED
-from .mirror import Ear
+from .mirror import LinkReader
 
 if TYPE_CHECKING:
     from .exports import Exports
@@ -42,14 +42,14 @@ class _Look:
         self.words: Answers | None = None
 
 
-class Looks:
+class RemoteReads:
     """The questions of one rank, numbered from `first` on. One thread at a time.
 
     Attributes:
         gone: removed ranks, which are asked about no more.
     """
 
-    def __init__(self, told: Exports, ears: Mapping[int, Ear], first: int = 0) -> None:
+    def __init__(self, told: Exports, ears: Mapping[int, LinkReader], first: int = 0) -> None:
         self._told = told
         self._ears = ears
         self._number = first

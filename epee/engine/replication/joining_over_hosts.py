@@ -55,7 +55,7 @@ from ..bootstrap.proof import prove, proved
 from ..limits import MAX_RANKS
 from ..membership.group_membership import GroupMembership
 from ..outbox import Outboxes
-from .ways import Ways
+from .links import GroupLinks
 
 _HOME_KEY = "home"
 
@@ -186,7 +186,7 @@ class Entrance:
         parts: Mapping[int, OutboxEndpoint],
         box: Outboxes,
         home: Home,
-    ) -> Ways:
+    ) -> GroupLinks:
         """Begin this rank's part between hosts, in the view that took it in.
 
         Raises:
@@ -215,7 +215,7 @@ class Entrance:
                 region = mirrors[peer] = SharedRegion.create(box.payload_bytes, f"mirror{peer}", only_owner_writes=True)
                 undo.callback(region.close)
                 owners[peer].sign(region)
-            ways = Ways(topology, box, Links([]), meeting, owners, maker)
+            ways = GroupLinks(topology, box, Links([]), meeting, owners, maker)
             undo.callback(ways.exports.abandon)
             box.exports = ways.exports
             ways.begin(decision.epoch, survival.since(), joined=True)

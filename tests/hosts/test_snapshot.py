@@ -27,7 +27,7 @@ from epee.engine.outbox import (
     seal,
 )
 from epee.engine.replication.mirror import Mirror
-from epee.engine.replication.telling import tell_all
+from epee.engine.replication.snapshot import tell_all
 from epee.link.frames import NO_WORD
 from epee.memory.shared import HEADER_BYTES, SharedRegion
 
@@ -46,7 +46,7 @@ def box() -> Iterator[Outboxes]:
 
 
 class Told:
-    """Applies writes to a mirror as an `Ear` does; looks at each tag that appears whether all before it is there."""
+    """Applies writes to a mirror as a `LinkReader` does; checks for each tag that all before it is there."""
 
     def __init__(self, box: Outboxes) -> None:
         self.region = SharedRegion.create(box.regions[0].nbytes, "mirror0", only_owner_writes=True)

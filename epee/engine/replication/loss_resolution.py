@@ -1,7 +1,7 @@
 """The mirrors, new or complete, that a change of the view still waits for on one host, at one of its ranks.
 
 The gateways of the host's mirrors publish in their outboxes which mirrors they have made anew and what they have
-received (`ways.py`). A rank applies that here, under its engine's lock, whenever it drives a call while the group
+received (`links.py`). A rank applies that here, under its engine's lock, whenever it drives a call while the group
 changes:
 
     moves      a source has another gateway in the newest view. As soon as that one has a complete mirror this rank
@@ -39,8 +39,8 @@ from ..outbox import (
 logger = logging.getLogger("epee")
 
 
-class NoSettling:
-    """`Settling` of a group on one host, whose ranks have received all that was stored."""
+class NoLossResolution:
+    """`LossResolution` of a group on one host, whose ranks have received all that was stored."""
 
     is_over, has_moves = True, False
     unsettled: Mapping[int, int] = {}
@@ -64,7 +64,7 @@ class NoSettling:
         return []
 
 
-class Settling:
+class LossResolution:
     """The mirrors of one rank's host, as far as a change of the view concerns them.
 
     Args:

@@ -6,7 +6,7 @@
     mirrors    a gateway makes them and announces them in its outbox (field "mirrors"), which the ranks of its host have
                mapped
     links      one connection per pair of partners (`link/meeting.py`), then every rank asks for its sources
-               (`ways.py`), and LIFE_READY travels through the mirrors
+               (`links.py`), and LIFE_READY travels through the mirrors
 
 A token in the store is as safe as the store: a process that reads it there can act as a rank. A warning says so once;
 EPEE_REQUIRE_TOKEN_FILE=1 refuses. Everything else is as safe as on one host: a record that fits no token is refused.
@@ -42,8 +42,8 @@ from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.job_handle import Greeting
 from ..bootstrap.record import RankRecord
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
+from .links import GroupLinks, NoGroupLinks
 from .mirror import FROM_BIRTH
-from .ways import NoWays, Ways
 
 logger = logging.getLogger("epee")
 
@@ -188,7 +188,7 @@ def link(
     deadline: float,
     check: Callable[[], None],
     undo: contextlib.ExitStack,
-) -> Ways:
+) -> GroupLinks:
     """Make the links with this rank's partners, and request the others' words."""
     rank = topology.rank
     others = {
@@ -206,7 +206,7 @@ def link(
         undo.callback(connected.connection.close)
     for peer, partner in others.items():
         meeting.admit(peer, partner)
-    ways = Ways(topology, box, Links([]), meeting, dict(enumerate(owners)), maker)
+    ways = GroupLinks(topology, box, Links([]), meeting, dict(enumerate(owners)), maker)
     undo.callback(ways.exports.abandon)
     box.exports = ways.exports
     ways.start(met, mirrors)
@@ -214,7 +214,11 @@ def link(
 
 
 def await_told(
-    ways: Ways | NoWays, box: Outboxes, watch: DeathWatch, lost: Callable[[], tuple[int, ...]], deadline: float
+    ways: GroupLinks | NoGroupLinks,
+    box: Outboxes,
+    watch: DeathWatch,
+    lost: Callable[[], tuple[int, ...]],
+    deadline: float,
 ) -> None:
     """Wait until every other host has asked for this rank's state; all ranks are ready by now.
 

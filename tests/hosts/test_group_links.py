@@ -18,8 +18,8 @@ from epee.engine.outbox import (
     OutboxOwner,
     outbox_layout,
 )
-from epee.engine.replication.mirror import FROM_BIRTH, Ear
-from epee.engine.replication.ways import Newcomer, Turn, Ways
+from epee.engine.replication.links import GroupLinks, Newcomer, Turn
+from epee.engine.replication.mirror import FROM_BIRTH, LinkReader
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology
@@ -57,18 +57,18 @@ def regions() -> Iterator[list[SharedRegion]]:
         region.close()
 
 
-def ways_of(rank: int, regions: list[SharedRegion], keys: list[str] = KEYS) -> tuple[Ways, Outboxes, NoLinks]:
+def ways_of(rank: int, regions: list[SharedRegion], keys: list[str] = KEYS) -> tuple[GroupLinks, Outboxes, NoLinks]:
     links: Any = NoLinks()
     box = Outboxes(rank, regions, STAGING_BYTES, 1, len(keys))
     owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(len(keys))]
-    ways = Ways(Topology(rank, keys), box, links, links, owners, links)
+    ways = GroupLinks(Topology(rank, keys), box, links, links, owners, links)
     ways.start({}, {source: regions[source] for source in {rank - 2} & {0, 1}})
     return ways, box, links
 
 
-def hear(ways: Ways, peer: int, *frames: Frame, source: int | None = None) -> None:
+def hear(ways: GroupLinks, peer: int, *frames: Frame, source: int | None = None) -> None:
     """Have frames of a peer come, on a link on which it has been asked for `source`, itself if none is named."""
-    ear = Ear(peer, ways.box, ways._links, ways)
+    ear = LinkReader(peer, ways.box, ways._links, ways)
     source = peer if source is None else source
     if source in ways._questions:
         ways._questions[source] = ways._questions[source]._replace(ear=ear)

@@ -71,9 +71,9 @@ from ..outbox import (
 from ..waiting import Waiting
 from .exports import Exports
 from .gate import Gate, NoGate
-from .mirror import FROM_BIRTH, Ear, Mirror
-from .settling import NoSettling, Settling
-from .telling import tell_all
+from .loss_resolution import LossResolution, NoLossResolution
+from .mirror import FROM_BIRTH, LinkReader, Mirror
+from .snapshot import tell_all
 from .waiting import LinkedWaiting
 
 logger = logging.getLogger("epee")
@@ -111,18 +111,18 @@ class _Question(NamedTuple):
 
     teller: int
     epoch: int
-    ear: Ear | None
+    ear: LinkReader | None
 
 
-class NoWays:
-    """`Ways` of a group on one host, which has no links."""
+class NoGroupLinks:
+    """`GroupLinks` of a group on one host, which has no links."""
 
     spans, host, port, epoch, is_told = False, "", 0, FOREVER, True
     waiting: Callable[..., Waiting] = Waiting
 
-    def follow(self, *group: object) -> tuple[NoSettling, NoGate]:
+    def follow(self, *group: object) -> tuple[NoLossResolution, NoGate]:
         """Return the parts of the membership that follow the data of other hosts."""
-        return NoSettling(), NoGate()
+        return NoLossResolution(), NoGate()
 
     def adopted(self, epoch: int) -> None:
         """Do nothing."""
@@ -131,7 +131,7 @@ class NoWays:
         """Do nothing."""
 
 
-class Ways:
+class GroupLinks:
     """The links, mirrors and answers of one rank.
 
     Args:
@@ -173,7 +173,7 @@ class Ways:
         self._heard = 0  # epoch of the last view that was received ahead
         self._adopted = 0  # of the newest view with joiners that the engine has applied
         self._joined: dict[int, int] = {}  # rank -> epoch, of ranks that joined while this rank was there, and itself
-        self._ears: dict[int, Ear] = {}
+        self._ears: dict[int, LinkReader] = {}
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
@@ -222,9 +222,9 @@ class Ways:
         joined_in: int,
         boxes: Callable[[], Iterable[Outboxes]],
         tell: Callable[[int], None],
-    ) -> tuple[Settling, Gate]:
+    ) -> tuple[LossResolution, Gate]:
         """Return the parts of the membership that follow the data of other hosts, from the present placement on."""
-        settling = Settling(self.box, Roles(self.topology, [*since], since), self.owners, boxes)
+        settling = LossResolution(self.box, Roles(self.topology, [*since], since), self.owners, boxes)
         if joined_in:
             settling.begin(joined_in)
         return settling, Gate(occupants, settling, tell)
@@ -253,13 +253,13 @@ class Ways:
         self._fetches[peer, source] = epoch  # a newer question about the same is asked because the older is void
         self._links.ring()
 
-    def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+    def opened(self, ear: LinkReader, source: int, epoch: int) -> Mirror | None:
         """Return the mirror for the answer to a FETCH that begins; None: the answer is not wanted any more."""
         question = self._questions.get(source)
         is_wanted = question is not None and question.ear is ear and question.epoch == epoch
         return self.mirrors.get(source) if is_wanted else None
 
-    def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+    def ended(self, ear: LinkReader, source: int, epoch: int) -> Mirror | None:
         """Note that an answer is complete, or that a peer sends nothing more.
 
         Return the mirror for its own frames now.
@@ -275,7 +275,7 @@ class Ways:
                 self._settle(source, epoch)
         return own
 
-    def _is_fed_by(self, ear: Ear) -> bool:
+    def _is_fed_by(self, ear: LinkReader) -> bool:
         question = self._questions.get(ear.peer)
         return question is not None and question.ear is ear
 
@@ -534,7 +534,7 @@ class Ways:
     def _take(self, peer: int, connected: Connected) -> None:
         """Use a connection with a peer, replacing the previous one."""
         with self._links.lock:
-            ear = Ear(peer, self.box, self._links, self)
+            ear = LinkReader(peer, self.box, self._links, self)
             link = self._maker.make(peer, connected, ear)
             if peer in self._ears:
                 self._unlink(peer)

@@ -51,7 +51,7 @@ while not stop.item():
     stop.fill_(float(rank == 0 and os.path.exists(sys.argv[3])))
     dist.all_reduce(stop)
 group = dist.group.WORLD
-print(json.dumps([told, group.epoch, dict(group._engine.survival.runtime.dropped())]), flush=True)
+print(json.dumps([told, group.epoch, dict(group._engine.membership.runtime.dropped())]), flush=True)
 dist.destroy_process_group()
 """
 

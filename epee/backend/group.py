@@ -211,13 +211,13 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._engine.timeout_s = self.own_timeout_s or self._default_timeout_s
         self._engine.p2p_timeout_s = self._p2p_timeout_s
         self._show_name()
-        if self._engine.survival is not None:
-            self._engine.survival.remember(self._store)
-            self._engine.survival.local_state.note()  # ranks for which processes were waiting before the group was made
+        if self._engine.membership is not None:
+            self._engine.membership.remember(self._store)
+            self._engine.membership.local_state.note()  # ranks whose processes waited before the group was made
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
-        if self._engine.survival is not None and self._engine.mask.shows_at_once:
-            self._engine.survival.show_losses()
+        if self._engine.membership is not None and self._engine.mask.shows_at_once:
+            self._engine.membership.show_losses()
         self._engine.reports_losses = self.options.reports_losses
         for old in self._ends:
             old.detach()  # of an engine before, which has been closed
@@ -253,7 +253,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def size(self) -> int:
         """Return the number of ranks: that at creation, unless the options have it follow the ranks that take part."""
         engine = self._engine
-        if not self._counts_present or engine.survival is None:
+        if not self._counts_present or engine.membership is None:
             return self._num_ranks
         size = engine.mask.told = engine.mask.span
         return size
@@ -261,7 +261,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _expected_size(self) -> int:
         """Return how many entries the lists of the next call have most likely; `fitted` accepts others, too."""
         engine = self._engine
-        return self._num_ranks if engine.survival is None else engine.mask.told
+        return self._num_ranks if engine.membership is None else engine.mask.told
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -292,8 +292,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _show_name(self) -> None:
         """Use torch's name of the group in errors and hang reports."""
         self._engine.box.label.text = text = group_label(self._group_name, self._group_desc)
-        if self._engine.survival is not None:
-            self._engine.survival.call_it(text)
+        if self._engine.membership is not None:
+            self._engine.membership.call_it(text)
 
     def get_group_store(self) -> Any:
         """Return the store through which the group was made."""
@@ -385,8 +385,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         engine = self._engine
         engine.watch.look(ranks)
         dead = {*engine.watch.dead()}.intersection(ranks)
-        if dead and engine.survival is not None:
-            engine.survival.found_dead(dead)
+        if dead and engine.membership is not None:
+            engine.membership.found_dead(dead)
 
     # ---- collectives
 

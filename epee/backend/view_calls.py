@@ -94,8 +94,8 @@ class CallsOfView:
             ranks: 0 ... 63; ranks that never existed may ask to join, too.
         """
         _check_ranks(ranks, "get_peer_state")
-        survival = self._engine.survival
-        ready = set() if survival is None else survival.admission.joining()
+        membership = self._engine.membership
+        ready = set() if membership is None else membership.admission.joining()
         state = torch.tensor([int(rank in ready) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
@@ -120,10 +120,10 @@ class CallsOfView:
         """
         _check_ranks(ranks, "local_peer_state")
         self._require_open()
-        survival = self._engine.survival
-        if survival is None:
+        membership = self._engine.membership
+        if membership is None:
             return [rank in self._engine.members.members for rank in ranks]
-        return survival.local_state.states(ranks)
+        return membership.local_state.states(ranks)
 
     def take_in(self, ranks: Sequence[int]) -> int:
         """Take in the processes that wait for those of `ranks` that are lost or never existed.
@@ -135,11 +135,11 @@ class CallsOfView:
             As `recover_ranks`.
         """
         self._require_open()
-        survival = self._engine.survival
-        if survival is None:
+        membership = self._engine.membership
+        if membership is None:
             return next((rank for rank in ranks if rank not in self._engine.members.members), -1)
-        wanted = survival.local_state.must_be_taken_in(ranks)
-        here = {*survival.admission.waiting(), *survival.local_state.alive(survival.runtime.view())}
+        wanted = membership.local_state.must_be_taken_in(ranks)
+        here = {*membership.admission.waiting(), *membership.local_state.alive(membership.runtime.view())}
         for rank in wanted:
             if rank not in here:
                 return rank
@@ -156,21 +156,21 @@ class CallsOfView:
 
         `NO_VIEW` for a group of one rank.
         """
-        survival = self._engine.survival
-        return NO_VIEW if survival is None else survival.in_view(num_ranks)
+        membership = self._engine.membership
+        return NO_VIEW if membership is None else membership.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank knows; no communication."""
-        survival = self._engine.survival
-        return () if survival is None else survival.admission.waiting()
+        membership = self._engine.membership
+        return () if membership is None else membership.admission.waiting()
 
     def ready_ranks(self) -> set[int]:
         """Return the ranks that take part, and those for which a process waits or has just been taken in.
 
         As far as this rank knows; no communication. `get_peer_state` returns what all members know.
         """
-        survival = self._engine.survival
-        return {*self._engine.members.members, *(() if survival is None else survival.admission.ready())}
+        membership = self._engine.membership
+        return {*self._engine.members.members, *(() if membership is None else membership.admission.ready())}
 
     def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
         """Take in the processes that wait for these ranks; the next call of this rank runs with them.
@@ -223,7 +223,7 @@ class CallsOfView:
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
             )
         present = self._engine.members.group_size
-        if size == present and self._engine.survival is None:
+        if size == present and self._engine.membership is None:
             return
         admission = self._admission()
         admission.recover(range(present, size), self._limit(timeout_s))
@@ -313,18 +313,18 @@ class CallsOfView:
 
     def _is_out(self) -> bool:
         """Return whether this process was excluded from the group."""
-        survival = self._engine.survival
-        if survival is None or self._engine.flags & ENDED:
+        membership = self._engine.membership
+        if membership is None or self._engine.flags & ENDED:
             return True
-        return self._rank not in survival.admission.present()
+        return self._rank not in membership.admission.present()
 
     def _beyond(self, size: int) -> list[int]:
         return [rank for rank in self._engine.members.members if rank >= size]
 
     def _admission(self) -> Admission:
-        if self._engine.survival is None:
+        if self._engine.membership is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
-        return self._engine.survival.admission
+        return self._engine.membership.admission
 
 
 def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:

@@ -199,7 +199,7 @@ class Engine:
         self.recovery = Recovery(self)
         self.members: Outboxes = box
         self.contributors: tuple[int, ...] = ()
-        self.survival: GroupMembership | None = None
+        self.membership: GroupMembership | None = None
         self.has_failed = False
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
@@ -361,16 +361,16 @@ class Engine:
             CommTimeoutError: this host did not receive in time what lost ranks had sent to others; no number was used
             up.
         """
-        survival, until = self.survival, time.monotonic() + self.timeout_s
-        if survival is None:
+        membership, until = self.membership, time.monotonic() + self.timeout_s
+        if membership is None:
             return
-        while not survival.settle():
-            if time.monotonic() > until and not survival.insist_on_tellers(until):
-                raise survival.not_told(self.timeout_s)
+        while not membership.settle():
+            if time.monotonic() > until and not membership.insist_on_tellers(until):
+                raise membership.not_told(self.timeout_s)
             self.entry.leave()
             time.sleep(SETTLING_LOOK_S)
             self.entry.enter()  # decisions meanwhile are applied there
-        survival.raise_untold()
+        membership.raise_untold()
 
     def look(self, step: Callable[[], None]) -> None:
         """Run `step` with the lock held, when all decisions are applied and the group is not frozen."""
@@ -392,9 +392,9 @@ class Engine:
         op.on_done = None
 
     def _publish_waiting(self) -> None:
-        if self.flags & CHANGING and self.queue and self.survival is not None:
-            self.survival.heed(self.queue[0])
-            if not self.survival.may_publish(self.queue[0]):
+        if self.flags & CHANGING and self.queue and self.membership is not None:
+            self.membership.heed(self.queue[0])
+            if not self.membership.may_publish(self.queue[0]):
                 return
         for op in self.queue:
             if not op.published and not op.done:
@@ -517,8 +517,8 @@ class Engine:
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
         if isinstance(op, Message):
-            if self.flags & CHANGING and self.survival is not None:
-                self.survival.settle()
+            if self.flags & CHANGING and self.membership is not None:
+                self.membership.settle()
             try:
                 block = None if op.done else self.mail.ends[op.is_send].step(op)
             except BaseException as exc:
@@ -533,9 +533,9 @@ class Engine:
                 self.retire(self.mail.finished.pop())
             return block
         head = self.queue[0]
-        if self.flags & CHANGING and self.survival is not None:
-            self.survival.heed(head)
-            if not head.done and not self.survival.may_publish(head):
+        if self.flags & CHANGING and self.membership is not None:
+            self.membership.heed(head)
+            if not head.done and not self.membership.may_publish(head):
                 return NO_ROOM
         try:
             block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.box)
@@ -586,13 +586,13 @@ class Engine:
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
             self.box.exports.consumed(op.seq)
             self.contributors = op.box.members if op.error is None else ()
-            if self.survival is not None:
+            if self.membership is not None:
                 self.unsettled.note(op)
             retired = True
             self.retire(op)
             queue.popleft()  # last: all of this may be run again after an interrupt
-        if self.flags & CHANGING and self.survival is not None:
-            self.survival.retired(self.num_retired)
+        if self.flags & CHANGING and self.membership is not None:
+            self.membership.retired(self.num_retired)
         if retired and queue:
             self._publish_waiting()
 
@@ -605,7 +605,7 @@ class Engine:
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         has_room = Operation(plan, op.seq, op.box, 0.0).publish(op.box)
-        return has_room or (self.survival is not None and self.survival.has_lost_one_of(op.box))
+        return has_room or (self.membership is not None and self.membership.has_lost_one_of(op.box))
 
     def settle(self) -> None:
         """Make the state consistent after an interrupt; the lock is held."""
@@ -644,18 +644,18 @@ class Engine:
             self.entry.raise_ended()
         if self.flags & ENDED:
             raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
-        survival = self.survival
-        assert survival is not None, "only `membership/group_membership.py` sets the other bits"
+        membership = self.membership
+        assert membership is not None, "only `membership/group_membership.py` sets the other bits"
         if self.flags & NEWS:
-            survival.take_news()
+            membership.take_news()
             if op.done:
                 return  # this process was excluded, but not from this call
         if self.flags & TROUBLED:
-            survival.raise_trouble()
+            membership.raise_trouble()
         if self.flags & FROZEN:
             self.entry.let_go()
             try:
-                survival.await_thaw(FROZEN_LOOK_S)
+                membership.await_thaw(FROZEN_LOOK_S)
             finally:
                 self.entry.take_back()
 
@@ -674,9 +674,9 @@ class Engine:
 
     def may_go_on(self, while_frozen: bool = False) -> bool:
         """Check `flags` with the lock held; False when a call must not run now."""
-        if self.flags & NEWS and self.survival is not None:
-            self.survival.take_news()
-        eviction = None if self.survival is None else self.survival.eviction
+        if self.flags & NEWS and self.membership is not None:
+            self.membership.take_news()
+        eviction = None if self.membership is None else self.membership.eviction
         if self.flags & TROUBLED and eviction is not None:
             for op in self.queue:
                 op.fail(eviction)  # no thread may be waiting, only a future
@@ -688,27 +688,27 @@ class Engine:
 
         Raise the error that it implies for a call.
         """
-        survival = self.survival
-        if self.flags & ENDED or survival is None:
+        membership = self.membership
+        if self.flags & ENDED or membership is None:
             self.entry.raise_ended()
             return
         if self.flags & TROUBLED:
-            survival.await_quorum()
-            survival.raise_trouble()
+            membership.await_quorum()
+            membership.raise_trouble()
         if self.flags & FROZEN:
-            survival.await_thaw(FROZEN_LOOK_S)
+            membership.await_thaw(FROZEN_LOOK_S)
 
     # ---- the end
 
     def await_shown(self, ranks: Collection[int]) -> None:
         """Wait a moment until these losses are shown, in groups that show losses at once. Without the lock."""
-        if self.survival is not None:
-            self.survival.await_shown(ranks)
+        if self.membership is not None:
+            self.membership.await_shown(ranks)
 
     def retire(self, op: Driven) -> None:
         """Schedule the listeners of an ended call for when the lock is free."""
-        if self.survival is not None:
-            self.survival.hide()
+        if self.membership is not None:
+            self.membership.hide()
         if op.on_done:
             self.entry.after.append(partial(_call_listeners, op))
 
@@ -772,8 +772,8 @@ class Engine:
         entry.do_rest()
         self.helper.stop()
         self.watch.close()
-        if self.survival is not None:
-            self.survival.close(self.has_failed)
+        if self.membership is not None:
+            self.membership.close(self.has_failed)
         deadline = time.monotonic() + 1.0
         while entry.asleep and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -41,33 +41,38 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     """Examine why a word has not arrived: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
     engine.end_with_others()
-    if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
-        _examine_unsettled(engine, engine.survival, head, now)
+    if (
+        isinstance(head, Operation)
+        and not head.done
+        and engine.membership is not None
+        and engine.membership.unsettled()
+    ):
+        _examine_unsettled(engine, engine.membership, head, now)
         raise_if_overdue(engine, op, until, now)
         return
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
-        unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
+        unready = [] if engine.membership is None or head.published else engine.membership.unready(head.box)
         silent = (
             unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box, head.lost) or silent
         )
     awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
     found = engine.watch.look(sorted(awaited))
-    if found and engine.survival is not None:
-        engine.survival.found_dead(found)
-    if engine.survival is not None and not head.done:
-        engine.survival.show(head, awaited)
+    if found and engine.membership is not None:
+        engine.membership.found_dead(found)
+    if engine.membership is not None and not head.done:
+        engine.membership.show(head, awaited)
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
-        if undecided and now > head.deadline and engine.survival is not None:
-            engine.survival.insist(head, undecided, now)  # without its view the outcome may never be known
-        if not undecided or engine.survival is not None or not set(undecided) <= set(engine.watch.dead()):
+        if undecided and now > head.deadline and engine.membership is not None:
+            engine.membership.insist(head, undecided, now)  # without its view the outcome may never be known
+        if not undecided or engine.membership is not None or not set(undecided) <= set(engine.watch.dead()):
             raise_if_overdue(engine, op, until, now)
             return  # the next step finds the outcome
         head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
-    if is_late and isinstance(head, Operation) and engine.survival is not None:
-        is_late = not engine.survival.insist(head, silent, now)
+    if is_late and isinstance(head, Operation) and engine.membership is not None:
+        is_late = not engine.membership.insist(head, silent, now)
     if is_late:
         head.holds_back = engine.order.held_by(head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
@@ -94,14 +99,14 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     raise_if_overdue(engine, op, until, now)
 
 
-def _examine_unsettled(engine: Engine, survival: GroupMembership, head: Operation, now: float) -> None:
+def _examine_unsettled(engine: Engine, membership: GroupMembership, head: Operation, now: float) -> None:
     """Examine a call that cannot be decided: this host lacks data that lost ranks of other hosts had sent."""
-    lost, tellers = survival.unsettled(), survival.tellers()
+    lost, tellers = membership.unsettled(), membership.tellers()
     found = engine.watch.look(tellers)
     if found:
-        survival.found_dead(found)
-    survival.show(head, tellers or lost)
-    if now <= head.deadline or survival.insist(head, tellers, now) or not survival.unsettled() or head.done:
+        membership.found_dead(found)
+    membership.show(head, tellers or lost)
+    if now <= head.deadline or membership.insist(head, tellers, now) or not membership.unsettled() or head.done:
         return
     if _can_withdraw(head) and head.withdrawal is None:
         head.withdraw(head.box, tellers or lost)
@@ -205,19 +210,19 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     lost = sorted(concerned.intersection(dead))
     if isinstance(head, Message):  # a rank that left in order has left, whether or not its process has ended since
         lost = [rank for rank in lost if rank not in gone]
-        if head.wanted == ANY and engine.survival is not None:
+        if head.wanted == ANY and engine.membership is not None:
             lost = []  # the view reports it in a moment, and continues without them
-    is_judged = isinstance(head, Operation) and engine.survival is not None
-    if not head.done and isinstance(head, Operation) and engine.survival is not None:
-        quitters = engine.survival.ended_without(head)
+    is_judged = isinstance(head, Operation) and engine.membership is not None
+    if not head.done and isinstance(head, Operation) and engine.membership is not None:
+        quitters = engine.membership.ended_without(head)
         if quitters:
             head.fail(_unmet(engine, quitters, head, now))
             return True
     if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
         return head.done  # a lost rank leaves the view as well, and the view decides the outcome of the call
     if lost:
-        if engine.survival is not None:
-            engine.survival.found_dead(lost)
+        if engine.membership is not None:
+            engine.membership.found_dead(lost)
         head.fail(_peer_error(engine.box, lost, head, now, ENDED))
         return True
     left = sorted(concerned.intersection(gone))
@@ -229,8 +234,8 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
 
 def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it."""
-    assert engine.survival is not None
-    lost = engine.survival.removed_in(head.box.epoch)
+    assert engine.membership is not None
+    lost = engine.membership.removed_in(head.box.epoch)
     names = ", ".join(map(str, quitters))
     told = head.describe(engine.box, peer=names, elapsed=now - head.started)
     text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"

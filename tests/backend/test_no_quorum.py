@@ -19,16 +19,16 @@ NUM_PAUSES = 5  # after this many the quorum is back
 def repeated(rank: int, num_ranks: int) -> tuple[int, float]:
     """Repeat a call, as its error says, until the agent has news; return how often it failed."""
     group: Any = dist.group.WORLD
-    survival = group._engine.survival
-    shared = survival.runtime._loop.shared
+    membership = group._engine.membership
+    shared = membership.runtime._loop.shared
     dist.barrier()
 
     def come_back() -> None:
         shared.error = None
-        survival.hooks._has_news.set()  # as with a decision
+        membership.hooks._has_news.set()  # as with a decision
 
     shared.error = NoQuorumError("nobody answers", [1 - rank])
-    survival.hooks.trouble(shared.error)
+    membership.hooks.trouble(shared.error)
     threading.Timer(NUM_PAUSES * NO_QUORUM_PAUSE_S, come_back).start()
     x, num_failed, until = torch.ones(3), 0, time.monotonic() + 20
     while time.monotonic() < until:

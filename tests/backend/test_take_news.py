@@ -89,27 +89,27 @@ class Case:
             look_at=lambda slot: None,
         )
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
-        self.survival = GroupMembership(Seat(job, [0, 1], LANE, True, True), mode)
+        self.membership = GroupMembership(Seat(job, [0, 1], LANE, True, True), mode)
         regions = [processes[0].region, SharedRegion.attach(processes[1].region.blob)]
         self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
-        self.survival.attach(self.engine)
+        self.membership.attach(self.engine)
         for decision in self.decisions if is_told else ():
-            self.survival.hooks.decided(decision)
+            self.membership.hooks.decided(decision)
 
     def result(self) -> dict[str, Any]:
         """Return what is left of taking them over."""
-        survival, engine = self.survival, self.engine
-        occupants, boxes, intake = survival._occupants, survival._boxes, survival._intake
+        membership, engine = self.membership, self.engine
+        occupants, boxes, intake = membership._occupants, membership._boxes, membership._intake
         return {
             "flags": engine.flags,
             "epoch": occupants.epoch,
-            "left": len(survival.hooks.decisions),
+            "left": len(membership.hooks.decisions),
             "removed": occupants.removed,
             "incarnations": occupants.incarnations,
             "since": occupants.since,
             "joined": (intake.join_epoch, intake.first_call, boxes.sizes._changes),
-            "turns": [(turn.epoch, turn.removed, turn.limit, turn.cap, turn.last) for turn in survival._course.turns],
-            "present": survival._course.present(),
+            "turns": [(turn.epoch, turn.removed, turn.limit, turn.cap, turn.last) for turn in membership._course.turns],
+            "present": membership._course.present(),
             "boxes": {
                 epoch: [(first, box.members, box.group_size, box.epoch) for first, box in stretches]
                 for epoch, stretches in boxes._boxes.items()
@@ -124,7 +124,7 @@ class Case:
 
     def close(self) -> None:
         self.engine.watch.close()
-        self.survival.close()
+        self.membership.close()
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +186,10 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
         was_interrupted = interrupt.run(case.engine)
         if was_interrupted:
             assert not case.engine.entry._lock._is_owned(), interrupt.where
-            claimed = case.survival.hooks.freeze()  # an agreement may begin at once; it says the same as before
-            case.survival.hooks.thaw()
+            claimed = case.membership.hooks.freeze()  # an agreement may begin at once; it says the same as before
+            case.membership.hooks.thaw()
             assert claimed.issued == (3 if mode.startswith("raise") else 0), interrupt.where
-            if case.engine.num_retired == 0 and case.survival.hooks.decisions:
+            if case.engine.num_retired == 0 and case.membership.hooks.decisions:
                 assert case.engine.flags & NEWS, interrupt.where
             case.engine.look(lambda: None)
         assert case.result() == wanted, interrupt.where
@@ -202,20 +202,20 @@ def test_a_call_that_news_will_move_accuses_nobody(processes: list[Process]) -> 
     """A look at a call whose time is over comes between the news and the call's move to the new epoch."""
     case = Case(processes, "mask/evict", is_told=False)
     accused: list[tuple[int, ...]] = []
-    case.survival.runtime.accuse = lambda *what: accused.append(what)  # type: ignore[method-assign]
-    case.survival.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
+    case.membership.runtime.accuse = lambda *what: accused.append(what)  # type: ignore[method-assign]
+    case.membership.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
     case.engine.helper.kick = lambda *_, **__: None  # type: ignore[method-assign]  # the thread would take the news too
     op = case.engine.start(barrier)
     op.started = time.monotonic() - 2.0
     op.deadline = op.started + 1.0
-    assert case.survival.insist(op, [1], time.monotonic())
+    assert case.membership.insist(op, [1], time.monotonic())
     assert accused == [(1, LANE, 1, 1)], "behind in the epoch that the call runs in"
-    case.survival._awaited._accused_at = 0.0
+    case.membership._awaited._accused_at = 0.0
     for decision in case.decisions:
-        case.survival.hooks.decided(decision)
+        case.membership.hooks.decided(decision)
     case.engine.look(lambda: None)
     assert op.box.epoch == 1, "the news is known, the call not judged"
-    assert case.survival.insist(op, [1], time.monotonic()), "its time begins anew"
+    assert case.membership.insist(op, [1], time.monotonic()), "its time begins anew"
     assert len(accused) == 1, "the process that has the rank now was never waited for"
     assert op.box.epoch > 1
     case.close()
@@ -226,24 +226,24 @@ def test_a_shortage_is_an_error_and_the_next_call_takes_the_decision_over(proces
     errors: list[str] = []
     states: list[Any] = []
     num_free = 0
-    while case.survival.hooks.decisions and num_free < 20:
+    while case.membership.hooks.decisions and num_free < 20:
         with shortage.descriptors(num_free):
             try:
                 case.engine.look(lambda: None)
             except ResourceError as exc:
                 errors.append(str(exc))
                 assert case.engine.flags & NEWS
-        freezer = threading.Thread(target=lambda: states.append(case.survival.hooks.freeze()))
+        freezer = threading.Thread(target=lambda: states.append(case.membership.hooks.freeze()))
         freezer.start()
         freezer.join(10)  # the lock is free, and who is short answers all the same
-        case.survival.hooks.thaw()
+        case.membership.hooks.thaw()
         num_free += 1
     assert len(errors) >= 2
     assert all("has joined in epoch" in error and "Too many open files" in error for error in errors)
     assert [state.issued for state in states] == [0] * num_free
-    assert case.survival._occupants.epoch == 6
-    assert case.survival._boxes.full.num_ranks == 3
-    assert not case.survival._boxes.full.blanks
+    assert case.membership._occupants.epoch == 6
+    assert case.membership._boxes.full.num_ranks == 3
+    assert not case.membership._boxes.full.blanks
     case.close()
 
 
@@ -263,7 +263,7 @@ def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process
         monkeypatch.setattr("epee.engine.membership.members.is_leaving", lambda pid, start_time: True)
         patch.setattr(SharedRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
         case.engine.look(lambda: None)
-    assert case.survival._boxes.full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"
+    assert case.membership._boxes.full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"
     case.close()
 
 
@@ -280,7 +280,7 @@ def test_messages_with_a_replaced_rank_are_failed_once_whatever_interrupts(proce
         told: list[Message] = []
         message = _receive(case, told)
         for decision in case.decisions:
-            case.survival.hooks.decided(decision)
+            case.membership.hooks.decided(decision)
         was_interrupted = interrupt.run(case.engine)
         case.engine.look(lambda: None)
         assert isinstance(message.error, RankFailedError), interrupt.where

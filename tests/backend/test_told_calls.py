@@ -204,7 +204,7 @@ def test_a_call_that_failed_before_it_was_told_waits_for_room_but_not_for_a_lost
     box.least_consumed = lambda: 0  # of a rank that reads nothing any more
     op = Operation(refused("all_reduce", RuntimeError("interrupted")), 1000, box, 0.0)
     op.fail(KeyboardInterrupt())
-    engine: Any = SimpleNamespace(survival=SimpleNamespace(has_lost_one_of=lambda asked: is_lost and asked is box))
+    engine: Any = SimpleNamespace(membership=SimpleNamespace(has_lost_one_of=lambda asked: is_lost and asked is box))
     assert Engine._publish_failed(engine, op) is is_lost
 
 

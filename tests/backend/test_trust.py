@@ -208,7 +208,7 @@ def test_a_folder_named_by_somebody_else_is_not_joined(tmp_path: Path, monkeypat
 def log_out(rank: int, num_ranks: int, folder: str) -> list[Any]:
     cases.init(rank, num_ranks, folder, op_timeout=20.0)
     group: Any = dist.group.WORLD
-    path = group._engine.survival.runtime._job.path
+    path = group._engine.membership.runtime._job.path
     dist.all_reduce(torch.ones(1))
     stages.meet(folder, "born", rank, range(num_ranks))
     if rank == 0:

@@ -24,14 +24,14 @@ class Waiting:
 
     def __init__(self, processes: list[Process], on_stall: str, looks: int) -> None:
         self.case = Case(processes, f"raise/{on_stall}", is_told=False)
-        self.engine, self.survival = self.case.engine, self.case.survival
+        self.engine, self.membership = self.case.engine, self.case.membership
         self.left, self.judged, self.accused = looks, 0, 0
-        self.survival.settle = self._settle  # type: ignore[method-assign]
-        self.survival.unsettled = lambda: [1]  # type: ignore[method-assign]
-        self.survival.tellers = lambda: [1]  # type: ignore[method-assign]
-        self.survival._judge.raise_untold = self._judge  # type: ignore[method-assign]
-        self.survival.runtime.accuse = self._accuse  # type: ignore[method-assign]
-        self.survival.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
+        self.membership.settle = self._settle  # type: ignore[method-assign]
+        self.membership.unsettled = lambda: [1]  # type: ignore[method-assign]
+        self.membership.tellers = lambda: [1]  # type: ignore[method-assign]
+        self.membership._judge.raise_untold = self._judge  # type: ignore[method-assign]
+        self.membership.runtime.accuse = self._accuse  # type: ignore[method-assign]
+        self.membership.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
         self.engine.helper.kick = lambda *_, **__: None  # type: ignore[method-assign]
         self.engine.unsettled.calls.append(SimpleNamespace(seq=0, box=self.engine.box))  # type: ignore[arg-type]
         self.engine.raise_flag(CHANGING)

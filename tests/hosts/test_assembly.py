@@ -34,7 +34,7 @@ class Meeting:
         seat: Any = SimpleNamespace(is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), lane=LANE)
         admission = SimpleNamespace(expected=lambda: ({0, 1, 2}, set()), take_in=self._take_in)
         self.assembly = Assembly(control, Any, seat)  # type: ignore[arg-type]
-        self.assembly._engine = SimpleNamespace(survival=SimpleNamespace(admission=admission))  # type: ignore[assignment]
+        self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
         self.assembly._seat.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
 
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:

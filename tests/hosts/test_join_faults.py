@@ -216,8 +216,8 @@ def amid_losses(rank: int, num_processes: int, folder: str, hosts: tuple[int, in
         lose(group, {1, 4})
         say(folder, "lost")
         if rank == killer:
-            epoch = group._engine.survival.runtime.view().epoch
-            while group._engine.survival.runtime.view().epoch == epoch:
+            epoch = group._engine.membership.runtime.view().epoch
+            while group._engine.membership.runtime.view().epoch == epoch:
                 time.sleep(0.0005)
             kill_points.die()
         if rank == 0:

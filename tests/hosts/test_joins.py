@@ -162,7 +162,7 @@ def test_a_group_that_began_on_one_host_grows_onto_others_if_its_ranks_have_said
 
 def tell_late(group: Any, slot: int) -> None:
     """Have nothing that this process tells of the lane before it has come in reach `slot`."""
-    switchboard = group._engine.survival.runtime._loop.switchboard
+    switchboard = group._engine.membership.runtime._loop.switchboard
     send = switchboard.send
 
     def late(to: Any, message: Any, now: float) -> None:

@@ -20,7 +20,7 @@ from tests.survive import kill_points
 
 def tell_nothing(group: Any, *slots: int) -> None:
     """Have nothing that this process tells of its lanes from now on reach these slots."""
-    switchboard = group._engine.survival.runtime._loop.switchboard
+    switchboard = group._engine.membership.runtime._loop.switchboard
     send = switchboard.send
 
     def silent(to: Any, message: Any, now: float) -> None:

@@ -265,7 +265,7 @@ def another_root(rank: int, num_ranks: int, folder: str) -> tuple[str, int, floa
             reach(folder, "called")
             work.wait()
         else:
-            while group._engine.survival.runtime.view().epoch < 2:
+            while group._engine.membership.runtime.view().epoch < 2:
                 time.sleep(0.001)
             dist.reduce(x, 1)
     except RankFailedError as exc:

@@ -286,14 +286,14 @@ def _note_failure(path: str, entry: Entry, place: str) -> None:
 
 
 def _is_first_of_somebody(engine: Any, seq: int) -> bool:
-    course = engine.survival._course
+    course = engine.membership._course
     return seq in course.starts(course._latest)
 
 
 def _place_of(group: Any, counts: dict[str, int]) -> str:
     """Describe where this rank is, for a violation."""
     engine = group._engine
-    course = engine.survival._course
+    course = engine.membership._course
     consumed = [int(words[0]) for words in engine.box.words]
     return (
         f"calls so far {counts}, epoch {group.epoch}, members {engine.members.members}, CONSUMED {consumed}, "

@@ -47,7 +47,7 @@ def loses_two(rank: int, num_ranks: int, folder: str) -> list[tuple[tuple[int, .
         stages.meet(folder, f"before{victim}", rank, (0, 1, 3) if victim == 3 else (0, 1))
         if rank == victim or (rank == 0 and victim == STOPPED):
             os.kill(os.getpid() if rank == victim else stopped, signal.SIGKILL)
-        while victim in {member.slot for member in group._engine.survival.runtime.view().members}:
+        while victim in {member.slot for member in group._engine.membership.runtime.view().members}:
             time.sleep(0.005)
         with pytest.raises(RankFailedError) as caught:
             dist.all_reduce(torch.ones(1))

@@ -230,7 +230,7 @@ def claimed(slot: int, num_processes: int, folder: str) -> Any:
         group = start(slot, 2, folder, "raise")
         stages.reach(folder, "born")
         deadline = time.monotonic() + 30
-        while len(group._engine.survival.runtime._loop.agent.joins.requests) < 2:
+        while len(group._engine.membership.runtime._loop.agent.joins.requests) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         stages.reach(folder, f"seen{slot}")

@@ -70,7 +70,7 @@ def busy_while_another_dies(rank: int, num_ranks: int, folder: str) -> Any:
         stages.hold_the_gil_until(fifo)
     else:
         stages.wait_for(folder, "holding")
-        decision = group._engine.survival.runtime.await_decision(1, 20.0)
+        decision = group._engine.membership.runtime.await_decision(1, 20.0)
         assert decision is not None, "the survivors waited for the rank that was busy"
         assert [member.slot for member in decision.members] == [0, 1, 2]
         stages.meet(folder, "agreed", rank, (0, 2))

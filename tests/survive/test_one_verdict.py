@@ -38,7 +38,7 @@ def start(rank: int, num_ranks: int, folder: str, mode: str, on_stall: str, op_t
     options = epee.BackendOptions(fault_mode=mode, on_stall=on_stall, op_timeout=op_timeout)
     dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
     group: Any = dist.group.WORLD
-    runtime = group._engine.survival.runtime
+    runtime = group._engine.membership.runtime
     for holder in (runtime, runtime._loop.agent):
         holder.settings = holder.settings._replace(no_quorum_s=NO_QUORUM_S)
     return group

@@ -110,9 +110,9 @@ def refused(slot: int, num_processes: int, folder: str) -> str:
     group.recover_ranks([0, 1])  # nobody is lost: nothing to do
     if rank == 0:
         deadline = time.monotonic() + 20
-        while not group._engine.survival.runtime.waiting() and time.monotonic() < deadline:
+        while not group._engine.membership.runtime.waiting() and time.monotonic() < deadline:
             time.sleep(0.01)
-        group._engine.survival.runtime.admit([1])
+        group._engine.membership.runtime.admit([1])
     stages.wait_for(folder, "told")
     assert total() == 2
     return ""

@@ -55,7 +55,7 @@ def replaced(slot: int, num_processes: int, folder: str) -> Any:
         assert total(rank) == 111
     if slot == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
-    runtime = group._engine.survival.runtime
+    runtime = group._engine.membership.runtime
     errors: list[str] = []
     if slot < VICTIM:
         while total(rank) != 11:

@@ -153,25 +153,25 @@ def late_for_the_news(rank: int, num_ranks: int, folder: str) -> Any:
     publish_pid(folder, rank)
     if rank == 2:
         stages.wait_for(folder, "never", 60.0)  # it is stopped, and killed at the end of the test
-    survival = group._engine.survival
+    membership = group._engine.membership
     accused = set()
-    accuse = survival.runtime.accuse
+    accuse = membership.runtime.accuse
 
     def note(slot: int, *where: int) -> None:
         accused.add(slot)
         accuse(slot, *where)
 
-    survival.runtime.accuse = note
+    membership.runtime.accuse = note
     if rank == 0:
         os.kill(int(wait_for(Path(folder) / "pid2")), signal.SIGSTOP)
         stages.reach(folder, "stopped")
-        take_over = survival._take_over
+        take_over = membership._take_over
 
         def late(decision: Any) -> None:
             time.sleep(0.5)
             take_over(decision)
 
-        survival._take_over = late
+        membership._take_over = late
     stages.wait_for(folder, "stopped")
     x = torch.ones(1)
     dist.all_reduce(x)
@@ -222,7 +222,7 @@ def evicted_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
     if rank == 1:  # alive, but it does not call
         wait_for(Path(folder) / "over", 40.0)
         deadline = time.monotonic() + 30
-        while group._engine.survival.eviction is None:  # it is told a moment after the others have agreed
+        while group._engine.membership.eviction is None:  # it is told a moment after the others have agreed
             assert time.monotonic() < deadline
             time.sleep(0.005)
         with pytest.raises(EvictedError):
@@ -281,13 +281,13 @@ def waits_while_frozen(rank: int, num_ranks: int, folder: str) -> None:
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         group.set_timeout(PATIENCE)
-        survival = group._engine.survival
+        membership = group._engine.membership
         x = torch.ones(1)
         work = dist.all_reduce(x, async_op=True)
-        survival.hooks.freeze()  # as an agreement does that finds no end
+        membership.hooks.freeze()  # as an agreement does that finds no end
         with pytest.raises(CommTimeoutError, match="time-out of wait"):
             work.wait(timedelta(seconds=0.2))
-        survival.hooks.thaw()
+        membership.hooks.thaw()
         (Path(folder) / "told").touch()
         work.wait()
         assert x.item() == num_ranks

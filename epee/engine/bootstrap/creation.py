@@ -118,7 +118,7 @@ class _Creation:
         self._extra_bytes = options.extra_bytes if self._topology is not None else 0
         self._watch = DeathWatch()
         self._seat: Seat | None = None
-        self._survival: GroupMembership | None = None
+        self._membership: GroupMembership | None = None
         self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
@@ -144,8 +144,8 @@ class _Creation:
         engine = Engine(box, watch, timeout_s, waiting=self._ways.waiting)
         if self._helper is not None:
             self._helper.release()  # the engine has a use of its own
-        if self._survival is not None:
-            self._survival.attach(engine)
+        if self._membership is not None:
+            self._membership.attach(engine)
         return engine
 
     def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> Outboxes:
@@ -163,7 +163,7 @@ class _Creation:
         if greeting is not None:
             self._sit_down(greeting, region, 0 if listener is None else listener.getsockname()[1], half_made)
         records, owners = [], []
-        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._survival)
+        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._membership)
         if greeting is not None:
             if listener is not None:
                 address, port = listener.getsockname()[:2]
@@ -188,13 +188,13 @@ class _Creation:
         box = Outboxes(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
         undo.callback(box.close)
         if self._topology is not None and listener is not None and self._seat is not None:
-            assert self._survival is not None
+            assert self._membership is not None
             box.place(self._topology.host_of)
             token = self._seat.job.directory.token
             args = records, owners, mirrors, token, listener, self._deadline, check, undo
             self._ways = ways = link(self._topology, box, *args)
-            ways.begin(self._survival.epoch, self._survival.since())
-            self._survival.use(ways)
+            ways.begin(self._membership.epoch, self._membership.since())
+            self._membership.use(ways)
         await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
         await_told(self._ways, box, self._watch, self._lost, self._deadline)
         return box
@@ -229,8 +229,8 @@ class _Creation:
             self._follow(seat)
 
     def _follow(self, seat: Seat) -> None:
-        self._survival = GroupMembership(seat, self._mode)
-        self._leave = self._survival.close
+        self._membership = GroupMembership(seat, self._mode)
+        self._leave = self._membership.close
 
     def _owner(self, seat: Seat, peer: int, record: RankRecord) -> OutboxOwner:
         return OutboxOwner(bytes.fromhex(record.nonce), seat.lane, seat.slots[peer])
@@ -267,8 +267,8 @@ class _Creation:
                 seat.job.directory.write_home(pack_home(home))
                 place = pack_place(str(seat.job.directory.path), own_host_key())
                 self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
-        assert self._survival is not None
-        self._survival.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
+        assert self._membership is not None
+        self._membership.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
 
 
 def keep(engine: Engine) -> None:

@@ -145,13 +145,13 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
-        survival = GroupMembership(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
-        leave = survival.close
+        membership = GroupMembership(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        leave = membership.close
         if door is not None:
-            survival.span(decision)
+            membership.span(decision)
             tell_contact(store, job)
-        survival.join(decision)
-        engine = _start(survival, decision, home, rank, region, door)
+        membership.join(decision)
+        engine = _start(membership, decision, home, rank, region, door)
         undo.pop_all()
         return engine
 
@@ -191,9 +191,9 @@ def names_job(store: Any) -> bool:
 
 def place_of(engine: Engine, mode: str) -> Place | None:
     """Return the slot of this process in a group that it is in, None in one that takes no joiners."""
-    if engine.survival is None:
+    if engine.membership is None:
         return None
-    box, (lane, slots, is_home) = engine.box, engine.survival.place
+    box, (lane, slots, is_home) = engine.box, engine.membership.place
     link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports.spans else ()
     num_ranks = box.num_ranks if is_home else len(slots)
     return Place(Home(lane, num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
@@ -278,12 +278,14 @@ def come_in(
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
-        survival = GroupMembership(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
-        release = survival.close
-        decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
+        membership = GroupMembership(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
+        release = membership.close
+        decision = membership.ask(
+            Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s
+        )
         if door is not None:
-            survival.span(decision)
-        engine = _start(survival, decision, home, rank, region, door, extra_bytes)
+            membership.span(decision)
+        engine = _start(membership, decision, home, rank, region, door, extra_bytes)
         undo.pop_all()
         return engine
 
@@ -306,7 +308,7 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
 
 
 def _start(
-    survival: GroupMembership,
+    membership: GroupMembership,
     decision: Decision,
     home: Home,
     rank: int,
@@ -322,8 +324,8 @@ def _start(
     (`replication/joining_over_hosts.py`).
     """
     nbytes = region.nbytes
-    parts = survival.parts(decision)
-    told = [part.num_ranks for peer, part in parts.items() if survival.is_new(peer, decision)]
+    parts = membership.parts(decision)
+    told = [part.num_ranks for peer, part in parts.items() if membership.is_new(peer, decision)]
     size = max([1 + max(parts), *told])
     regions: list[SharedRegion] = [region] * size
     blank = make_blank(nbytes)
@@ -344,10 +346,10 @@ def _start(
         if door is None:
             engine = Engine(box, watch, 300.0, first_number(decision.epoch))
         else:
-            ways = door.enter(survival, decision, parts, box, home)
+            ways = door.enter(membership, decision, parts, box, home)
             undo.callback(ways.exports.abandon)
             engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=ways.waiting)
-        survival.attach(engine)
+        membership.attach(engine)
         if door is None:
             box.exports.publish(box, LIFE, LIFE_READY)
         keep(engine)

@@ -59,7 +59,7 @@ def own_record(
     region: SharedRegion,
     mode: str = MODES[0],
     seat: Seat | None = None,
-    survival: GroupMembership | None = None,
+    membership: GroupMembership | None = None,
 ) -> RankRecord:
     pid = os.getpid()
     try:
@@ -80,7 +80,7 @@ def own_record(
         mode,
         seat.job.runtime.member.nonce.hex() if seat is not None else bytes(NONCE_BYTES).hex(),
         pack_member(seat.job.runtime.member) if seat is not None and seat.is_founder else "",
-        survival.epoch if survival is not None else 1,
+        membership.epoch if membership is not None else 1,
         "",
         0,
         env.get_bool("EPEE_LINK_MAC"),

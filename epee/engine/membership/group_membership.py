@@ -12,16 +12,16 @@ determines their meaning call by call. So none of this is on the path of a call 
 
 `GroupMembership` is the interface of the engine; each part has its own state and does not know it:
 
-    MembershipStart  the beginning: the view with which this rank joins the group (`bootstrap/membership_start.py`)
-    AgentHooks  the agent thread's end: freezes and thaws the group, delivers decisions and errors
-    Occupants  the process of each rank, as far as decisions have been applied
-    Boxes      the peer regions with which each call runs, and the number of ranks that the group counts in it
-    Judge      the outcome of a call under the decisions: it continues, moves to a later epoch, or fails
-    Intake     reads the outboxes of joiners; Arrival: whether all can read each other's
-    LocalState the state of the ranks as this process knows it without a call
-    Admission  requests of users: the ranks that wait to join, taking them in
-    Settling   over several hosts: whether all data that lost ranks had sent is here (`replication/loss_resolution.py`)
-    Gate       over several hosts: when a view with joiners may be applied (`replication/gate.py`)
+    MembershipStart the view with which this rank joins the group (`bootstrap/membership_start.py`)
+    AgentHooks      the agent thread's end: freezes and thaws the group, delivers decisions and errors
+    RankTable       the process of each rank, as far as decisions have been applied
+    PeerRegions     the peer regions with which each call runs, and the number of ranks that the group counts in it
+    CallOutcome     the outcome of a call under the decisions: it continues, moves to a later epoch, or fails
+    Joiners         reads the outboxes of joiners; Arrival: whether all can read each other's
+    LocalState      the state of the ranks as this process knows it without a call
+    Admission       requests of users: the ranks that wait to join, taking them in
+    LossResolution  over several hosts: whether all data of lost ranks is here (`replication/loss_resolution.py`)
+    Gate            over several hosts: when a view with joiners may be applied (`replication/gate.py`)
 
 In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/links.py`). A
 decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
@@ -115,7 +115,7 @@ class GroupMembership(MembershipStart):
         asked = self.admission, self._read_marks, self._publish_mark
         self.local_state = LocalState(self.runtime, engine, occupants, *asked)
         self._engine = engine
-        engine.survival = self
+        engine.membership = self
         own = box.regions[box.rank].blob
         assert self._row is not None, "`close` comes later"
         state = IN if self._is_joiner else FOUNDER

@@ -181,7 +181,7 @@ class Entrance:
 
     def enter(
         self,
-        survival: GroupMembership,
+        membership: GroupMembership,
         decision: Decision,
         parts: Mapping[int, OutboxEndpoint],
         box: Outboxes,
@@ -192,7 +192,7 @@ class Entrance:
         Raises:
             ResourceError: no memory, descriptor or thread is left.
         """
-        rank, token = box.rank, survival.token
+        rank, token = box.rank, membership.token
         topology = Topology(rank, [parts[peer].host if peer in parts else "" for peer in range(box.num_ranks)])
         owners = {peer: part.owner for peer, part in parts.items()}
         lane = token.derive(b"links", home.lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
@@ -218,8 +218,8 @@ class Entrance:
             ways = GroupLinks(topology, box, Links([]), meeting, owners, maker)
             undo.callback(ways.exports.abandon)
             box.exports = ways.exports
-            ways.begin(decision.epoch, survival.since(), joined=True)
+            ways.begin(decision.epoch, membership.since(), joined=True)
             ways.start({}, mirrors)
-            survival.use(ways)
+            membership.use(ways)
             undo.pop_all()
             return ways

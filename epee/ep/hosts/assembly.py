@@ -132,15 +132,15 @@ class Assembly:
         """Return the ranks in the engine's group or requesting admission, and those in the process group, as bit
         masks.
         """
-        survival, seat = self._engine.survival, self._seat
-        if not seat.is_open or survival is None:
+        membership, seat = self._engine.membership, self._seat
+        if not seat.is_open or membership is None:
             return 0, 0
-        there, left = survival.admission.expected()
+        there, left = membership.admission.expected()
         ready = [rank for rank in there if rank < self._control.config.num_ranks]
         awaited = set(present_ranks(seat, seat.runtime.view())) - left
         return sum(1 << rank for rank in ready), sum(1 << rank for rank in awaited)
 
     def _take_in(self, ranks: set[int], deadline: float) -> None:
-        survival = self._engine.survival
-        assert survival is not None, "nobody is missing where there is no view"
-        survival.admission.take_in(ranks, min(time.monotonic() + SLICE_S, max(deadline, time.monotonic() + 1e-3)))
+        membership = self._engine.membership
+        assert membership is not None, "nobody is missing where there is no view"
+        membership.admission.take_in(ranks, min(time.monotonic() + SLICE_S, max(deadline, time.monotonic() + 1e-3)))

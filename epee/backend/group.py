@@ -54,7 +54,7 @@ from ..engine.membership.call_outcome import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
 from ..engine.operation import Operation
-from ..engine.outbox import Outboxes
+from ..engine.outbox import PeerRegions
 from ..engine.p2p.message import ANY, Message
 from ..engine.plan import Make, Tensors
 from ..engine.signature import DTYPE_CODE, OP_CODE
@@ -116,7 +116,7 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
                 if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
                     self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
-                named(exc, self._engine.box.label.text)
+                named(exc, self._engine.peer_regions.label.text)
                 if self._engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
                     return Ended(self._engine, exc)
                 raise
@@ -291,7 +291,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def _show_name(self) -> None:
         """Use torch's name of the group in errors and hang reports."""
-        self._engine.box.label.text = text = group_label(self._group_name, self._group_desc)
+        self._engine.peer_regions.label.text = text = group_label(self._group_name, self._group_desc)
         if self._engine.membership is not None:
             self._engine.membership.call_it(text)
 
@@ -348,7 +348,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         except TooShort as exc:
             self._await_lost(exc)
         except EpeeError as exc:
-            named(exc, self._engine.box.label.text)
+            named(exc, self._engine.peer_regions.label.text)
             raise
         return self._go(given, opts, outputs, reads, writes)
 
@@ -362,7 +362,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         except TooShort as exc:
             self._await_lost(exc)
         except EpeeError as exc:
-            named(exc, self._engine.box.label.text)
+            named(exc, self._engine.peer_regions.label.text)
             raise
         return self._run(make, opts, tensors)
 
@@ -373,7 +373,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             InvalidArgument: they live.
         """
         engine = self._engine
-        wait_s = UNSEEN_DEATH_S if engine.box.exports.spans else _UNSEEN_HERE_S
+        wait_s = UNSEEN_DEATH_S if engine.peer_regions.exports.spans else _UNSEEN_HERE_S
         until = time.monotonic() + min(engine.timeout_s, wait_s)
         while not engine.mask.has_lost(error.members, error.epoch):
             if time.monotonic() > until:
@@ -397,7 +397,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         is_root = root == self._rank
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "broadcast")
         sent, got = (tensors, ()) if is_root else ((), tensors)
-        return self._go(lambda box: calls.broadcast(box, tensor, root), opts, tensors, sent, got)
+        return self._go(lambda peer_regions: calls.broadcast(peer_regions, tensor, root), opts, tensors, sent, got)
 
     @collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -411,7 +411,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Reduce several tensors of one dtype in place, as one call, all or none."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         calls.check_one_dtype(tensors)
-        return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors, tensors)
+        return self._go(
+            lambda peer_regions: calls.all_reduce_coalesced(peer_regions, tensors, code), opts, tensors, tensors
+        )
 
     @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
@@ -420,7 +422,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         tensor = calls.one(tensors, "reduce")
         root = opts.rootRank  # now: a call may be planned again, and its caller may change `opts` for the next one
         got = tensors if root == self._rank else ()
-        return self._go(lambda box: calls.all_reduce(box, tensor, code, root), opts, tensors, tensors, got)
+        return self._go(
+            lambda peer_regions: calls.all_reduce(peer_regions, tensor, code, root), opts, tensors, tensors, got
+        )
 
     @collective("all_gather")
     def allgather(
@@ -429,12 +433,16 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Send each rank's tensor to all ranks, one output tensor per rank."""
         tensor = calls.one(tensors, "all_gather")
         outputs = output_lists[0] if len(output_lists) == 1 else []
-        return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists, tensors)
+        return self._go(
+            lambda peer_regions: calls.all_gather(peer_regions, outputs, tensor), opts, output_lists, tensors
+        )
 
     @collective("all_gather")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Send each rank's tensor to all ranks, one output tensor in rank order."""
-        return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output], tensor)
+        return self._go(
+            lambda peer_regions: calls.all_gather_single(peer_regions, output, tensor), opts, [output], tensor
+        )
 
     _allgather_base = all_gather_single
 
@@ -444,7 +452,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     ) -> Any:
         """Make several `all_gather_single` calls of one dtype as one, all or none."""
         calls.check_one_dtype(inputs)
-        return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs, inputs)
+        return self._go(
+            lambda peer_regions: calls.all_gather_coalesced(peer_regions, outputs, inputs), opts, outputs, inputs
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -470,7 +480,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         outputs = output_lists[0] if output_lists else []
         tensor = calls.one(tensors, "gather")
         root = opts.rootRank
-        return self._go(lambda box: calls.gather(box, outputs, tensor, root), opts, output_lists, tensors)
+        return self._go(
+            lambda peer_regions: calls.gather(peer_regions, outputs, tensor, root), opts, output_lists, tensors
+        )
 
     @collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
@@ -478,7 +490,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         inputs = input_lists[0] if input_lists else []
         output = calls.one(outputs, "scatter")
         root = opts.rootRank
-        return self._go(lambda box: calls.scatter(box, output, inputs, root), opts, outputs, inputs)
+        return self._go(lambda peer_regions: calls.scatter(peer_regions, output, inputs, root), opts, outputs, inputs)
 
     @collective("reduce_scatter")
     def reduce_scatter(
@@ -488,13 +500,17 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         inputs = input_lists[0] if len(input_lists) == 1 else []
         output = calls.one(outputs, "reduce_scatter")
-        return self._go(lambda box: calls.reduce_scatter(box, output, inputs, code), opts, outputs, inputs)
+        return self._go(
+            lambda peer_regions: calls.reduce_scatter(peer_regions, output, inputs, code), opts, outputs, inputs
+        )
 
     @collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce as `reduce_scatter` with one input that holds the segments in rank order."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
-        return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output], tensor)
+        return self._go(
+            lambda peer_regions: calls.reduce_scatter_single(peer_regions, output, tensor, code), opts, [output], tensor
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -505,14 +521,19 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Make several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduction(opts.reduceOp) if opts is not None else 0
         calls.check_one_dtype(inputs)
-        return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs, inputs)
+        return self._go(
+            lambda peer_regions: calls.reduce_scatter_coalesced(peer_regions, outputs, inputs, code),
+            opts,
+            outputs,
+            inputs,
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @collective("all_to_all")
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Send tensor j of rank i to rank j's output i; sizes may differ."""
-        return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs, inputs)
+        return self._go(lambda peer_regions: calls.all_to_all(peer_regions, outputs, inputs), opts, outputs, inputs)
 
     @collective("all_to_all")
     def all_to_all_single(
@@ -525,7 +546,9 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     ) -> Any:
         """Exchange as `all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
         splits = output_splits, input_splits
-        return self._go(lambda box: calls.all_to_all_single(box, output, tensor, *splits), opts, [output], tensor)
+        return self._go(
+            lambda peer_regions: calls.all_to_all_single(peer_regions, output, tensor, *splits), opts, [output], tensor
+        )
 
     alltoall_base = all_to_all_single
 
@@ -631,7 +654,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def _ended(self, error: PeerError) -> Ended:
         """Return the work of a message that a loss has ended, or raise the error."""
-        named(error, self._engine.box.label.text)
+        named(error, self._engine.peer_regions.label.text)
         if self._engine.reports_losses and is_loss(error):
             return Ended(self._engine, error)
         raise error
@@ -758,7 +781,7 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
     return options
 
 
-def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
+def _shared_mask(options: BackendOptions, members: PeerRegions) -> Mask:
     """Return the mask that the engine keeps up to date; it writes to the user's tensor if there is one."""
     tensor = options.active_ranks
     limit = options.max_group_size or members.group_size

@@ -163,7 +163,7 @@ def await_marks(marks: Sequence[Any], engine: Engine, name: str) -> None:
             if engine.flags & CLOSED:
                 raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
             if elapsed > engine.timeout_s:
-                facts = context(name, rank=engine.box.rank, seq=engine.seq, elapsed_s=elapsed)
+                facts = context(name, rank=engine.peer_regions.rank, seq=engine.seq, elapsed_s=elapsed)
                 told = f"{facts}: this rank's GPU has not come to the call within the group's time-out"
                 raise CommTimeoutError(told, has_job=True)
             if elapsed > SPIN_S:
@@ -352,10 +352,10 @@ class Staging:
         """
         engine = self._engine
         roots = [opts.rootRank for opts in (*args, *kwargs.values()) if hasattr(opts, "rootRank")]
-        is_root = roots == [engine.box.rank]
+        is_root = roots == [engine.peer_regions.rank]
         is_written = {"send": False, "broadcast": not is_root, "reduce": is_root}.get(name, True)
         try:
-            self._let_end(_tensors_of(args), context(name, rank=engine.box.rank), name != "recv")
+            self._let_end(_tensors_of(args), context(name, rank=engine.peer_regions.rank), name != "recv")
             staged = Staged(name, args, name != "recv", is_written)
             staged.await_values(engine, name)
         except expected(Exception) as exc:

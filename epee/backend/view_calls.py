@@ -81,7 +81,7 @@ class CallsOfView:
 
         A group on one host has one, with all ranks that the group counts (`num_slots`).
         """
-        placement: tuple[tuple[int, ...], ...] = self._engine.box.exports.placement(self._engine.members)
+        placement: tuple[tuple[int, ...], ...] = self._engine.peer_regions.exports.placement(self._engine.members)
         return placement
 
     def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
@@ -270,7 +270,7 @@ class CallsOfView:
         engine = self._engine
         if engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
-        for peer in leavers(engine.box):
+        for peer in leavers(engine.peer_regions):
             engine.mask[peer] = 0
         active = torch.tensor(engine.mask.first(engine.members.group_size), dtype=torch.int32, device="cpu")
         if self._on_device is not None:
@@ -334,17 +334,17 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
         InvalidArgument: it is no other rank of the group.
         RankFailedError: it is not in the view, and has not been since this process came.
     """
-    box = engine.box
-    if 0 <= peer < box.num_ranks and peer != rank and not box.blanks:
+    peer_regions = engine.peer_regions
+    if 0 <= peer < peer_regions.num_ranks and peer != rank and not peer_regions.blanks:
         return  # the case of nearly every message
-    if peer >= box.num_ranks or peer in box.blanks:
+    if peer >= peer_regions.num_ranks or peer in peer_regions.blanks:
         engine.look(lambda: None)  # it may have joined just now
-    size, epoch = max(box.num_ranks, engine.members.group_size), engine.members.epoch
+    size, epoch = max(peer_regions.num_ranks, engine.members.group_size), engine.members.epoch
     if peer == rank or not 0 <= peer < size:
         raise InvalidArgument(
             f"{name}: the peer must be another rank of the group (size {size}, this is rank {rank}), got {peer}"
         )
-    if peer >= box.num_ranks or peer in box.blanks:
+    if peer >= peer_regions.num_ranks or peer in peer_regions.blanks:
         raise RankFailedError(
             f"{name}: rank {peer} is not in the view (epoch {epoch}); it was lost or has not come yet",
             [peer],

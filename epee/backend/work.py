@@ -37,7 +37,7 @@ class WorkOfGroup(_WorkBase):  # type: ignore[misc]
     @property
     def num_ranks(self) -> int:
         """Return the size of the group."""
-        return self.engine.box.group_size
+        return self.engine.peer_regions.group_size
 
     def synchronize(self) -> None:
         """Same as `wait()`."""
@@ -160,7 +160,7 @@ class Work(CallsOfWork, WorkOfGroup):
                 if not op.done or op.error is not None:
                     self.engine.wait(op, seconds if seconds > 0 else None)
         except BaseException as exc:
-            named(exc, self.engine.box.label.text)
+            named(exc, self.engine.peer_regions.label.text)
             if calling_module() == C10D:
                 for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, for example: not its own end
@@ -181,7 +181,7 @@ class Work(CallsOfWork, WorkOfGroup):
         """Return its error, if it ended with one."""
         error = next((op.error for op in self.ops if op.error is not None), None)
         if error is not None:
-            named(error, self.engine.box.label.text)
+            named(error, self.engine.peer_regions.label.text)
         return error
 
     def lost_ranks(self) -> set[int]:
@@ -198,9 +198,9 @@ class Work(CallsOfWork, WorkOfGroup):
 
     def contributors(self) -> set[int]:
         """Return the ranks that take part in the call; of a message all that are not lost."""
-        ranks = {*self.engine.box.members}
+        ranks = {*self.engine.peer_regions.members}
         for op in self.ops:
-            ranks &= {*op.box.members} if isinstance(op, Operation) else ranks - self.lost_ranks()
+            ranks &= {*op.peer_regions.members} if isinstance(op, Operation) else ranks - self.lost_ranks()
         return ranks
 
     def source_rank(self) -> int:

@@ -81,7 +81,7 @@ from .outbox import (
     PREAMBLE,
     SEAL_PRIME,
     SIGNATURE,
-    Outboxes,
+    PeerRegions,
     consumed_of,
     failed_by_view,
 )
@@ -105,11 +105,11 @@ def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
         sealed: this rank's OFFSET word, which peers' mostly equal.
         check: the value with which every OFFSET word of the call is sealed.
     """
-    box, plan, cell, tag, base = op.box, op.plan, op.cell, op.tag, op.base
+    peer_regions, plan, cell, tag, base = op.peer_regions, op.plan, op.cell, op.tag, op.base
     signature, detail = plan.signature, plan.detail
-    limit = box.payload_bytes - plan.read_bytes
-    for peer in box.peers:
-        words = box.words[peer]
+    limit = peer_regions.payload_bytes - plan.read_bytes
+    for peer in peer_regions.peers:
+        words = peer_regions.words[peer]
         if words[cell] != tag and not waits.poll(words, cell, tag):
             return False
         offset = base
@@ -127,11 +127,11 @@ def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
 
 def _merge(op: Operation, waits: Waiting) -> bool:
     """Reduce this rank's share, and wait until the others have reduced theirs; False when that takes them a while."""
-    box, index = op.box, op.cell + MERGED
-    if any(words[op.cell + FILLED] != COUNTED_1 for words in box.peer_words):
+    peer_regions, index = op.peer_regions, op.cell + MERGED
+    if any(words[op.cell + FILLED] != COUNTED_1 for words in peer_regions.peer_words):
         return False
-    op.merge(box)
-    for words in box.peer_words:  # noqa: SIM110 - a loop costs half
+    op.merge(peer_regions)
+    for words in peer_regions.peer_words:
         if words[index] != COUNTED_1 and not waits.poll(words, index, COUNTED_1):
             return False
     return True
@@ -159,10 +159,10 @@ class Engine:
     `order` holds calls back, `recovery` repairs the state after an exception.
 
     Attributes:
-        timeout_s: how long a call waits when it names no timeout, for the lock as well.
-        p2p_timeout_s: how long a message waits; 0: as long as a call.
-        flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
-        members: the peer regions of the ranks that take part in the next call, which is planned with them; `box` has
+        timeout_s: how long a call waits when it names no timeout, for the lock as well. p2p_timeout_s: how long a
+        message waits; 0: as long as a call. flags: 0, or why no call can run (ENDED) or which state must be handled
+        first. Tested by every call. members: the peer regions of the ranks that take part in the next call, which is
+        planned with them; `peer_regions` has
             all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: the list of `recovery`, checked by every call.
@@ -176,13 +176,13 @@ class Engine:
 
     def __init__(
         self,
-        box: Outboxes,
+        peer_regions: PeerRegions,
         watch: DeathWatch,
         timeout_s: float,
         first_number: int = 1,
         waiting: Callable[[Engine, Entry], Waiting] | None = None,
     ) -> None:
-        self.box = box
+        self.peer_regions = peer_regions
         self.watch = watch
         self.timeout_s = timeout_s
         self.p2p_timeout_s = 0.0
@@ -192,12 +192,12 @@ class Engine:
         self.waits = (waiting or Waiting)(self, self.entry)
         self.seq: int = 0
         self.queue: deque[Operation] = deque()
-        self.mail = Mailroom(box, first_number)
+        self.mail = Mailroom(peer_regions, first_number)
         self.messages = self.mail.unfinished
         self.helper = Helper(self)
         self.order = CallOrder(self)
         self.recovery = Recovery(self)
-        self.members: Outboxes = box
+        self.members: PeerRegions = peer_regions
         self.contributors: tuple[int, ...] = ()
         self.membership: GroupMembership | None = None
         self.has_failed = False
@@ -206,14 +206,14 @@ class Engine:
         self.unsettled = UnresolvedCalls()
         self.untold: PeerError | None = None
         self.ended_by = ""
-        self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
+        self.mask = Mask(peer_regions.num_ranks, peer_regions.members)  # the group may put in the user's own
 
     # ---- collectives
 
     @property
     def num_retired(self) -> int:
         """Calls up to this number have ended on this rank."""
-        return consumed_of(self.box.own)
+        return consumed_of(self.peer_regions.own)
 
     def run(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING) -> Operation:
         """Plan a collective and run it to its end in the caller's thread. Raises the call's error.
@@ -224,8 +224,8 @@ class Engine:
             tensors: the tensors that the call writes and reads.
         """
         seen = self.order.progress() if self.queue or self.messages else None
-        box = self.members
-        plan = make(box)
+        peer_regions = self.members
+        plan = make(peer_regions)
         self.entry.enter()
         op = None
         try:
@@ -233,10 +233,10 @@ class Engine:
                 self._tell()
             op = self.recovery.claim(make) if self.unclaimed else None
             if op is None:
-                if box is not self.members or (seen and self.order.has_advanced(seen)):  # planned too early
-                    box = self.members
-                    plan = make(box)
-                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):  # planned too early
+                    peer_regions = self.members
+                    plan = make(peer_regions)
+                op = Operation(plan, self.seq + 1, peer_regions, self.timeout_s, opts)
                 op.make = make
                 self.seq = op.seq  # from here on the number is used up, whatever happens
                 op.tensors = tensors
@@ -267,19 +267,19 @@ class Engine:
 
         This is `Operation.publish` and `step` without their waits. The lock is held.
         """
-        box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
+        peer_regions, plan, cell, seq = op.peer_regions, op.plan, op.cell, op.seq
         preamble = plan.preamble
         used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-        if plan.rounds > 1 or seq > box.cells_free_until:
+        if plan.rounds > 1 or seq > peer_regions.cells_free_until:
             return False
-        own, tag, base = box.own, op.tag, 0
+        own, tag, base = peer_regions.own, op.tag, 0
         if plan.put_bytes:
             base = 8 * (cell + PREAMBLE) + used
             if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
-                base = box.ring.take(seq, plan.put_bytes, box.least_consumed())
+                base = peer_regions.ring.take(seq, plan.put_bytes, peer_regions.least_consumed())
                 if base < 0:
                     return False
-            plan.put(box, 0, base)
+            plan.put(peer_regions, 0, base)
         op.base = base
         signature, detail = plan.signature, plan.detail
         own[cell + SIGNATURE] = signature
@@ -293,13 +293,13 @@ class Engine:
             own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then this rank does too
             own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
             op.filled = 1
-        op.offsets[box.rank] = base
-        box.exports.publish_call(box, cell, tag, plan, base)
+        op.offsets[peer_regions.rank] = base
+        peer_regions.exports.publish_call(peer_regions, cell, tag, plan, base)
         op.published = True
         if not _met(op, self.waits, sealed, check):
             return False
         if preamble is not None:
-            plan.agree(box, op.offsets, op)
+            plan.agree(peer_regions, op.offsets, op)
             op.agreed = True
             if plan.rounds > 1:
                 return False
@@ -307,25 +307,27 @@ class Engine:
             return False
         if self.flags:
             return False
-        if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was checked when nothing was missing
+        if peer_regions.num_ranks > 2 and withdrawn(
+            op, peer_regions
+        ):  # a single peer was checked when nothing was missing
             return False
         own[cell + GAVE_UP] = COMPLETES
         op.writing = True
-        plan.take(box, 0, op.round_offsets(0) if plan.merge_bytes else op.offsets)
-        for words in box.peer_words:
+        plan.take(peer_regions, 0, op.round_offsets(0) if plan.merge_bytes else op.offsets)
+        for words in peer_regions.peer_words:
             if words[cell] != tag:
-                op.look_again(box)
+                op.look_again(peer_regions)
         plan.commit()
         op.done = True
         own[CONSUMED] = own[CONSUMED_TOO] = seq
-        self.contributors = box.members
+        self.contributors = peer_regions.members
         return True
 
     def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
         seen = self.order.progress() if self.queue or self.messages else None
-        box = self.members
-        plan = make(box)
+        peer_regions = self.members
+        plan = make(peer_regions)
         self.entry.enter()
         op = None
         try:
@@ -333,10 +335,10 @@ class Engine:
                 self._tell()
             op = self.recovery.claim(make) if self.unclaimed and may_claim else None
             if op is None:
-                if box is not self.members or (seen and self.order.has_advanced(seen)):
-                    box = self.members
-                    plan = make(box)
-                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):
+                    peer_regions = self.members
+                    plan = make(peer_regions)
+                op = Operation(plan, self.seq + 1, peer_regions, self.timeout_s, opts)
                 op.make = make
                 op.tensors = tensors
                 self.order.add(op)
@@ -388,7 +390,7 @@ class Engine:
         if self.flags & ENDED:
             return
         plan = refused(name, exc)
-        op = self.start(lambda box: plan, None, may_claim=False)
+        op = self.start(lambda peer_regions: plan, None, may_claim=False)
         op.on_done = None
 
     def _publish_waiting(self) -> None:
@@ -399,7 +401,7 @@ class Engine:
         for op in self.queue:
             if not op.published and not op.done:
                 try:
-                    if not op.publish(op.box):
+                    if not op.publish(op.peer_regions):
                         return  # in order: later calls must not take the room
                 except BaseException as exc:
                     if self.is_interrupt(exc):
@@ -538,7 +540,7 @@ class Engine:
             if not head.done and not self.membership.may_publish(head):
                 return NO_ROOM
         try:
-            block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.box)
+            block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.peer_regions)
         except BaseException as exc:
             if self.is_interrupt(exc):
                 raise
@@ -565,27 +567,27 @@ class Engine:
         """Publish the head; True when an earlier call without a result is still open at a rank (`unresolved.py`)."""
         if head.withdrawal is not None or head.done:
             return False
-        if not head.published and not head.publish(head.box):
+        if not head.published and not head.publish(head.peer_regions):
             return True
-        return bool(self.unsettled.behind(head.box, head.lost))
+        return bool(self.unsettled.behind(head.peer_regions, head.lost))
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue, in order, and publish that this rank has ended them."""
-        queue, own = self.queue, self.box.own
+        queue, own = self.queue, self.peer_regions.own
         retired = False
         while queue and queue[0].done:
             op = queue[0]
             if op.error is not None and op.published:
                 stays = op.is_counted and own[op.cell] == op.tag
                 gave_up = COMPLETES if stays else failed_by_view(op.tag) if op.by_view else op.tag
-                self.box.exports.publish(self.box, op.cell + GAVE_UP, gave_up)
+                self.peer_regions.exports.publish(self.peer_regions, op.cell + GAVE_UP, gave_up)
                 if op.by_view and not stays:  # a rank that was voted out and does not know it yet must not complete it
                     own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
-            self.box.exports.consumed(op.seq)
-            self.contributors = op.box.members if op.error is None else ()
+            self.peer_regions.exports.consumed(op.seq)
+            self.contributors = op.peer_regions.members if op.error is None else ()
             if self.membership is not None:
                 self.unsettled.note(op)
             retired = True
@@ -604,8 +606,8 @@ class Engine:
         """
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
-        has_room = Operation(plan, op.seq, op.box, 0.0).publish(op.box)
-        return has_room or (self.membership is not None and self.membership.has_lost_one_of(op.box))
+        has_room = Operation(plan, op.seq, op.peer_regions, 0.0).publish(op.peer_regions)
+        return has_room or (self.membership is not None and self.membership.has_lost_one_of(op.peer_regions))
 
     def settle(self) -> None:
         """Make the state consistent after an interrupt; the lock is held."""
@@ -631,7 +633,7 @@ class Engine:
         self.waits.sleep_on(block)
         if self.flags & ~CHANGING:
             self._wait_ended(op)
-        if self.box.words[block.rank][block.word] < block.value:
+        if self.peer_regions.words[block.rank][block.word] < block.value:
             trouble.examine(self, block, head, op, until)
         else:
             head.patience = 0
@@ -740,11 +742,13 @@ class Engine:
             return
         self.raise_flag(CLOSED | (ABORTED if aborted else 0))
         self.has_failed = failed
-        box = self.box
-        box.exports.tell_ends(self.seq)
+        peer_regions = self.peer_regions
+        peer_regions.exports.tell_ends(self.seq)
         if not self.ended_by:
-            box.exports.publish(box, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT)
-        box.exports.say_goodbye()
+            peer_regions.exports.publish(
+                peer_regions, LIFE, LIFE_EXITED if failed else LIFE_ABORTED if aborted else LIFE_LEFT
+            )
+        peer_regions.exports.say_goodbye()
         self._wake_peers()
         if self.entry.is_marked_inside():
             if self.entry.num_calls_below() or self.helper.is_current():
@@ -755,10 +759,10 @@ class Engine:
 
     def _end(self) -> None:
         """Do the part of `close` that must not run inside a call."""
-        box, entry = self.box, self.entry
+        peer_regions, entry = self.peer_regions, self.entry
         got = entry.stop_calls(5.0)
         error = AbortedError(
-            f"the process group of rank {box.rank} was {'aborted' if self.flags & ABORTED else 'destroyed'}"
+            f"the process group of rank {peer_regions.rank} was {'aborted' if self.flags & ABORTED else 'destroyed'}"
         )
         pending: list[Driven] = [*self.queue, *self.mail.pending()]
         for op in pending:
@@ -779,7 +783,7 @@ class Engine:
             time.sleep(0.001)
         if got and not entry.asleep:
             self.mail.close()
-            box.exports.end(box)
+            peer_regions.exports.end(peer_regions)
 
     def break_down(self, cause: str, error: BaseException | None = None, ranks: Sequence[int] = ()) -> None:
         """End the group on all ranks, because a call does not have the same outcome on all. May be repeated.
@@ -793,16 +797,16 @@ class Engine:
             error: the error that it led to.
             ranks: the ranks that have ended the group; none: this rank does.
         """
-        box = self.box
+        peer_regions = self.peer_regions
         told = f"{cause}{f': {error!r}' if error is not None else ''}"
         self.ended_by = f"the process group was ended on all ranks, as {told}; destroy it and initialise again"
         self.raise_flag(ABORTED)
-        box.exports.publish(box, LIFE, LIFE_BROKEN)
+        peer_regions.exports.publish(peer_regions, LIFE, LIFE_BROKEN)
         self._wake_peers()
         pending: list[Driven] = [*self.queue, *self.mail.pending()]
         for op in pending:
-            text = f"{op.describe(box)}: {self.ended_by}"
-            op.fail(PeerError(text, ranks, op.name, op.seq, box.epoch, cause) if ranks else AbortedError(text))
+            text = f"{op.describe(peer_regions)}: {self.ended_by}"
+            op.fail(PeerError(text, ranks, op.name, op.seq, peer_regions.epoch, cause) if ranks else AbortedError(text))
             self.retire(op)
         self._forget_calls()
 
@@ -813,17 +817,17 @@ class Engine:
 
     def end_with_others(self) -> None:
         """End the group here, if another rank has ended it for all. The lock is held."""
-        box = self.box
-        ranks = [peer for peer in box.peers if box.words[peer][LIFE] == LIFE_BROKEN]
+        peer_regions = self.peer_regions
+        ranks = [peer for peer in peer_regions.peers if peer_regions.words[peer][LIFE] == LIFE_BROKEN]
         if ranks and not self.flags & ENDED:
             names = ", ".join(map(str, ranks))
             self.break_down(f"rank(s) {names} could not finish a call that others may have completed", None, ranks)
 
     def _wake_peers(self) -> None:
         """Wake the peers that sleep on the word of the call they wait for, so that they see that this rank has left."""
-        box = self.box
+        peer_regions = self.peer_regions
         for seq in range(self.seq, self.seq + 2):
-            futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))
+            futex_wake(peer_regions.own_address + 8 * (peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS))
 
     def forked(self) -> None:
         """Mark the engine in a forked child: nothing here may be used, touched or closed there."""

@@ -87,7 +87,7 @@ class Entry:
             if time.monotonic() > until:
                 raise CommTimeoutError(
                     f"the ranks have not agreed on a view for {self._engine.timeout_s:.0f} s (rank="
-                    f"{self._engine.box.rank}); no call was made, it may be tried again",
+                    f"{self._engine.peer_regions.rank}); no call was made, it may be tried again",
                     has_job=True,
                 )
             self.queue_up()
@@ -184,7 +184,7 @@ class Entry:
             if time.monotonic() > until:
                 raise CommTimeoutError(
                     f"another thread has been inside a call of this group for {self._engine.timeout_s:.0f} s (rank="
-                    f"{self._engine.box.rank}); was it interrupted? Its next call of the group repairs that",
+                    f"{self._engine.peer_regions.rank}); was it interrupted? Its next call of the group repairs that",
                     has_job=True,
                 )
 
@@ -223,6 +223,6 @@ class Entry:
                 interrupt = exc
         self.asleep.discard(threading.get_ident())
         if not self._engine.flags & CLOSED:
-            self._engine.box.own[SLEEPERS] = len(self.asleep)
+            self._engine.peer_regions.own[SLEEPERS] = len(self.asleep)
         if interrupt is not None:
             raise interrupt

@@ -189,7 +189,7 @@ class Recovery:
         except BaseException as error:
             if is_own(error):
                 raise
-            told = f"rank {self._engine.box.rank} could not bring an interrupted call to an end"
+            told = f"rank {self._engine.peer_regions.rank} could not bring an interrupted call to an end"
             self._engine.break_down(told, error)
 
     def _abort(self, exc: BaseException, op: Driven | None) -> None:
@@ -213,7 +213,7 @@ class Recovery:
         """Add a note to `exc`, which leaves the call of `message`, about state that the caller cannot see from it."""
         state = self._engine.mail.state_of(message)
         if state and hasattr(exc, "add_note"):  # Python 3.11 and later
-            exc.add_note(f"epee: {message.describe(self._engine.box)}: {state}")
+            exc.add_note(f"epee: {message.describe(self._engine.peer_regions)}: {state}")
 
     def _settle(self, op: Driven | None = None) -> None:
         """Finish incomplete steps: an entry of the message state, a number without a call, partly written results.
@@ -222,29 +222,29 @@ class Recovery:
         """
         engine = self._engine
         engine.mail.settle()
-        queue, box = engine.queue, engine.box
+        queue, peer_regions = engine.queue, engine.peer_regions
         last = queue[-1].seq if queue else engine.num_retired
         if engine.seq > last:  # counted, but neither in the queue nor ended
             if not isinstance(op, Operation) or op.seq != engine.seq:
                 error = InvalidState("the call was interrupted")
-                op = Operation(refused("call", error), engine.seq, box, 0.0)
+                op = Operation(refused("call", error), engine.seq, peer_regions, 0.0)
                 op.fail(error)
             queue.append(op)
         for open_op in queue:
-            open_op.resync(open_op.box)
+            open_op.resync(open_op.peer_regions)
         head = queue[0] if queue else None
         if head is not None and head.writing and not head.done:
-            self._complete(head, partial(head.finish, head.box))
+            self._complete(head, partial(head.finish, head.peer_regions))
 
     def end_by(self, head: Operation, exc: BaseException) -> None:
         """End the head of the queue with its own error `exc`; complete it if others may have completed it."""
-        head.resync(head.box)
+        head.resync(head.peer_regions)
         if not (head.writing or head.completing):
             head.give_up(exc)
         elif is_own(exc):
             head.fail(exc)
         else:
-            self._complete(head, partial(head.step, head.box))
+            self._complete(head, partial(head.step, head.peer_regions))
 
     def _complete(self, head: Operation, step: Callable[[], object]) -> None:
         """Continue a call that must be completed and was interrupted once; if that fails once more, the group ends."""
@@ -254,8 +254,10 @@ class Recovery:
         if is_own(error):
             head.fail(error)
         else:
-            told = f"rank {self._engine.box.rank} could not finish a call that others may have completed"
-            self._engine.break_down(f"{told}: {head.describe(head.box)} has failed twice in writing its results", error)
+            told = f"rank {self._engine.peer_regions.rank} could not finish a call that others may have completed"
+            self._engine.break_down(
+                f"{told}: {head.describe(head.peer_regions)} has failed twice in writing its results", error
+            )
 
     def claim(self, make: Make) -> Operation | None:
         """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
@@ -275,7 +277,7 @@ class Recovery:
                 engine.drive(op, time.monotonic() + engine.timeout_s)
             if op.error is None:
                 plan.deliver(op.plan.sinks())
-                engine.contributors = op.box.members
+                engine.contributors = op.peer_regions.members
                 del self.unclaimed[: self.unclaimed.index(op) + 1]
                 return op
             self.unclaimed.remove(op)
@@ -294,7 +296,7 @@ def _error_of(step: Callable[[], object]) -> BaseException | None:
 def _repetition(op: Operation, make: Make) -> Plan | None:
     """Return the plan of an unclaimed call for the tensors of the call that `make` plans, if it repeats it."""
     try:
-        plan = make(op.box)
+        plan = make(op.peer_regions)
     except InvalidArgument:  # it does not fit that call's members
         return None
     return plan if plan.is_like(op.plan) else None

@@ -46,7 +46,7 @@ from .outbox import (
     OFFSET,
     PREAMBLE,
     SIGNATURE,
-    Outboxes,
+    PeerRegions,
     count_of,
     counted,
     seal,
@@ -108,40 +108,43 @@ class Operation:
     completing = False  # it was aborted here, but a peer had completed it: it must complete here, too
     told: BaseException | None = None  # the error that its caller got before the outcome; the plan is detached then
 
-    def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
+    def __init__(self, plan: Plan, seq: int, peer_regions: PeerRegions, timeout_s: float, opts: Any = None) -> None:
         self.plan = plan
         self.seq = seq
-        self.box = box
-        self.tag = box.epoch_bits | seq
-        self.cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
-        self.offsets = [0] * box.num_ranks
+        self.peer_regions = peer_regions
+        self.tag = peer_regions.epoch_bits | seq
+        self.cell = peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS
+        self.offsets = [0] * peer_regions.num_ranks
         self._timeout_s = timeout_s
         self._opts = opts
 
     # ---- publish
 
-    def publish(self, box: Outboxes) -> bool:
+    def publish(self, peer_regions: PeerRegions) -> bool:
         """Write the first contribution and the header; False when the outbox has no room, or a call is in the way."""
         if self.before:
-            if not is_free(self, box):
+            if not is_free(self, peer_regions):
                 return False
-            self.plan = self.plan if self.make is None else self.make(box)  # its copies of the input were too early
+            self.plan = (
+                self.plan if self.make is None else self.make(peer_regions)
+            )  # its copies of the input were too early
             let_begin(self)
         plan = self.plan
         cell = self.cell
-        if self.seq > box.cells_free_until:
-            free_until = box.least_consumed() + NUM_CELLS
-            box.cells_free_until = min(free_until, LAST_SEQ)  # so that every call behind it comes here
+        if self.seq > peer_regions.cells_free_until:
+            free_until = peer_regions.least_consumed() + NUM_CELLS
+            peer_regions.cells_free_until = min(free_until, LAST_SEQ)  # so that every call behind it comes here
             if self.seq > LAST_SEQ and not isinstance(plan, RefusedPlan):
                 raise InvalidState(
-                    f"{self.describe(box)}: this group has made {LAST_SEQ} calls, which is all that its numbers allow; "
+                    f"{self.describe(peer_regions)}: this group has made {LAST_SEQ} calls, which is "
+                    "all that its numbers allow; "
                     "the call fails on every rank; destroy the group and make a new one"
                 )
             if self.seq > free_until:
                 return False
-        if plan.put_bytes and not self._place(box, plan, cell):
+        if plan.put_bytes and not self._place(peer_regions, plan, cell):
             return False
-        own = box.own
+        own = peer_regions.own
         own[cell + SIGNATURE] = plan.signature
         own[cell + DETAIL] = plan.detail
         own[cell + OFFSET] = seal(self.tag, plan.signature, plan.detail, self.base)
@@ -151,15 +154,15 @@ class Operation:
         own[cell + GAVE_UP] = 0
         if plan.preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
-        self.offsets[box.rank] = self.base
-        box.exports.publish_call(box, cell, self.tag, plan, self.base)
+        self.offsets[peer_regions.rank] = self.base
+        peer_regions.exports.publish_call(peer_regions, cell, self.tag, plan, self.base)
         self.published = True
         if plan.rounds > 1:
             while self.filled < plan.num_halves:
-                self._fill(box)
+                self._fill(peer_regions)
         return True
 
-    def _place(self, box: Outboxes, plan: Plan, cell: int) -> bool:
+    def _place(self, peer_regions: PeerRegions, plan: Plan, cell: int) -> bool:
         room = CELL_PAYLOAD_BYTES
         place = 8 * cell + 64
         if plan.preamble is not None:
@@ -169,40 +172,40 @@ class Operation:
         if plan.put_bytes <= room:
             self.base = place
         else:
-            self.base = box.ring.take(self.seq, plan.put_bytes, box.least_consumed())
+            self.base = peer_regions.ring.take(self.seq, plan.put_bytes, peer_regions.least_consumed())
             if self.base < 0:
                 return False
-        plan.put(box, 0, self.base)
+        plan.put(peer_regions, 0, self.base)
         return True
 
-    def _fill(self, box: Outboxes) -> None:
+    def _fill(self, peer_regions: PeerRegions) -> None:
         plan, k = self.plan, self.filled
         offset = self.base + k % plan.num_halves * plan.round_bytes
         if plan.put_bytes:
-            plan.put(box, k, offset)
-        box.exports.publish_block(box, self.cell + FILLED, counted(k + 1), plan, k, offset)
+            plan.put(peer_regions, k, offset)
+        peer_regions.exports.publish_block(peer_regions, self.cell + FILLED, counted(k + 1), plan, k, offset)
         self.filled += 1
 
     # ---- step
 
-    def step(self, box: Outboxes) -> Block | None:
+    def step(self, peer_regions: PeerRegions) -> Block | None:
         """Go as far as possible; None when the call is done (`error` says how it ended)."""
         if self.done:
             return None
-        if not self.published and not self.publish(box):
+        if not self.published and not self.publish(peer_regions):
             return NO_ROOM
         if self.withdrawal is not None and not self.completing:
-            return self._end_withdrawn(box)
-        cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
+            return self._end_withdrawn(peer_regions)
+        cell, tag, peers, plan = self.cell, self.tag, peer_regions.peers, self.plan
         for position in range(self.seen, len(peers)):
             peer = peers[position]
-            words = box.words[peer]
+            words = peer_regions.words[peer]
             if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
                 if is_withdrawn(self, words):
-                    self.withdraw(box, self.missing())
-                    return self._end_withdrawn(box)
-                return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
+                    self.withdraw(peer_regions, self.missing())
+                    return self._end_withdrawn(peer_regions)
+                return Block(peer_regions.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
             signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
             if signature != plan.signature or detail != plan.detail:
                 self.mismatch = True
@@ -211,32 +214,32 @@ class Operation:
                 self.damaged = peer
         self.seen = len(peers)
         try:
-            self._check(box)
+            self._check(peer_regions)
         except (MismatchError, ProtocolError) as exc:
-            if is_own(exc) and self._has_moved_on(box):
+            if is_own(exc) and self._has_moved_on(peer_regions):
                 return MOVED_ON
             raise
         if plan.rounds > 1 or plan.merge_bytes:
-            block = self._rounds(box)
+            block = self._rounds(peer_regions)
             if block is not None:
                 return block
-        if not self.completing and withdrawn(self, box):
-            self.withdraw(box, [])
-            return self._end_withdrawn(box)
-        self.finish(box)
+        if not self.completing and withdrawn(self, peer_regions):
+            self.withdraw(peer_regions, [])
+            return self._end_withdrawn(peer_regions)
+        self.finish(peer_regions)
         return None
 
-    def withdraw(self, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
+    def withdraw(self, peer_regions: PeerRegions, silent: list[int], cause: BaseException | None = None) -> None:
         """Abort the call, which `silent` ranks kept waiting (none: another rank has aborted it).
 
         `step` returns the outcome. If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends
         here, and stays: no rank can complete a call with it, and its reason is for ranks that arrive late.
         """
         if isinstance(self.plan, RefusedPlan):
-            told = f"{self.describe(box)}: refused here, and given up by another rank"
+            told = f"{self.describe(peer_regions)}: refused here, and given up by another rank"
             self.fail(cause or CommTimeoutError(told, silent, has_job=True))
         else:
-            self.withdrawal = Withdrawal(self, box, silent, cause)
+            self.withdrawal = Withdrawal(self, peer_regions, silent, cause)
 
     def give_up(self, cause: BaseException) -> None:
         """End the call here because of `cause`, alike on all ranks; it may stay open, see `withdrawal.py`."""
@@ -246,9 +249,9 @@ class Operation:
             self.fail(cause)  # the peers will find a refusal, or have found the same
             return
         if self.withdrawal is None:
-            self.withdraw(self.box, [], cause)
+            self.withdraw(self.peer_regions, [], cause)
         if self.withdrawal is not None and not self.done:
-            self.withdrawal.is_over(self, self.box)
+            self.withdrawal.is_over(self, self.peer_regions)
 
     def disown(self, cause: BaseException) -> None:
         """Abort the call for a caller that gets `cause` and cannot reach it any more.
@@ -264,45 +267,46 @@ class Operation:
             self.tensors, self.touched = NOTHING, ((), ())  # no call waits for its memory
             self.told = cause
 
-    def _end_withdrawn(self, box: Outboxes) -> Block | None:
-        if self.withdrawal is not None and not self.withdrawal.is_over(self, box):
+    def _end_withdrawn(self, peer_regions: PeerRegions) -> Block | None:
+        if self.withdrawal is not None and not self.withdrawal.is_over(self, peer_regions):
             return NO_ROOM
-        return None if self.done else self.step(box)
+        return None if self.done else self.step(peer_regions)
 
-    def _check(self, box: Outboxes) -> None:
+    def _check(self, peer_regions: PeerRegions) -> None:
         """Compare the headers of the peers; all are there."""
         plan = self.plan
         if self.damaged >= 0:
             raise ProtocolError(
-                f"{self.describe(box)}: the header of rank {box.members[self.damaged]} does not fit together (it names "
+                f"{self.describe(peer_regions)}: the header of rank "
+                f"{peer_regions.members[self.damaged]} does not fit together (it names "
                 f"offset {self.offsets[self.damaged]}); is its memory damaged? No result was written; the next call "
                 "pairs by its number"
             )
         if self.mismatch:
-            raise self._mismatch(box)
+            raise self._mismatch(peer_regions)
         if plan.read_bytes and not self.drained:
-            self._check_offsets(box, plan.read_bytes)
+            self._check_offsets(peer_regions, plan.read_bytes)
         if plan.preamble is not None:
-            plan.agree(box, self.offsets, self)
+            plan.agree(peer_regions, self.offsets, self)
             self.agreed = True
 
-    def _has_moved_on(self, box: Outboxes) -> bool:
+    def _has_moved_on(self, peer_regions: PeerRegions) -> bool:
         """Return whether a peer has moved the call to a later epoch while its header was read (void then)."""
-        if self.completing or all(words[self.cell] == self.tag for words in box.peer_words):
+        if self.completing or all(words[self.cell] == self.tag for words in peer_regions.peer_words):
             return False
         self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
         return True
 
-    def renew(self, box: Outboxes, plan: Plan) -> None:
-        """Begin again in the epoch of `box`: nothing was written to the results, and no rank completes the old attempt.
+    def renew(self, peer_regions: PeerRegions, plan: Plan) -> None:
+        """Begin again in the epoch of `peer_regions`: no result was written, and no rank completes the old attempt.
 
         The tag is cleared first, so that a peer that reads the old header notices.
         """
-        box.own[self.cell] = 0
-        box.ring.give_up(self.seq)
-        self.box, self.plan = box, plan
-        self.tag = box.epoch_bits | self.seq
-        self.offsets = [0] * box.num_ranks
+        peer_regions.own[self.cell] = 0
+        peer_regions.ring.give_up(self.seq)
+        self.peer_regions, self.plan = peer_regions, plan
+        self.tag = peer_regions.epoch_bits | self.seq
+        self.offsets = [0] * peer_regions.num_ranks
         self.published = self.mismatch = self.agreed = self.completing = False
         self.withdrawal = None
         self.damaged = -1
@@ -315,20 +319,20 @@ class Operation:
         """True when the number of rounds is final."""
         return self.plan.preamble is None or self.agreed
 
-    def finish(self, box: Outboxes) -> None:
+    def finish(self, peer_regions: PeerRegions) -> None:
         """Write the results; everything has arrived. May be run again after an interrupt inside it."""
         plan = self.plan
         if not self.completing:
-            box.own[self.cell + GAVE_UP] = COMPLETES  # from here on a rank that has aborted it waits for it
+            peer_regions.own[self.cell + GAVE_UP] = COMPLETES  # from here on a rank that has aborted it waits for it
         self.writing = True
         if plan.num_halves >= plan.rounds:
             for k in range(plan.rounds):
-                plan.take(box, k, self.round_offsets(k))
-        self.look_again(box)
+                plan.take(peer_regions, k, self.round_offsets(k))
+        self.look_again(peer_regions)
         plan.commit()
         self.done = True
 
-    def look_again(self, box: Outboxes) -> None:
+    def look_again(self, peer_regions: PeerRegions) -> None:
         """Verify that the data read belonged to the call, also if a peer has aborted it in the meantime.
 
         A peer writes a cell anew only when this rank has ended the call, or when this rank was voted out: after a stop
@@ -338,66 +342,68 @@ class Operation:
             EvictedError: a header has changed.
         """
         cell, tag = self.cell, self.tag
-        for words in box.peer_words:
+        for words in peer_regions.peer_words:
             if words[cell] != tag != words[cell + GAVE_UP]:
                 raise EvictedError(
-                    f"{self.describe(box)}: the others went on while this rank stood still; the result of this call "
+                    f"{self.describe(peer_regions)}: the others went on while this rank stood still; "
+                    "the result of this call "
                     "must not be used; start this rank again with is_extension=True",
-                    [box.members[box.rank]],
+                    [peer_regions.members[peer_regions.rank]],
                     self.name,
                     self.seq,
-                    box.epoch,
+                    peer_regions.epoch,
                     "stood still",
                 )
 
-    def resync(self, box: Outboxes) -> None:
+    def resync(self, peer_regions: PeerRegions) -> None:
         """After an interrupt: restore the call's progress from the words of this rank's cell."""
-        cell, own = self.cell, box.own
+        cell, own = self.cell, peer_regions.own
         has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag and not self.done
         self.published = self.tag in (own[cell], own[cell + GAVE_UP])
         if own[cell] == self.tag and own[cell + GAVE_UP] == COMPLETES and not self.done:
             self.writing = True  # a peer may have seen that
         if has_begun_to_withdraw and self.withdrawal is None:
-            self.withdraw(box, [])  # a peer may have seen it
+            self.withdraw(peer_regions, [])  # a peer may have seen it
         has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)
         if own[cell] == self.tag and not self.done:
-            box.exports.call_again(box, self.plan, cell, self.base, has_counts)
+            peer_regions.exports.call_again(peer_regions, self.plan, cell, self.base, has_counts)
         if self.published and has_counts:
             self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
 
-    def _check_offsets(self, box: Outboxes, nbytes: int) -> None:
-        limit = box.payload_bytes - nbytes
-        for peer in box.peers:
+    def _check_offsets(self, peer_regions: PeerRegions, nbytes: int) -> None:
+        limit = peer_regions.payload_bytes - nbytes
+        for peer in peer_regions.peers:
             if self.offsets[peer] > limit or self.offsets[peer] & 63:
                 raise ProtocolError(
-                    f"{self.describe(box)}: rank {box.members[peer]} put {nbytes} bytes at offset {self.offsets[peer]} "
-                    f"of its outbox of {box.payload_bytes} bytes; is its memory damaged?"
+                    f"{self.describe(peer_regions)}: rank {peer_regions.members[peer]} put {nbytes} "
+                    f"bytes at offset {self.offsets[peer]} "
+                    f"of its outbox of {peer_regions.payload_bytes} bytes; is its memory damaged?"
                 )
 
     # ---- rounds
 
-    def _rounds(self, box: Outboxes) -> Block | None:
+    def _rounds(self, peer_regions: PeerRegions) -> Block | None:
         """Move rounds as far as they go; None when everything that the results need has arrived."""
         plan = self.plan
         while True:
-            block = self._fill_more(box)
+            block = self._fill_more(peer_regions)
             moved = block is None and self.filled < plan.rounds
             if moved:
-                self._fill(box)
+                self._fill(peer_regions)
             if plan.merge_bytes and self.merged < min(plan.rounds, self.filled):
-                waits = self._behind(box, FILLED, self.merged + 1)
+                waits = self._behind(peer_regions, FILLED, self.merged + 1)
                 if waits is None:
-                    self.merge(box)
+                    self.merge(peer_regions)
                     moved = True
                 block = waits or block
             ready = self.merged if plan.merge_bytes else self.filled
             if plan.num_halves >= plan.rounds:  # room for all: nothing is taken before everything is there
                 if ready == plan.rounds:
-                    return self._behind(box, MERGED if plan.merge_bytes else FILLED, plan.rounds)
+                    return self._behind(peer_regions, MERGED if plan.merge_bytes else FILLED, plan.rounds)
             elif self.drained < ready:
-                waits = self._behind(box, MERGED if plan.merge_bytes else FILLED, self.drained + 1)
+                waits = self._behind(peer_regions, MERGED if plan.merge_bytes else FILLED, self.drained + 1)
                 if waits is None:
-                    self._drain(box)
+                    self._drain(peer_regions)
                     moved = True
                 block = waits or block
             if self.drained == plan.rounds:
@@ -406,45 +412,46 @@ class Operation:
                 assert block is not None, "a call that cannot move waits for somebody"
                 return block
 
-    def _fill_more(self, box: Outboxes) -> Block | None:
+    def _fill_more(self, peer_regions: PeerRegions) -> Block | None:
         """Return the rank that the next round to fill waits for, if any: all ranks must have read its half."""
         free_after = self.filled - self.plan.num_halves + 1  # rounds that must be drained
         if self.filled >= self.plan.rounds or free_after <= 0:
             return None
-        block = self._behind(box, DRAINED, free_after)
+        block = self._behind(peer_regions, DRAINED, free_after)
         if block is None and self.drained < free_after:
-            block = Block(box.members[box.rank], self.cell + DRAINED, counted(free_after))
+            block = Block(peer_regions.members[peer_regions.rank], self.cell + DRAINED, counted(free_after))
         return block
 
-    def _drain(self, box: Outboxes) -> None:
-        self.plan.take(box, self.drained, self.round_offsets(self.drained))
-        box.exports.publish(box, self.cell + DRAINED, counted(self.drained + 1))
+    def _drain(self, peer_regions: PeerRegions) -> None:
+        self.plan.take(peer_regions, self.drained, self.round_offsets(self.drained))
+        peer_regions.exports.publish(peer_regions, self.cell + DRAINED, counted(self.drained + 1))
         self.drained += 1
 
-    def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
+    def _behind(self, peer_regions: PeerRegions, word: int, value: int) -> Block | None:
         index, wanted = self.cell + word, counted(value)
-        for peer in box.peers:
-            found = box.words[peer][index]
+        for peer in peer_regions.peers:
+            found = peer_regions.words[peer][index]
             if found > wanted and count_of(found) < 0:
-                raise self._damaged_count(box, peer, found)
-            if found < wanted and not (word == DRAINED and box.members[peer] in self.lost):
-                return Block(box.members[peer], index, wanted)
+                raise self._damaged_count(peer_regions, peer, found)
+            if found < wanted and not (word == DRAINED and peer_regions.members[peer] in self.lost):
+                return Block(peer_regions.members[peer], index, wanted)
         return None
 
-    def _damaged_count(self, box: Outboxes, peer: int, word: int) -> ProtocolError:
+    def _damaged_count(self, peer_regions: PeerRegions, peer: int, word: int) -> ProtocolError:
         return ProtocolError(
-            f"{self.describe(box)}: rank {box.members[peer]} counts its rounds with {word:#x}, which cannot be; is its "
+            f"{self.describe(peer_regions)}: rank {peer_regions.members[peer]} counts its rounds with "
+            f"{word:#x}, which cannot be; is its "
             "memory damaged? No result was written; the next call pairs by its number"
         )
 
-    def merge(self, box: Outboxes) -> None:
+    def merge(self, peer_regions: PeerRegions) -> None:
         """Reduce this rank's share of the next round."""
         plan, k = self.plan, self.merged
         half = k % plan.num_halves
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
-        plan.merge(box, k, offsets, own)
-        box.exports.publish_share(box, self.cell + MERGED, counted(k + 1), plan, k, own)
+        plan.merge(peer_regions, k, offsets, own)
+        peer_regions.exports.publish_share(peer_regions, self.cell + MERGED, counted(k + 1), plan, k, own)
         self.merged += 1
 
     def round_offsets(self, k: int) -> list[int]:
@@ -478,11 +485,17 @@ class Operation:
             self.deadline = now + (own if own > 0 else self._timeout_s)
         return now
 
-    def describe(self, box: Outboxes, **facts: object) -> str:
+    def describe(self, peer_regions: PeerRegions, **facts: object) -> str:
         """Name the call and its position for a message."""
-        box = self.box
+        peer_regions = self.peer_regions
         facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
-        return context(self.plan.name, rank=box.members[box.rank], seq=self.seq, epoch=box.epoch, **facts)
+        return context(
+            self.plan.name,
+            rank=peer_regions.members[peer_regions.rank],
+            seq=self.seq,
+            epoch=peer_regions.epoch,
+            **facts,
+        )
 
     def label(self) -> str:
         """Name the call for the error of another one."""
@@ -490,36 +503,36 @@ class Operation:
 
     def missing(self) -> list[int]:
         """Return the ranks whose header has not arrived."""
-        box = self.box
-        return [box.members[peer] for peer in box.peers if self.is_missing(box.words[peer])]
+        peer_regions = self.peer_regions
+        return [peer_regions.members[peer] for peer in peer_regions.peers if self.is_missing(peer_regions.words[peer])]
 
     def is_missing(self, words: memoryview) -> bool:
         """Return whether the rank of these words has put no header for this call, nor revoked one."""
         return words[self.cell] < self.tag != words[self.cell + GAVE_UP]
 
-    def _mismatch(self, box: Outboxes) -> MismatchError:
+    def _mismatch(self, peer_regions: PeerRegions) -> MismatchError:
         plan, cell = self.plan, self.cell
         groups: dict[str, list[int]] = {}
-        for rank in range(box.num_ranks):
-            words = box.words[rank]
-            text = self._words_of(box, rank, words[cell + SIGNATURE], words[cell + DETAIL])
-            groups.setdefault(text, []).append(box.members[rank])
+        for rank in range(peer_regions.num_ranks):
+            words = peer_regions.words[rank]
+            text = self._words_of(peer_regions, rank, words[cell + SIGNATURE], words[cell + DETAIL])
+            groups.setdefault(text, []).append(peer_regions.members[rank])
         told = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in groups.items())
         if len(groups) == 1:
             told += " with different lists of shapes"
         if plan.signature & 63 == REFUSED:
-            return MismatchError(f"{self.describe(box)}: refused here, so it failed everywhere: {told}")
+            return MismatchError(f"{self.describe(peer_regions)}: refused here, so it failed everywhere: {told}")
         return MismatchError(
-            f"{self.describe(box)}: the ranks disagree: {told}; no result was written, the group works on; "
+            f"{self.describe(peer_regions)}: the ranks disagree: {told}; no result was written, the group works on; "
             "make the calls agree"
         )
 
-    def _words_of(self, box: Outboxes, rank: int, signature: int, detail: int) -> str:
+    def _words_of(self, peer_regions: PeerRegions, rank: int, signature: int, detail: int) -> str:
         if signature & 63 != REFUSED:
             return f"called {unpack(signature)}"
-        offset = unsealed(box.words[rank][self.cell + OFFSET])
+        offset = unsealed(peer_regions.words[rank][self.cell + OFFSET])
         length = min(detail, CELL_PAYLOAD_BYTES)
-        text = box.bytes_at(rank, offset, length).decode(errors="replace")
+        text = peer_regions.bytes_at(rank, offset, length).decode(errors="replace")
         return f"refused the call: {text}"
 
 

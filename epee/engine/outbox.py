@@ -231,7 +231,7 @@ _fence = threading.Lock()
 _take, _give_back = _fence.acquire, _fence.release
 
 
-def publish_word(outboxes: Outboxes, index: int, value: int, *moved: object) -> None:
+def publish_word(outboxes: PeerRegions, index: int, value: int, *moved: object) -> None:
     """Store `value` in word `index` of this rank's outbox and wake the waiters of this host.
 
     `moved`: the data that the word announces; ranks of this host read it in the outbox.
@@ -247,7 +247,7 @@ def publish_word(outboxes: Outboxes, index: int, value: int, *moved: object) -> 
             return
 
 
-def ring(outboxes: Outboxes, peer: int) -> None:
+def ring(outboxes: PeerRegions, peer: int) -> None:
     """Wake the receives from any source of `peer`, after a message for it was published."""
     if outboxes.words[peer][BELL]:
         futex_wake(outboxes.address[peer] + 8 * BELL)
@@ -271,14 +271,14 @@ class NoExports:
         """Return whether a rank shares this rank's host."""
         return True
 
-    def placement(self, outboxes: Outboxes) -> tuple[tuple[int, ...], ...]:
+    def placement(self, outboxes: PeerRegions) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each host: of this one, those that the group counts in the calls of `outboxes`."""
         return (tuple(range(outboxes.group_size)),)
 
     def call_again(self, *call: object) -> None:
         """Do nothing: a store that was made is there for all."""
 
-    def end(self, outboxes: Outboxes) -> None:
+    def end(self, outboxes: PeerRegions) -> None:
         """Drop the memory of the group."""
         outboxes.close()
 
@@ -302,7 +302,7 @@ class Views(dict[Any, list[np.ndarray[Any, Any]]]):
         return arrays
 
 
-class Outboxes:
+class PeerRegions:
     """All outboxes of one epoch, mapped: this rank's own and every peer's.
 
     Attributes:
@@ -424,9 +424,9 @@ class Outboxes:
         self.forget_views()
 
 
-def leavers(box: Outboxes) -> list[int]:
+def leavers(peer_regions: PeerRegions) -> list[int]:
     """Return the peers that have left the group."""
-    return [peer for peer in box.peers if has_left(box.words[peer])]
+    return [peer for peer in peer_regions.peers if has_left(peer_regions.words[peer])]
 
 
 def sites_of(members: Sequence[int], host_of: Sequence[int]) -> dict[int, tuple[int, ...]]:

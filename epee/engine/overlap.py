@@ -188,7 +188,7 @@ class CallOrder:
         mail = engine.mail
         for message in list(mail.held):
             try:
-                if not message.done and not is_free(message, engine.box):
+                if not message.done and not is_free(message, engine.peer_regions):
                     continue
                 _read_again(message)
                 mail.let_go(message)

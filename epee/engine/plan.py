@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .outbox import CELL_PAYLOAD_BYTES, Outboxes
+from .outbox import CELL_PAYLOAD_BYTES, PeerRegions
 from .signature import OP_CODE, REFUSED, pack
 from .tensors import Array
 
@@ -64,13 +64,13 @@ class Plan:
         self.name = name
         self.signature = signature
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write this rank's contribution of round `k` at byte `offset` of its outbox."""
 
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+    def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`, found at `offsets[rank]` of each outbox, into `offset` of its own."""
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return which bytes of round `k`'s block these ranks read, counted from where `put` wrote it; all, if unsure.
 
         Args:
@@ -78,14 +78,14 @@ class Plan:
         """
         return ((0, self.round_bytes or self.put_bytes),)
 
-    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the same for this rank's reduced share of round `k`."""
         return ((0, self.merge_bytes),)
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
         """Compare what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
 
     def commit(self) -> None:
@@ -112,7 +112,7 @@ class Plan:
 
 Tensors = tuple[Any, Any]  # tensors that a call writes and reads: tensors, or lists of them of any depth
 NOTHING: Tensors = ((), ())
-Make = Callable[[Outboxes], Plan]  # plans a call over the members of these peer regions
+Make = Callable[[PeerRegions], Plan]  # plans a call over the members of these peer regions
 
 
 class RefusedPlan(Plan):
@@ -124,9 +124,9 @@ class RefusedPlan(Plan):
         self.put_bytes = CELL_PAYLOAD_BYTES
         self.detail = len(self.reason)
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write the reason as text."""
-        view = box.views[np.dtype(np.uint8)][box.rank]
+        view = peer_regions.views[np.dtype(np.uint8)][peer_regions.rank]
         view[offset : offset + len(self.reason)] = np.frombuffer(self.reason, np.uint8)
 
 

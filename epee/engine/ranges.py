@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import EpeeError
-from .outbox import Outboxes
+from .outbox import PeerRegions
 from .tensors import Array, span
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Edge(NamedTuple):
     is_read: bool  # the later one reads what this one writes
 
 
-def is_free(call: Driven, box: Outboxes) -> bool:
+def is_free(call: Driven, peer_regions: PeerRegions) -> bool:
     """Return whether nothing is in the way of `call` any more.
 
     Raises:
@@ -188,7 +188,7 @@ def is_free(call: Driven, box: Outboxes) -> bool:
         return False
     for edge in call.before:
         if edge.is_read and edge.call.error is not None:
-            raise not_run(call.describe(box), edge.call.error)
+            raise not_run(call.describe(peer_regions), edge.call.error)
     return True
 
 

@@ -14,7 +14,7 @@ from ..errors import CommTimeoutError, PeerError, RankFailedError
 from ..view.protocol.withdrawal import GRACE_S
 from .membership.group_membership import GroupMembership
 from .operation import Block, Driven, Operation
-from .outbox import GAVE_UP, Outboxes, has_exited, leavers
+from .outbox import GAVE_UP, PeerRegions, has_exited, leavers
 from .p2p.message import ANY, STAYS_OPEN, Message
 from .withdrawal import withdrawn
 
@@ -52,9 +52,13 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         return
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
-        unready = [] if engine.membership is None or head.published else engine.membership.unready(head.box)
+        unready = [] if engine.membership is None or head.published else engine.membership.unready(head.peer_regions)
         silent = (
-            unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box, head.lost) or silent
+            unready
+            or head.missing()
+            or behind(engine, block)
+            or engine.unsettled.behind(head.peer_regions, head.lost)
+            or silent
         )
     awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
     found = engine.watch.look(sorted(awaited))
@@ -69,21 +73,24 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         if not undecided or engine.membership is not None or not set(undecided) <= set(engine.watch.dead()):
             raise_if_overdue(engine, op, until, now)
             return  # the next step finds the outcome
-        head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
+        head.fail(
+            _peer_error(engine.peer_regions, undecided, head, now, MAY_HAVE_COMPLETED)
+        )  # they will not decide any more
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.membership is not None:
         is_late = not engine.membership.insist(head, silent, now)
     if is_late:
         head.holds_back = engine.order.held_by(head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
-        head.withdraw(head.box, silent)
+        head.withdraw(head.peer_regions, silent)
     elif is_late and isinstance(head, Message):
         _end_late(engine, head, silent, now)
     elif is_late:
         told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
         head.fail(
             CommTimeoutError(
-                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up; the group "
+                f"{head.describe(engine.peer_regions, elapsed=now - head.started)}: {told}; the call "
+                "is given up; the group "
                 "can be used: the next call pairs by its number",
                 silent,
                 has_job=True,
@@ -109,14 +116,14 @@ def _examine_unsettled(engine: Engine, membership: GroupMembership, head: Operat
     if now <= head.deadline or membership.insist(head, tellers, now) or not membership.unsettled() or head.done:
         return
     if _can_withdraw(head) and head.withdrawal is None:
-        head.withdraw(head.box, tellers or lost)
+        head.withdraw(head.peer_regions, tellers or lost)
     if head.withdrawal is not None:
         head.withdrawal.undecided = lost  # its outcome is not known before all is here: waiters get an error meanwhile
     elif not head.done:
         told = f"what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here"
         head.fail(
             CommTimeoutError(
-                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}, rank(s) "
+                f"{head.describe(engine.peer_regions, elapsed=now - head.started)}: {told}, rank(s) "
                 f"{', '.join(map(str, tellers)) or 'none'} could tell; the call is given up; the next one pairs by its "
                 "number",
                 tellers or lost,
@@ -139,7 +146,7 @@ def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> N
     else:
         told = told or "nothing with this tag was sent to this rank by any other"
         told += "; nothing was taken; the receive may be posted again"
-    where = head.describe(engine.box, elapsed=now - head.started)
+    where = head.describe(engine.peer_regions, elapsed=now - head.started)
     head.fail(CommTimeoutError(f"{where}: {told.lstrip('; ')}", silent, has_job=True))
 
 
@@ -152,9 +159,9 @@ def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
     if not _can_withdraw(head):
         return False
     if head.withdrawal is None:
-        others = [head.box.members[peer] for peer in withdrawn(head, head.box)]
+        others = [head.peer_regions.members[peer] for peer in withdrawn(head, head.peer_regions)]
         if others:
-            head.withdraw(head.box, [rank for rank in silent if rank not in others])
+            head.withdraw(head.peer_regions, [rank for rank in silent if rank not in others])
     return head.withdrawal is not None or head.done
 
 
@@ -164,7 +171,8 @@ def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float
         is_told = isinstance(op, Operation) and op.told is not None
         told = "its end is still open; repeat the call" if is_told else "the call goes on and may be waited for again"
         raise CommTimeoutError(
-            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); {told}",
+            f"{op.describe(engine.peer_regions, elapsed=now - op.started)}: not done within the "
+            f"time-out of wait(); {told}",
             has_job=True,
         )
 
@@ -177,35 +185,35 @@ def raise_if_open(head: Driven, op: Driven) -> None:
     if not isinstance(head, Operation) or head.withdrawal is None:
         return
     if (head is op and head.told is None) or op.start_clock() > op.deadline:
-        head.withdrawal.raise_if_open(head, head.box)
+        head.withdrawal.raise_if_open(head, head.peer_regions)
 
 
 def behind(engine: Engine, block: Block | None) -> list[int]:
     """Return all ranks that are behind on the word that a call waits for."""
     if block is None or block.rank < 0:
         return []
-    return [rank for rank in engine.members.members if engine.box.words[rank][block.word] < block.value]
+    return [rank for rank in engine.members.members if engine.peer_regions.words[rank][block.word] < block.value]
 
 
 def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. Its words are read a last time before."""
-    gone = leavers(engine.box)
-    dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.box.words[peer]))}
+    gone = leavers(engine.peer_regions)
+    dead = {*engine.watch.dead(), *(peer for peer in gone if has_exited(engine.peer_regions.words[peer]))}
     for peer in gone:
         engine.mask[peer] = 0
-    gone = [peer for peer in gone if not has_exited(engine.box.words[peer])]
+    gone = [peer for peer in gone if not has_exited(engine.peer_regions.words[peer])]
     if isinstance(head, Operation):
         concerned = set(head.missing())
-        if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
+        if block is not None and block.rank >= 0 and engine.peer_regions.words[block.rank][block.word] < block.value:
             concerned.add(block.rank)
-            if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP] == head.tag:
-                head.fail(_peer_error(engine.box, [block.rank], head, now, GAVE_THE_CALL_UP))
+            if block.word != head.cell and engine.peer_regions.words[block.rank][head.cell + GAVE_UP] == head.tag:
+                head.fail(_peer_error(engine.peer_regions, [block.rank], head, now, GAVE_THE_CALL_UP))
                 return True
     else:
         concerned = engine.mail.awaited(head)
         if block is None or block.rank < 0:
             concerned = set() if engine.mail.step(head) is None else concerned
-        elif engine.box.words[block.rank][block.word] >= block.value:
+        elif engine.peer_regions.words[block.rank][block.word] >= block.value:
             concerned = set()
     lost = sorted(concerned.intersection(dead))
     if isinstance(head, Message):  # a rank that left in order has left, whether or not its process has ended since
@@ -223,11 +231,11 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     if lost:
         if engine.membership is not None:
             engine.membership.found_dead(lost)
-        head.fail(_peer_error(engine.box, lost, head, now, ENDED))
+        head.fail(_peer_error(engine.peer_regions, lost, head, now, ENDED))
         return True
     left = sorted(concerned.intersection(gone))
     if left and (isinstance(head, Operation) or len(left) == len(concerned)):
-        head.fail(_peer_error(engine.box, left, head, now, HAS_LEFT))
+        head.fail(_peer_error(engine.peer_regions, left, head, now, HAS_LEFT))
         return True
     return head.done
 
@@ -235,23 +243,23 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
 def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it."""
     assert engine.membership is not None
-    lost = engine.membership.removed_in(head.box.epoch)
+    lost = engine.membership.removed_in(head.peer_regions.epoch)
     names = ", ".join(map(str, quitters))
-    told = head.describe(engine.box, peer=names, elapsed=now - head.started)
+    told = head.describe(engine.peer_regions, peer=names, elapsed=now - head.started)
     text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"
     kind = RankFailedError if lost else PeerError
-    return kind(text, lost or quitters, head.name, head.seq, head.box.epoch, GAVE_THE_CALL_UP)
+    return kind(text, lost or quitters, head.name, head.seq, head.peer_regions.epoch, GAVE_THE_CALL_UP)
 
 
-def _peer_error(box: Outboxes, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:
+def _peer_error(peer_regions: PeerRegions, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:
     kind, remedy = _MEANING[cause]
     seq = head.seq
-    told = head.describe(box, peer=", ".join(map(str, ranks)), elapsed=now - head.started)
+    told = head.describe(peer_regions, peer=", ".join(map(str, ranks)), elapsed=now - head.started)
     return kind(
         f"{told}: {cause}; results are untouched; {remedy}",
         ranks,
         head.name,
         seq,
-        box.epoch,
+        peer_regions.epoch,
         cause,
     )

@@ -48,7 +48,7 @@ class Waiting:
     def __init__(self, guarded: Engine, entry: Entry) -> None:
         self._guarded = guarded
         self._entry = entry
-        self.count_ranks(guarded.box.num_ranks)
+        self.count_ranks(guarded.peer_regions.num_ranks)
         self._shares_core = False
         self._moved = 0.0
         self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
@@ -69,7 +69,7 @@ class Waiting:
 
     def spin(self, block: Block) -> bool:
         """Poll for some microseconds; True when the block's word is there."""
-        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        words, index, value = self._guarded.peer_regions.words[block.rank], block.word, block.value
         for _ in range(self.num_loads):
             if words[index] >= value:
                 break
@@ -84,8 +84,8 @@ class Waiting:
         another idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a
         task that is woken is put on an idle core and one that yields stays where it is.
         """
-        self._guarded.box.own[CORE] = 1 + _getcpu()
-        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        self._guarded.peer_regions.own[CORE] = 1 + _getcpu()
+        words, index, value = self._guarded.peer_regions.words[block.rank], block.word, block.value
         until = now + YIELD_S
         if self._shares_core:
             self._shares_core = False
@@ -109,8 +109,8 @@ class Waiting:
         """
         own = 1 + _getcpu()
         if (
-            peer > self._guarded.box.rank
-            or self._guarded.box.words[peer][CORE] != own
+            peer > self._guarded.peer_regions.rank
+            or self._guarded.peer_regions.words[peer][CORE] != own
             or now - self._moved < MOVE_PAUSE_S
         ):
             return False
@@ -145,9 +145,9 @@ class Waiting:
     def sleep_on(self, block: Block) -> None:
         """Sleep on a word with the lock released, for some milliseconds at most."""
         rank, index, value = block
-        box = self._guarded.box
-        words, address = box.words[rank], box.address[rank] + 8 * index
-        box.own[SLEEPERS] = len(self._entry.asleep) + 1
+        peer_regions = self._guarded.peer_regions
+        words, address = peer_regions.words[rank], peer_regions.address[rank] + 8 * index
+        peer_regions.own[SLEEPERS] = len(self._entry.asleep) + 1
         seen = words[index]
         self._entry.let_go()
         try:

@@ -33,7 +33,7 @@ from .outbox import (
     GAVE_UP,
     LIFE,
     SIGNATURE,
-    Outboxes,
+    PeerRegions,
     consumed_of,
     failed_by_view,
     has_left,
@@ -54,9 +54,9 @@ _MEANING = {
 }
 
 
-def withdrawn(op: Operation, box: Outboxes) -> list[int]:
+def withdrawn(op: Operation, peer_regions: PeerRegions) -> list[int]:
     """Return the positions of the peers that have aborted the call."""
-    return [peer for peer in box.peers if is_withdrawn(op, box.words[peer])]
+    return [peer for peer in peer_regions.peers if is_withdrawn(op, peer_regions.words[peer])]
 
 
 def is_withdrawn(op: Operation, words: memoryview) -> bool:
@@ -78,25 +78,29 @@ class Withdrawal:
         undecided: the ranks that may still complete the call, as of the last check.
     """
 
-    def __init__(self, op: Operation, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
+    def __init__(
+        self, op: Operation, peer_regions: PeerRegions, silent: list[int], cause: BaseException | None = None
+    ) -> None:
         self.silent = silent
         self.cause = cause
         self.undecided: list[int] = []
         patience_s = op.deadline - op.started if op.deadline else GRACE_S
         self._grace_s = min(GRACE_S, patience_s)
         self._until = time.monotonic() + self._grace_s
-        box.exports.publish(box, op.cell + GAVE_UP, op.tag)
-        box.exports.publish(box, op.cell, 0)
+        peer_regions.exports.publish(peer_regions, op.cell + GAVE_UP, op.tag)
+        peer_regions.exports.publish(peer_regions, op.cell, 0)
 
-    def is_over(self, op: Operation, box: Outboxes) -> bool:
+    def is_over(self, op: Operation, peer_regions: PeerRegions) -> bool:
         """Check the call's outcome.
 
         True when it ends here: it has failed, or `op.completing` is set and it must complete.
         """
-        look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
+        look = end_of(
+            {peer_regions.members[peer]: _stance_at(peer_regions, peer, op) for peer in peer_regions.peers}, op.lost
+        )
         if look.end is End.FAILED:
             # a part that is missing here may yet complete the call where this abort has not arrived
-            unheard = [peer for peer in box.peers if _words_behind(box, peer, op) is None]
+            unheard = [peer for peer in peer_regions.peers if _words_behind(peer_regions, peer, op) is None]
             look = Look(End.OPEN, tuple(unheard)) if unheard else look
         if look.end is End.COMPLETES:
             op.completing = True
@@ -104,39 +108,39 @@ class Withdrawal:
         self.undecided = list(look.ranks) if look.end is End.OPEN else []
         if self.undecided or (look.end is End.LOST and time.monotonic() < self._until):
             return False
-        op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, box, look))
+        op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, peer_regions, look))
         return True
 
-    def raise_if_open(self, op: Operation, box: Outboxes) -> None:
+    def raise_if_open(self, op: Operation, peer_regions: PeerRegions) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
-            raise self._error(op, box, Look(End.OPEN, tuple(self.undecided)))
+            raise self._error(op, peer_regions, Look(End.OPEN, tuple(self.undecided)))
 
-    def _error(self, op: Operation, box: Outboxes, look: Look) -> CommTimeoutError:
-        others = [box.members[peer] for peer in withdrawn(op, box)]
+    def _error(self, op: Operation, peer_regions: PeerRegions, look: Look) -> CommTimeoutError:
+        others = [peer_regions.members[peer] for peer in withdrawn(op, peer_regions)]
         told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
         told = told + gave_up(others) or ["interrupted"]
         told.append(_MEANING[look.end].format(names_of(look.ranks)))
-        where = op.describe(box, elapsed=time.monotonic() - op.started if op.started else 0.0)
+        where = op.describe(peer_regions, elapsed=time.monotonic() - op.started if op.started else 0.0)
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others, has_job=True)
 
 
-def _stance_at(box: Outboxes, peer: int, op: Operation) -> Stance:
+def _stance_at(peer_regions: PeerRegions, peer: int, op: Operation) -> Stance:
     """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
-    words = _words_behind(box, peer, op)
+    words = _words_behind(peer_regions, peer, op)
     return Stance.OPEN if words is None else _stance_of(words, op)
 
 
-def _words_behind(box: Outboxes, peer: int, op: Operation) -> Mapping[int, int] | memoryview | None:
+def _words_behind(peer_regions: PeerRegions, peer: int, op: Operation) -> Mapping[int, int] | memoryview | None:
     """Return words of a peer as they are where this rank's abort has arrived; None: no answer yet.
 
     The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or has
     left (it has reported before how its calls had ended, `Exports.tell_ends`). Else the host is asked
     (`replication/remote_reads.py`).
     """
-    exports, words, rank = box.exports, box.words[peer], box.members[peer]
+    exports, words, rank = peer_regions.exports, peer_regions.words[peer], peer_regions.members[peer]
     if exports.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
         return words
     if rank in op.lost:  # everything that exists of it has been received

@@ -36,7 +36,7 @@ from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
-from .membership.group_view import seat_of
+from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
@@ -82,7 +82,7 @@ class SharedBuffer:
         self._whole: SharedBuffer | None = None  # the buffer that owns the memory; None: this one does
         self._id = new_buffer_id()
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
-        seat = seat_of(group, self.num_ranks)
+        job_handle = job_handle_of(group, self.num_ranks)
         self._turns.label.text = f"{type(self).__name__} of {label_of(group)}"
         self._timeout, poison, platform, alone = 0.0, False, None, None
         try:
@@ -92,7 +92,7 @@ class SharedBuffer:
             self._timeout = check_timeout(timeout, timeout_of(group))
             poison = env.get_bool("EPEE_POISON")
             platform = self._platform_of(device)
-            alone = _running_on_one_host(group, seat, config, platform is not None, self._timeout)
+            alone = _running_on_one_host(group, job_handle, config, platform is not None, self._timeout)
             if alone is not None:
                 self._topology = one_host(self.rank, self.num_ranks)  # even if the group is on several hosts by now
             if self._topology.num_hosts > 1:
@@ -101,7 +101,7 @@ class SharedBuffer:
                 self.config = self._on_gpu(config, platform)
             elif config.room_bytes and not config.is_latency:
                 raise UnsupportedError("a room for calls of several shapes is memory of a GPU; pass device='cuda'")
-            self.config = with_policy(self.config, seat, fault_mode, on_stall)
+            self.config = with_policy(self.config, job_handle, fault_mode, on_stall)
         except expected(Exception) as error:  # raised by `refuse_birth`, after the peers have been notified of it
             told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
             retire()
@@ -112,7 +112,7 @@ class SharedBuffer:
             alone.require_here(type(self).__name__, self.rank)
         closing = self._turns.closing
         self._exchange: RowExchange
-        running = None if alone is not None else _running_over_hosts(group, seat, self.config, self._timeout)
+        running = None if alone is not None else _running_over_hosts(group, job_handle, self.config, self._timeout)
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
@@ -120,7 +120,7 @@ class SharedBuffer:
             born = bear(self.config)
             here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
             if self.config.is_lane:
-                begin_lane(group, seat, here, born.watch, self._timeout, closing.check)
+                begin_lane(group, job_handle, here, born.watch, self._timeout, closing.check)
         else:
             born = Born([], DeathWatch())
             self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
@@ -132,9 +132,9 @@ class SharedBuffer:
                 if not spans:
                     making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
                     self._path = self._make_path(making, platform, poison)
-                    _tell_of_one_host(seat, self._exchange, self.config, alone)
+                    _tell_of_one_host(job_handle, self._exchange, self.config, alone)
                 else:
-                    self._path = path = self._make_path_over_hosts(self._topology, seat, poison)
+                    self._path = path = self._make_path_over_hosts(self._topology, job_handle, poison)
                     if running is not None:
                         path.come_in(time.monotonic() + self._timeout)
         except BaseException:
@@ -192,7 +192,7 @@ class SharedBuffer:
         """
         raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
         """Make the path that moves the rows between hosts. Local."""
         raise NotImplementedError
 
@@ -381,35 +381,39 @@ class SharedBuffer:
 
 
 def _running_over_hosts(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
     """Return the buffer over hosts that this process has to join; None if there is none, or if it is no joiner."""
-    if not seat.is_joiner or not seat.spans:
+    if not job_handle.is_joiner or not job_handle.spans:
         return None
     from .hosts.notices import find_running
 
-    return find_running(group, seat, config, timeout_s)
+    return find_running(group, job_handle, config, timeout_s)
 
 
 def _running_on_one_host(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
     """Return the buffer of one host that this process would join; None if there is none, or if it is no joiner."""
-    if not seat.is_joiner or not seat.spans:
+    if not job_handle.is_joiner or not job_handle.spans:
         return None
     from .hosts.notices import find_on_one_host
 
-    return find_on_one_host(group, seat, config, is_cuda, timeout_s)
+    return find_on_one_host(group, job_handle, config, is_cuda, timeout_s)
 
 
-def _tell_of_one_host(seat: GroupInView, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None) -> None:
+def _tell_of_one_host(
+    job_handle: GroupInView, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
+) -> None:
     """Announce a buffer that stays on one host to processes that join a group over several hosts."""
     lane = exchange.membership
-    if not (seat.spans and seat.is_open) or not isinstance(lane, BufferLane):
+    if not (job_handle.spans and job_handle.is_open) or not isinstance(lane, BufferLane):
         return
     from .hosts.notices import tell_of_one_host
 
-    lane.is_told(tell_of_one_host(seat, *lane.identity, config, None if like is None else like.notice, lane.first))
+    lane.is_told(
+        tell_of_one_host(job_handle, *lane.identity, config, None if like is None else like.notice, lane.first)
+    )
 
 
 def _exchange_over_hosts(
@@ -432,7 +436,7 @@ def _exchange_over_hosts(
         if running is None:
             engine = create_over_hosts(group, config, timeout_s)
         else:
-            engine = come_into(seat_of(group, config.num_ranks), group.rank(), config, running, timeout_s)
+            engine = come_into(job_handle_of(group, config.num_ranks), group.rank(), config, running, timeout_s)
         try:
             take_back = tell_of(group, engine, config, running)
         except BaseException:

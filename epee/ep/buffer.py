@@ -255,11 +255,11 @@ class Buffer(SharedBuffer):
             raise on_several_hosts("a Buffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
         from .hosts.path import HostsPath
 
         self._checked = CheckedCalls(self.config)
-        self._rows = HostsPath(self._control, self._id, topology, seat, poison)
+        self._rows = HostsPath(self._control, self._id, topology, job_handle, poison)
         return self._rows
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:

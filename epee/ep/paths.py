@@ -207,7 +207,7 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
 
 def begin_lane(
     group: dist.ProcessGroup,
-    seat: GroupInView,
+    job_handle: GroupInView,
     exchange: Exchange,
     watch: DeathWatch,
     timeout_s: float,
@@ -229,7 +229,7 @@ def begin_lane(
         return lane
 
     try:
-        begun = begin(group, seat, config, timeout_s, enter)
+        begun = begin(group, job_handle, config, timeout_s, enter)
     except BaseException:
         watch.close()
         exchange.release()
@@ -253,7 +253,9 @@ def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool =
     exchange.membership.close()
 
 
-def with_policy(config: BufferConfig, seat: GroupInView, fault_mode: str | None, on_stall: str | None) -> BufferConfig:
+def with_policy(
+    config: BufferConfig, job_handle: GroupInView, fault_mode: str | None, on_stall: str | None
+) -> BufferConfig:
     """Return `config` with the policies for losses and silent ranks: the group's, or else the arguments.
 
     Raises:
@@ -266,10 +268,10 @@ def with_policy(config: BufferConfig, seat: GroupInView, fault_mode: str | None,
             raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")
         check_policy(fault_mode, on_stall)
         return config
-    if not seat.slots:
+    if not job_handle.slots:
         mode, policy = check_policy(fault_mode, on_stall)
         return replace(config, fault_mode=mode, on_stall=policy)
-    theirs = {"fault_mode": "raise" if seat.raises else "mask", "on_stall": seat.on_stall}
+    theirs = {"fault_mode": "raise" if job_handle.raises else "mask", "on_stall": job_handle.on_stall}
     for name, value in wrong.items():
         if value != theirs[name]:
             raise InvalidArgument(f"{name} must be the group's, {theirs[name]!r}, got {value!r}; leave it out")

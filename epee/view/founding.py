@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import EpeeError, ProtocolError, ResourceError, expected
-from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
+from .job import Job, JobHandle, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS
 
@@ -51,19 +51,19 @@ class Presence(NamedTuple):
     lane: int
 
 
-class GroupSeat(NamedTuple):
+class GroupHandle(NamedTuple):
     """This process's handle of a job, and the incarnation of each rank's process there."""
 
-    seat: Seat
+    job_handle: JobHandle
     incarnations: Sequence[int]
 
 
-def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupSeat:
+def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupHandle:
     """Return this rank's handle of the youngest job that all ranks share, or of a new one. Collective.
 
     The ranks are known to run on one host.
 
-    The job is held for the caller: `seat.job.release()` releases it.
+    The job is held for the caller: `job_handle.job.release()` releases it.
 
     Args:
         rank, num_ranks: of the group.
@@ -79,11 +79,13 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
         told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
         key = next((key for key in reversed(told[0].jobs) if _is_shared(key, told)), "")
         if not key:
-            return GroupSeat(_found(rank, gather, told[0].lane), [1] * num_ranks)
+            return GroupHandle(_found(rank, gather, told[0].lane), [1] * num_ranks)
         job = next(job for job in held if job.key == key)
         held.remove(job)
         slots = [each.jobs[key].slot for each in told]
-        return GroupSeat(Seat(job, slots, told[0].lane, False, False), [each.jobs[key].incarnation for each in told])
+        return GroupHandle(
+            JobHandle(job, slots, told[0].lane, False, False), [each.jobs[key].incarnation for each in told]
+        )
     finally:
         for job in held:
             job.release()
@@ -111,7 +113,7 @@ def _is_shared(key: str, told: Sequence[Presence]) -> bool:
     return all(newest.members.get(one.slot) == one.incarnation for one in standings)
 
 
-def _found(rank: int, gather: Gather, lane: int) -> Seat:
+def _found(rank: int, gather: Gather, lane: int) -> JobHandle:
     """Create a job together with all ranks; see rounds 2 and 3."""
     with contextlib.ExitStack() as undo:
         problem, directory, job = "", None, None
@@ -136,10 +138,10 @@ def _found(rank: int, gather: Gather, lane: int) -> Seat:
         words = {"member": pack_member(job.runtime.member) if job is not None else ""}
         members = [str(fields["member"]) for fields in _tell(gather, _said(words, problem))]
         assert job is not None  # else all ranks have raised
-        seat = Seat(job, list(range(len(members))), lane, True, False)
-        start_job(seat, [parse_member(text, peer) for peer, text in enumerate(members)])
+        job_handle = JobHandle(job, list(range(len(members))), lane, True, False)
+        start_job(job_handle, [parse_member(text, peer) for peer, text in enumerate(members)])
         undo.pop_all()
-        return seat
+        return job_handle
 
 
 def _said(words: dict[str, Any], problem: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Hello:
     spans: bool
 
 
-class Seat(NamedTuple):
+class JobHandle(NamedTuple):
     """This process's handle of the job of a group.
 
     Attributes:
@@ -236,10 +236,10 @@ def common_job(hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def start_job(seat: Seat, members: Sequence[Member]) -> None:
+def start_job(job_handle: JobHandle, members: Sequence[Member]) -> None:
     """Begin with the first view; later groups can find the job from now on."""
-    seat.job.runtime.start(members)
-    seat.job.enlist()
+    job_handle.job.runtime.start(members)
+    job_handle.job.enlist()
 
 
 def told_fields(raw: bytes, limit: int) -> dict[str, Any]:

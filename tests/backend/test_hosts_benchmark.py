@@ -68,13 +68,15 @@ def bytes_exported(num_ranks: int, ranks_per_host: int, nbytes: int) -> int:
     total = 0
     for rank in range(ranks_per_host):
         sites = sites_of(range(num_ranks), [int(rank >= ranks_per_host) for rank in range(num_ranks)])
-        box: Any = types.SimpleNamespace(rank=rank, num_ranks=num_ranks, staging_bytes=16 << 20, sites=sites)
+        peer_regions: Any = types.SimpleNamespace(rank=rank, num_ranks=num_ranks, staging_bytes=16 << 20, sites=sites)
         reducer = reduce.Reducer(reduce.SUM, torch.float32, carrier)
-        plan = plan_reduction("all_reduce", 0, Sink(np.zeros(nbytes // 4, np.float32)), reducer, reduce.SUM, box)
+        plan = plan_reduction(
+            "all_reduce", 0, Sink(np.zeros(nbytes // 4, np.float32)), reducer, reduce.SUM, peer_regions
+        )
         for k in range(plan.rounds):
-            total += sum(length for _, length in plan.exports(box, k, there))
+            total += sum(length for _, length in plan.exports(peer_regions, k, there))
             if plan.merge_bytes:
-                total += sum(length for _, length in plan.exports_merged(box, k, there))
+                total += sum(length for _, length in plan.exports_merged(peer_regions, k, there))
     return total
 
 

@@ -534,7 +534,9 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str, folder:
         with pytest.raises(AbortedError):
             calls[kind]()
         assert x.tolist() == [1.0] * 3
-        if group._engine.box.words:  # it is dropped when the call leaves, but not while another thread sleeps for 1 s
+        if (
+            group._engine.peer_regions.words
+        ):  # it is dropped when the call leaves, but not while another thread sleeps for 1 s
             took[0] = float("inf")
         with pytest.raises((InvalidState, AbortedError)):
             dist.all_reduce(x, group=group)
@@ -563,13 +565,13 @@ def aborted_before_commit(rank: int, num_ranks: int, folder: str) -> None:
     group = dist.new_group([0, 1], backend="epee")
     x = torch.ones(3)
     if rank == 0:
-        box = group._engine.box
+        peer_regions = group._engine.peer_regions
         loads = group._engine.waits.num_loads
 
         class Loads:  # the fast path asks for it when the peer's header is not there yet
             def __index__(self) -> int:
                 stages.reach(folder, "asked")
-                while box.words[1][box.first_cell + 1 * 256] == 0:
+                while peer_regions.words[1][peer_regions.first_cell + 1 * 256] == 0:
                     time.sleep(0.001)
                 group.abort()
                 return loads

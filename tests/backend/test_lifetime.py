@@ -390,14 +390,14 @@ def hostile(rank: int, num_ranks: int) -> list[str]:
     from epee.engine.outbox import CELL_WORDS, NUM_CELLS, OFFSET
 
     told = []
-    box = dist.group.WORLD._engine.members
-    for offset in (1 << 60, box.payload_bytes - 64, 7):
+    peer_regions = dist.group.WORLD._engine.members
+    for offset in (1 << 60, peer_regions.payload_bytes - 64, 7):
         dist.barrier()
         x = torch.ones(3000)
         if rank == 1:
             seq = dist.group.WORLD._engine.seq + 1
-            real = box.own
-            cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
+            real = peer_regions.own
+            cell = peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS
 
             class Liar:
                 def __setitem__(self, index: int, value: int, cell: int = cell, offset: int = offset) -> None:
@@ -406,7 +406,7 @@ def hostile(rank: int, num_ranks: int) -> list[str]:
                 def __getitem__(self, index: int) -> int:
                     return real[index]  # noqa: B023
 
-            box.own = Liar()
+            peer_regions.own = Liar()
         try:
             dist.all_reduce(x)
         except ProtocolError as exc:
@@ -414,7 +414,7 @@ def hostile(rank: int, num_ranks: int) -> list[str]:
             assert x.tolist() == [1.0] * 3000
         finally:
             if rank == 1:
-                box.own = real
+                peer_regions.own = real
     dist.barrier()
     return told
 

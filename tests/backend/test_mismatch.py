@@ -243,7 +243,7 @@ def overtaken(rank: int, num_ranks: int, folder: str) -> str:
     cases.init(rank, num_ranks, folder)
     begin, x = Path(f"{folder}/begin"), torch.ones(2 + rank)
     engine: Any = dist.group.WORLD._engine  # type: ignore[union-attr]
-    cell = engine.box.first_cell + (engine.seq + 1) * CELL_WORDS
+    cell = engine.peer_regions.first_cell + (engine.seq + 1) * CELL_WORDS
     if rank == 0:
         deadline = time.monotonic() + 20
         while not begin.exists() and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from epee.engine.membership.group_membership import GroupMembership
-from epee.view.job import Seat
+from epee.view.job import JobHandle
 from epee.view.process.board import LaneRow
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal
 
@@ -48,7 +48,7 @@ class BusyAgent:
 def test_a_decision_while_a_newcomer_asks_what_it_missed_does_not_block_the_agent() -> None:
     agent = BusyAgent()
     job: Any = SimpleNamespace(runtime=agent, release=lambda cause: None)
-    membership = GroupMembership(Seat(job, [0, 1, 2, 3], LANE, True, True), "mask/error", ADMITTED)
+    membership = GroupMembership(JobHandle(job, [0, 1, 2, 3], LANE, True, True), "mask/error", ADMITTED)
     membership.join(ADMITTED)
     assert agent.was_free, "the hooks waited for a lock that the newcomer held while it asked the agent"
     assert list(membership.hooks.decisions) == [*HISTORY, NEWS]

@@ -255,8 +255,8 @@ def leaves_a_send(rank: int, num_ranks: int, folder: str) -> Any:
         stages.reach(folder, "left")
     else:
         stages.wait_for(folder, "left")
-        mark = group._engine.box.lane_base[1] + TAKEN_BACK
-        assert group._engine.box.words[0][mark] == 1
+        mark = group._engine.peer_regions.lane_base[1] + TAKEN_BACK
+        assert group._engine.peer_regions.words[0][mark] == 1
         x = torch.full((1,), 7.0)
         with pytest.raises(RuntimeError, match="left the group"):
             dist.recv(x, 0, group=group)

@@ -17,7 +17,7 @@ import pytest
 
 import epee.backend
 import epee.engine
-from epee.engine.outbox import Outboxes, outbox_layout
+from epee.engine.outbox import PeerRegions, outbox_layout
 from epee.engine.p2p import recv as receiving
 from epee.engine.p2p import send as sending
 from epee.engine.p2p.channel import Mailroom
@@ -38,10 +38,11 @@ class Pair:
     def __init__(self) -> None:
         layout = outbox_layout(2, 1 << 12)
         self._made = [SharedRegion.create(layout.nbytes, f"outbox{rank}") for rank in range(2)]
-        self._boxes = [
-            Outboxes(rank, [SharedRegion.attach(region.blob) for region in self._made], 1 << 12, 1) for rank in range(2)
+        self._epoch_regions = [
+            PeerRegions(rank, [SharedRegion.attach(region.blob) for region in self._made], 1 << 12, 1)
+            for rank in range(2)
         ]
-        self.sender, self.receiver = (Mailroom(box) for box in self._boxes)
+        self.sender, self.receiver = (Mailroom(peer_regions) for peer_regions in self._epoch_regions)
 
     def send(self, values: np.ndarray[Any, Any], tag: int = 0) -> Message:
         """Post a send of rank 0."""
@@ -77,12 +78,12 @@ class Pair:
                 self.take(message) if not message.is_send else self.sender.step(message)
             if all(message.done for message in messages):
                 return
-        raise AssertionError([message.describe(self._boxes[0]) for message in messages if not message.done])
+        raise AssertionError([message.describe(self._epoch_regions[0]) for message in messages if not message.done])
 
     def close(self) -> None:
         """Give the memory back."""
-        for box in self._boxes:
-            box.close()
+        for peer_regions in self._epoch_regions:
+            peer_regions.close()
         for region in self._made:
             region.close()
 

@@ -36,28 +36,28 @@ class Rank:
     """What one process knows of the group."""
 
     def __init__(self, job: Job, slot: int, known: Decision, joined: bool) -> None:
-        seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
+        job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
         self.slot = slot
         self.news: list[Decision] = []
         self.found: dict[int, dict[int, int]] = {}  # by epoch, slot -> rank
-        self.occupants = RankTable(seat, known, joined)
-        self.occupants.begin(range(NUM_RANKS))
+        self.rank_table = RankTable(job_handle, known, joined)
+        self.rank_table.begin(range(NUM_RANKS))
         self._note()
         runtime: Any = SimpleNamespace(view=lambda: job.view, waiting=lambda: (), want=lambda want, _: job.hear(want))
         rest: Any = None
-        self.admission = Admission(runtime, rest, self.occupants, rest, rest, rest, rest, job.offers)
+        self.admission = Admission(runtime, rest, self.rank_table, rest, rest, rest, rest, job.offers)
 
     def _note(self) -> None:
-        occupants = self.occupants
-        self.found[occupants.epoch] = {slot: occupants.rank_of[slot] for slot in occupants.since}
+        rank_table = self.rank_table
+        self.found[rank_table.epoch] = {slot: rank_table.rank_of[slot] for slot in rank_table.since}
 
     def take_over(self) -> None:
-        decision, occupants = self.news.pop(0), self.occupants
-        for rank in occupants.remove(decision):
-            assert self.found[occupants.epoch][occupants.slot_of[rank]] == rank
-        for one in list(occupants.newcomers(decision)):
-            occupants.take_in(one)
-        occupants.is_over(decision)
+        decision, rank_table = self.news.pop(0), self.rank_table
+        for rank in rank_table.remove(decision):
+            assert self.found[rank_table.epoch][rank_table.slot_of[rank]] == rank
+        for one in list(rank_table.newcomers(decision)):
+            rank_table.take_in(one)
+        rank_table.is_over(decision)
         self._note()
 
 
@@ -140,7 +140,7 @@ class Job:
 
     def check(self) -> None:
         """All ranks say the same of the newest view, and of the views that they have taken over."""
-        views = [rank.occupants.present(self.view) for rank in self.ranks.values()]
+        views = [rank.rank_table.present(self.view) for rank in self.ranks.values()]
         assert views == views[:1] * len(views)
         if self.view.epoch > 1:
             assert views[0] == {rank: slot for slot, rank in self.history[self.view.epoch].items()}
@@ -149,7 +149,7 @@ class Job:
         for rank in self.ranks.values():
             for epoch, found in rank.found.items():
                 assert epoch == 1 or found == self.history[epoch]
-                assert all(rank.occupants.rank_at(slot, epoch) == at for slot, at in found.items())
+                assert all(rank.rank_table.rank_at(slot, epoch) == at for slot, at in found.items())
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
@@ -184,13 +184,13 @@ def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_remo
     third = _with(second, 4, 4, gone=(3,), wanted=(*FOUNDERS, 3))
     assert third.removed
     assert 4 in parts_of(third, LANE)
-    seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
-    member_of_it = RankTable(seat, first)
+    job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
+    member_of_it = RankTable(job_handle, first)
     member_of_it.begin(range(3))
     for one in list(member_of_it.newcomers(second)):
         member_of_it.take_in(one)
     member_of_it.is_over(second)
-    newcomer = RankTable(seat, first, True)
+    newcomer = RankTable(job_handle, first, True)
     hooks = SimpleNamespace(
         enter_as=lambda slot, locator: None,
         decisions=[second, third],
@@ -202,7 +202,7 @@ def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_remo
         runtime=SimpleNamespace(view=lambda: third),
         _job=SimpleNamespace(slot=4),
         _row=SimpleNamespace(tell=lambda told: None),
-        _occupants=newcomer,
+        _rank_table=newcomer,
     )
     assert MembershipStart.ask(asking, Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9), 1.0) is third
     assert newcomer.ours(third).removed == member_of_it.ours(third).removed == third.removed

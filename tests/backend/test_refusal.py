@@ -39,8 +39,8 @@ class OfJob:
 def test_a_refusal_is_raised_once_and_again_when_the_process_tries_again() -> None:
     runtime: Any = OfJob()
     rest: Any = None
-    occupants: Any = SimpleNamespace(lane=LANE)
-    admission = Admission(runtime, rest, occupants, rest, rest, rest, rest, dict)
+    rank_table: Any = SimpleNamespace(lane=LANE)
+    admission = Admission(runtime, rest, rank_table, rest, rest, rest, rest, dict)
     admission._askers = lambda view: {}  # type: ignore[method-assign,assignment]
     offer = Offer(ASKS, RANK, 4, bytes(BLOB_BYTES))
     for _ in range(2):

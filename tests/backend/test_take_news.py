@@ -24,11 +24,11 @@ from epee.engine.bootstrap.group_note import OutboxLocator, pack_extra
 from epee.engine.engine import Engine
 from epee.engine.entry import CHANGING, NEWS
 from epee.engine.membership.group_membership import GroupMembership
-from epee.engine.outbox import Outboxes, OutboxOwner, outbox_layout
+from epee.engine.outbox import OutboxOwner, PeerRegions, outbox_layout
 from epee.engine.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.shared import BLOB_BYTES, SharedRegion, process_start_time
-from epee.view.job import Seat
+from epee.view.job import JobHandle
 from epee.view.process import detector
 from epee.view.process.board import LaneRow
 from epee.view.process.detector import DeathWatch
@@ -89,9 +89,9 @@ class Case:
             look_at=lambda slot: None,
         )
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
-        self.membership = GroupMembership(Seat(job, [0, 1], LANE, True, True), mode)
+        self.membership = GroupMembership(JobHandle(job, [0, 1], LANE, True, True), mode)
         regions = [processes[0].region, SharedRegion.attach(processes[1].region.blob)]
-        self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
+        self.engine = Engine(PeerRegions(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
         self.membership.attach(self.engine)
         for decision in self.decisions if is_told else ():
             self.membership.hooks.decided(decision)
@@ -99,26 +99,34 @@ class Case:
     def result(self) -> dict[str, Any]:
         """Return what is left of taking them over."""
         membership, engine = self.membership, self.engine
-        occupants, boxes, intake = membership._occupants, membership._boxes, membership._intake
+        rank_table, epoch_regions, intake = membership._rank_table, membership._epoch_regions, membership._intake
         return {
             "flags": engine.flags,
-            "epoch": occupants.epoch,
+            "epoch": rank_table.epoch,
             "left": len(membership.hooks.decisions),
-            "removed": occupants.removed,
-            "incarnations": occupants.incarnations,
-            "since": occupants.since,
-            "joined": (intake.join_epoch, intake.first_call, boxes.sizes._changes),
+            "removed": rank_table.removed,
+            "incarnations": rank_table.incarnations,
+            "since": rank_table.since,
+            "joined": (intake.join_epoch, intake.first_call, epoch_regions.sizes._changes),
             "turns": [(turn.epoch, turn.removed, turn.limit, turn.cap, turn.last) for turn in membership._course.turns],
             "present": membership._course.present(),
-            "boxes": {
-                epoch: [(first, box.members, box.group_size, box.epoch) for first, box in stretches]
-                for epoch, stretches in boxes._boxes.items()
+            "epoch_regions": {
+                epoch: [
+                    (first, peer_regions.members, peer_regions.group_size, peer_regions.epoch)
+                    for first, peer_regions in stretches
+                ]
+                for epoch, stretches in epoch_regions._epoch_regions.items()
             },
-            "outboxes": [region.blob for region in boxes.full.regions],
-            "words": [len(words) for words in boxes.full.words],
-            "full": (boxes.full.num_ranks, boxes.full.members, boxes.full.peers, boxes.full.blanks),
+            "outboxes": [region.blob for region in epoch_regions.full.regions],
+            "words": [len(words) for words in epoch_regions.full.words],
+            "full": (
+                epoch_regions.full.num_ranks,
+                epoch_regions.full.members,
+                epoch_regions.full.peers,
+                epoch_regions.full.blanks,
+            ),
             "lanes": {peer: lane.next_slot for peer, lane in engine.mail._receiver._lanes.items()},
-            "verdicts": [engine.box.own[engine.box.verdict_base[peer]] for peer in range(CAPACITY)],
+            "verdicts": [engine.peer_regions.own[engine.peer_regions.verdict_base[peer]] for peer in range(CAPACITY)],
             "watched": sorted(engine.watch._rank_of_fd.values()),
         }
 
@@ -177,8 +185,8 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
     assert wanted["epoch"] == 6
     assert wanted["left"] == 0
     assert wanted["flags"] == CHANGING
-    assert wanted["boxes"][4][-1][1] == wanted["boxes"][6][-1][1] == (0, 1, 2)
-    assert wanted["boxes"][5][-1][1] == (0, 1), "rank 2 was put out, and is still in the job"
+    assert wanted["epoch_regions"][4][-1][1] == wanted["epoch_regions"][6][-1][1] == (0, 1, 2)
+    assert wanted["epoch_regions"][5][-1][1] == (0, 1), "rank 2 was put out, and is still in the job"
     assert wanted["since"] == {0: 1, 1: 3, 2: 6}
     at, was_interrupted = start, True
     while was_interrupted:
@@ -214,10 +222,10 @@ def test_a_call_that_news_will_move_accuses_nobody(processes: list[Process]) -> 
     for decision in case.decisions:
         case.membership.hooks.decided(decision)
     case.engine.look(lambda: None)
-    assert op.box.epoch == 1, "the news is known, the call not judged"
+    assert op.peer_regions.epoch == 1, "the news is known, the call not judged"
     assert case.membership.insist(op, [1], time.monotonic()), "its time begins anew"
     assert len(accused) == 1, "the process that has the rank now was never waited for"
-    assert op.box.epoch > 1
+    assert op.peer_regions.epoch > 1
     case.close()
 
 
@@ -241,9 +249,9 @@ def test_a_shortage_is_an_error_and_the_next_call_takes_the_decision_over(proces
     assert len(errors) >= 2
     assert all("has joined in epoch" in error and "Too many open files" in error for error in errors)
     assert [state.issued for state in states] == [0] * num_free
-    assert case.membership._occupants.epoch == 6
-    assert case.membership._boxes.full.num_ranks == 3
-    assert not case.membership._boxes.full.blanks
+    assert case.membership._rank_table.epoch == 6
+    assert case.membership._epoch_regions.full.num_ranks == 3
+    assert not case.membership._epoch_regions.full.blanks
     case.close()
 
 
@@ -263,7 +271,9 @@ def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process
         monkeypatch.setattr("epee.engine.membership.members.is_leaving", lambda pid, start_time: True)
         patch.setattr(SharedRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
         case.engine.look(lambda: None)
-    assert case.membership._boxes.full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"
+    assert case.membership._epoch_regions.full.regions[1].blob != processes[2].region.blob, (
+        "it is dying: a blank stands for it"
+    )
     case.close()
 
 

@@ -48,16 +48,16 @@ class Call:
 
     name, writing, rounds_known, by_view, started = "call", False, False, False, 0.0
 
-    def __init__(self, seq: int, box: Any, root: int | None, told: BaseException | None) -> None:
-        self.seq, self.cell, self.box = seq, CELLS + 64 * seq, box
+    def __init__(self, seq: int, peer_regions: Any, root: int | None, told: BaseException | None) -> None:
+        self.seq, self.cell, self.peer_regions = seq, CELLS + 64 * seq, peer_regions
         self.plan: Any = SimpleNamespace(rounds=1, merge_bytes=0, signature=pack(1, root=-1 if root is None else root))
         self.root, self.told = root, told
         self.error: BaseException | None = None
         self.lost_here: tuple[int, ...] = ()
 
     @stand_in
-    def make(self, box: Any) -> Any:
-        if self.root is not None and self.root not in box.members:
+    def make(self, peer_regions: Any) -> Any:
+        if self.root is not None and self.root not in peer_regions.members:
             raise RankFailedError("its root is lost", [self.root])
         return self.plan
 
@@ -68,8 +68,8 @@ class Call:
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error
 
-    def renew(self, box: Any, plan: Any) -> None:
-        self.box = box
+    def renew(self, peer_regions: Any, plan: Any) -> None:
+        self.peer_regions = peer_regions
 
     def describe(self, *_: Any, **__: Any) -> str:
         return "call"
@@ -80,7 +80,7 @@ class Rank:
 
     def __init__(self, words: dict[int, array[int]], raises: bool) -> None:
         self.course = Course(LANE, Decision(1, MEMBERS), raises)
-        self.boxes = {
+        self.epoch_regions = {
             epoch: SimpleNamespace(
                 members=members,
                 words=[memoryview(words[rank]) for rank in members],
@@ -92,17 +92,20 @@ class Rank:
         }
         self.engine: Any = SimpleNamespace(unsettled=UnresolvedCalls(), untold=None, queue=[], is_interrupt=_is_not_own)
         gone = {ROOT: (2, DEAD), OTHER: (3, DEAD)}
-        occupants: Any = SimpleNamespace(
+        rank_table: Any = SimpleNamespace(
             rank_at=lambda slot, epoch: slot,
             was_put_out=lambda rank: False,
             removed_after=lambda epoch: {rank for rank, (when, _) in gone.items() if when > epoch},
             kind_of_loss=lambda ranks: (RankFailedError, "process ended"),
             epoch=3,
         )
-        boxes: Any = SimpleNamespace(
-            box_for=lambda epoch, seq: self.boxes[epoch], joined_in=0, shown_epoch=0, full=SimpleNamespace(rank=0)
+        epoch_regions: Any = SimpleNamespace(
+            box_for=lambda epoch, seq: self.epoch_regions[epoch],
+            joined_in=0,
+            shown_epoch=0,
+            full=SimpleNamespace(rank=0),
         )
-        self.judge = CallOutcome(self.engine, occupants, self.course, boxes)
+        self.judge = CallOutcome(self.engine, rank_table, self.course, epoch_regions)
 
     def judged(self, call: Any) -> tuple[str, int]:
         """Return how a call ends by the decisions, or in which epoch it runs."""
@@ -111,7 +114,7 @@ class Rank:
         except RankFailedError as error:
             return f"not made: {error}", 0
         self.judge.heed(call)
-        return type(call.error).__name__, 0 if call.done else call.box.epoch
+        return type(call.error).__name__, 0 if call.done else call.peer_regions.epoch
 
     def end(self, call: Any) -> None:
         self.engine.unsettled.note(call)
@@ -143,7 +146,7 @@ def test_who_has_left_a_call_finds_what_the_others_find(raises: bool) -> None:
         left = dice.randrange(FIRST, LAST + 1)  # by rank 0
         for seq in range(FIRST, LAST + 1):
             root = dice.choice((None, ROOT))
-            calls = [Call(seq, rank.boxes[max(1, rank.course.base)], root, None) for rank in ranks]
+            calls = [Call(seq, rank.epoch_regions[max(1, rank.course.base)], root, None) for rank in ranks]
             calls[0].told = told = KeyboardInterrupt() if seq == left else None
             found = [rank.judged(call) for rank, call in zip(ranks, calls, strict=True)]
             if told is None or calls[0].error is not told:
@@ -175,7 +178,7 @@ def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises
             put(words[rank], through, dice.randrange(through, LAST + 1), dice.choice(epochs))
         ranks = Rank(words, raises), Rank(words, raises)
         root = dice.choice((ROOT, OTHER))
-        given_up, *others = (Call(FIRST, rank.boxes[1], root, None) for rank in ranks)
+        given_up, *others = (Call(FIRST, rank.epoch_regions[1], root, None) for rank in ranks)
         given_up.fail(RuntimeError("its time-out has passed"))
         ranks[0].end(given_up)
         for rank in ranks:
@@ -189,7 +192,7 @@ def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises
         if not raises:
             ranks[0].judge.raise_untold()  # it only asks again
             assert ranks[0].course.planned_in(FIRST + 1) == ranks[1].course.planned_in(FIRST + 1)
-        again: list[Any] = [Call(FIRST + 1, rank.boxes[1], dice.choice((None, ROOT)), None) for rank in ranks]
+        again: list[Any] = [Call(FIRST + 1, rank.epoch_regions[1], dice.choice((None, ROOT)), None) for rank in ranks]
         again[1].root, again[1].plan = again[0].root, again[0].plan
         ends = [rank.judged(call) for rank, call in zip(ranks, again, strict=True)]
         if found[0] == "RankFailedError" and ends[0][0].startswith("not made"):
@@ -200,11 +203,13 @@ def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_call_that_failed_before_it_was_told_waits_for_room_but_not_for_a_lost_rank(is_lost: bool) -> None:
-    box: Any = SimpleNamespace(epoch_bits=0, first_cell=CELLS, num_ranks=2, cells_free_until=0)
-    box.least_consumed = lambda: 0  # of a rank that reads nothing any more
-    op = Operation(refused("all_reduce", RuntimeError("interrupted")), 1000, box, 0.0)
+    peer_regions: Any = SimpleNamespace(epoch_bits=0, first_cell=CELLS, num_ranks=2, cells_free_until=0)
+    peer_regions.least_consumed = lambda: 0  # of a rank that reads nothing any more
+    op = Operation(refused("all_reduce", RuntimeError("interrupted")), 1000, peer_regions, 0.0)
     op.fail(KeyboardInterrupt())
-    engine: Any = SimpleNamespace(membership=SimpleNamespace(has_lost_one_of=lambda asked: is_lost and asked is box))
+    engine: Any = SimpleNamespace(
+        membership=SimpleNamespace(has_lost_one_of=lambda asked: is_lost and asked is peer_regions)
+    )
     assert Engine._publish_failed(engine, op) is is_lost
 
 
@@ -213,16 +218,16 @@ def test_a_call_that_only_this_rank_cannot_plan_again_leaves_a_header_for_the_ot
     ended: list[tuple[int, int]] = []
     judge: Any = SimpleNamespace(
         _course=SimpleNamespace(ended_on_the_way=lambda seq, epoch: ended.append((seq, epoch))),
-        _occupants=SimpleNamespace(was_put_out=lambda rank: False),
+        _rank_table=SimpleNamespace(was_put_out=lambda rank: False),
         _engine=SimpleNamespace(is_interrupt=lambda exc: False),  # as on the background thread
     )
     call: Any = Call(5, SimpleNamespace(members=(0, 1, ROOT), epoch=1), ROOT, None)
     after: Any = SimpleNamespace(members=(0, 1) if is_rootless else (0, 1, ROOT), epoch=2)
     shortage = MemoryError("no room for a copy")
     if not is_rootless:
-        call.make = lambda box: _raise(shortage)
+        call.make = lambda peer_regions: _raise(shortage)
     CallOutcome._move(judge, call, after, is_rootless)
-    assert (call.by_view, call.box.epoch, ended) == ((True, 1, [(5, 2)]) if is_rootless else (False, 2, []))
+    assert (call.by_view, call.peer_regions.epoch, ended) == ((True, 1, [(5, 2)]) if is_rootless else (False, 2, []))
     assert isinstance(call.error, RankFailedError) if is_rootless else call.error is shortage
 
 

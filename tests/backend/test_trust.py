@@ -108,12 +108,12 @@ def test_memory_that_is_too_small_is_no_outbox() -> None:
 
 def pry(rank: int, num_ranks: int) -> list[str]:
     """Try to write the other's outbox in all ways that are at hand."""
-    box = dist.group.WORLD._engine.members
-    region = box.regions[1 - rank]
+    peer_regions = dist.group.WORLD._engine.members
+    region = peer_regions.regions[1 - rank]
     told = []
     for attempt in (
-        lambda: box.words[1 - rank].__setitem__(5, 1),
-        lambda: box.views[np.dtype(np.float32)][1 - rank].__setitem__(5, 1),
+        lambda: peer_regions.words[1 - rank].__setitem__(5, 1),
+        lambda: peer_regions.views[np.dtype(np.float32)][1 - rank].__setitem__(5, 1),
         lambda: SharedRegion.attach(region.blob),
     ):
         try:

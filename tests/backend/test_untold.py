@@ -33,7 +33,7 @@ class Waiting:
         self.membership.runtime.accuse = self._accuse  # type: ignore[method-assign]
         self.membership.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
         self.engine.helper.kick = lambda *_, **__: None  # type: ignore[method-assign]
-        self.engine.unsettled.calls.append(SimpleNamespace(seq=0, box=self.engine.box))  # type: ignore[arg-type]
+        self.engine.unsettled.calls.append(SimpleNamespace(seq=0, peer_regions=self.engine.peer_regions))  # type: ignore[arg-type]
         self.engine.raise_flag(CHANGING)
 
     def _settle(self) -> bool:
@@ -101,7 +101,7 @@ def test_what_a_rank_has_put_into_a_call_that_others_complete_stays(processes: l
     case.engine.entry.enter()
     case.engine.retire_heads()
     case.engine.entry.leave()
-    words = case.engine.box.own
+    words = case.engine.peer_regions.own
     stays = (op.tag, COMPLETES)
     assert (words[op.cell], words[op.cell + GAVE_UP]) == (stays if is_counted else (0, failed_by_view(op.tag)))
     case.close()

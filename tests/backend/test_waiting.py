@@ -18,8 +18,8 @@ from epee.engine.waiting import MOVE_PAUSE_S, Waiting
 
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:
     words = [[0] * STATE_WORDS for _ in range(2)]
-    box = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank])
-    engine: Any = SimpleNamespace(box=box, flags=0, timeout_s=0.0)
+    peer_regions = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank])
+    engine: Any = SimpleNamespace(peer_regions=peer_regions, flags=0, timeout_s=0.0)
     return Waiting(engine, Entry(engine)), words
 
 

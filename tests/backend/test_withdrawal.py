@@ -31,9 +31,9 @@ def await_all(folder: str, stage: str, num_ranks: int) -> None:
 
 def await_call_of(peer: int) -> None:
     """Wait until `peer` has put something into the group's first call."""
-    box: Any = dist.group.WORLD._engine.members  # type: ignore[union-attr]
+    peer_regions: Any = dist.group.WORLD._engine.members  # type: ignore[union-attr]
     deadline = time.monotonic() + 30
-    while not box.words[peer][box.first_cell + CELL_WORDS]:
+    while not peer_regions.words[peer][peer_regions.first_cell + CELL_WORDS]:
         assert time.monotonic() < deadline, f"rank {peer} does not call"
         time.sleep(0.002)
 

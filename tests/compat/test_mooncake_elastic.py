@@ -415,7 +415,7 @@ def sub_groups(slot: int, num_ranks: int, folder: str) -> None:
         check(mine[1], [0, 1, 3], 4)
         stages.wait_for(folder, "shrunk")
         assert mine[0]._place.slots == [2, 3], "it was made with these; whose the other ranks are says the view"
-        assert mine[0]._engine.membership._occupants.slot_of[:4] == [2, 3, 4, 5]
+        assert mine[0]._engine.membership._rank_table.slot_of[:4] == [2, 3, 4, 5]
         pg.join_group(mine[0])
     else:
         while total(mine[0]) == 3:

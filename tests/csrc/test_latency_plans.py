@@ -274,20 +274,20 @@ def _in_flight(rank: int, num_ranks: int) -> None:
     """Two buffers, and two calls in flight of one plan: each receives into its own memory, in either order."""
     with make(SHAPE) as first, make(SHAPE) as second:
         for seed in range(4):
-            flights = []
+            pending_calls = []
             for nth, buffer in enumerate((first, second, first, second)):
                 given = inputs(SHAPE, (6, 3), 10 * seed + nth)
                 packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens)
-                flights.append((buffer, given, packed, dispatch(buffer, given[rank], return_hook=True)))
-            flights = flights if seed % 2 else flights[::-1]
-            for *_, packed, got in flights:
+                pending_calls.append((buffer, given, packed, dispatch(buffer, given[rank], return_hook=True)))
+            pending_calls = pending_calls if seed % 2 else pending_calls[::-1]
+            for *_, packed, got in pending_calls:
                 assert got.hook is not None
                 got.hook()
                 check_dispatched(got, packed[rank])
             backs = []
-            for nth, (buffer, _, packed, got) in enumerate(flights):
+            for nth, (buffer, _, packed, got) in enumerate(pending_calls):
                 backs.append(combine(buffer, expert_outputs(packed, nth)[rank], got, return_hook=True))
-            for nth, ((_, given, packed, _), back) in reversed(list(enumerate(zip(flights, backs, strict=True)))):
+            for nth, ((_, given, packed, _), back) in reversed(list(enumerate(zip(pending_calls, backs, strict=True)))):
                 assert back.hook is not None
                 back.hook()
                 assert torch.equal(bits(back.x), bits(oracle.combine(given, packed, expert_outputs(packed, nth))[rank]))

@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Accused]:
     lane._peers = {1: SimpleNamespace(line=SimpleNamespace(number=1, words=words, address=0), incarnation=1)}
     lane._line = SimpleNamespace(words={READY: 7})
     lane.roster = SimpleNamespace(
-        heard=5, insist=insist, seat=SimpleNamespace(on_stall="evict"), view=SimpleNamespace(epoch=5),
+        heard=5, insist=insist, job_handle=SimpleNamespace(on_stall="evict"), view=SimpleNamespace(epoch=5),
         is_gone=lambda rank, incarnation: False,
     )  # fmt: skip
     lane._calls, lane._seen = SimpleNamespace(version=1, frozen=False), 1

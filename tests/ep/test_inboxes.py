@@ -42,7 +42,7 @@ class Peers:
 
 def _inboxes(peers: Peers, look: Any) -> Any:
     own = peers.registry.open(MAX_BUFFERS, CONFIG.words())
-    roster: Any = SimpleNamespace(view=SimpleNamespace(epoch=EPOCH), seat=None)
+    roster: Any = SimpleNamespace(view=SimpleNamespace(epoch=EPOCH), job_handle=None)
     made: Any = Inboxes(CONFIG, 0, 1, roster, own, look, NBYTES)
     made.line_of = lambda rank, member: peers.lines.get(rank)
     return made

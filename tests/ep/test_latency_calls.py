@@ -41,14 +41,14 @@ NUM_TOKENS = (6, 3, 0, 5)
 def _two_in_flight(rank: int, num_ranks: int, num_slots: int) -> None:
     with make(SHAPE, num_slots=num_slots) as buffer:
         for seed in range(6):
-            flights = []
+            pending_calls = []
             for nth in range(num_slots):
                 given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 10 * seed + nth)
                 packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens)
-                flights.append((given, packed, dispatch(buffer, given[rank], return_hook=True)))
+                pending_calls.append((given, packed, dispatch(buffer, given[rank], return_hook=True)))
             with pytest.raises(InvalidState, match=f"{num_slots} calls have been sent and not received"):
                 dispatch(buffer, given[rank])
-            order = flights if seed % 2 else list(reversed(flights))
+            order = pending_calls if seed % 2 else list(reversed(pending_calls))
             for _, packed, got in order:
                 assert got.hook is not None
                 got.hook()

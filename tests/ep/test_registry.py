@@ -73,7 +73,7 @@ def test_a_call_without_a_quorum_waits_a_moment_for_news() -> None:
         (NoQuorumError("too few"), 1 << 30, True),
         (EvictedError("out"), 1, True),
     ):
-        roster.seat = SimpleNamespace(runtime=Errors(error, looks))  # type: ignore[assignment]
+        roster.job_handle = SimpleNamespace(runtime=Errors(error, looks))  # type: ignore[assignment]
         with pytest.raises(type(error)) if is_raised else contextlib.nullcontext():
             roster.check()
 

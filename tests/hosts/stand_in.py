@@ -61,8 +61,8 @@ def arm(engine: Any, point: str, act: Callable[[], None]) -> None:
         elif seq > number:  # another death has put more calls into the step: the point is not on the way
             act()
 
-    def renew(self: Operation, box: Any, plan: Plan) -> None:  # another one has died before
-        renewed(self, box, plan)
+    def renew(self: Operation, peer_regions: Any, plan: Plan) -> None:  # another one has died before
+        renewed(self, peer_regions, plan)
         if self.seq == number:
             _arm_plan(plan, moment, act)
 
@@ -72,20 +72,20 @@ def arm(engine: Any, point: str, act: Callable[[], None]) -> None:
 def _arm_plan(plan: Plan, moment: str, act: Callable[[], None]) -> None:
     put, merge, take = plan.put, plan.merge, plan.take
 
-    def armed_put(box: Any, k: int, offset: int) -> None:
-        put(box, k, offset)
+    def armed_put(peer_regions: Any, k: int, offset: int) -> None:
+        put(peer_regions, k, offset)
         if (moment, k) in (("put", 0), ("second put", 1)):
             act()
 
-    def armed_merge(box: Any, k: int, *args: Any) -> None:
-        merge(box, k, *args)
+    def armed_merge(peer_regions: Any, k: int, *args: Any) -> None:
+        merge(peer_regions, k, *args)
         if moment == "merged":
             act()
 
-    def armed_take(box: Any, k: int, offsets: list[int]) -> None:
+    def armed_take(peer_regions: Any, k: int, offsets: list[int]) -> None:
         if moment == "before take":
             act()
-        take(box, k, offsets)
+        take(peer_regions, k, offsets)
         if moment == "taken":
             act()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from epee.engine.outbox import Outboxes
+from epee.engine.outbox import PeerRegions
 from epee.ep import base
 from epee.ep.hosts.latency.region import latency_layout
 from epee.link.frames import NO_WORD
@@ -33,8 +33,8 @@ class StandInEngine:
         self._regions = regions  # by source and host
         mine = [of_source[topology.host] for of_source in regions]
         exports = SimpleNamespace(links=StandInLinks(regions[topology.rank], topology), new_looks=self._new_looks)
-        extra = engine.box.extra
-        self.box = SimpleNamespace(regions=mine, exports=exports, extra=extra)
+        extra = engine.peer_regions.extra
+        self.peer_regions = SimpleNamespace(regions=mine, exports=exports, extra=extra)
         self._host_of = topology.host_of
 
     def __getattr__(self, name: str) -> Any:
@@ -90,8 +90,8 @@ def invent_hosts_for_latency(placement: Sequence[int]) -> None:
     def make(group: Any, config: Any, *args: Any) -> Any:
         exchange = made(group, config, *args)
         topology = Topology(exchange.rank, [str(host) for host in placement])
-        box: Outboxes = exchange.engine.box
-        nbytes = box.extra + latency_layout(config).nbytes
+        peer_regions: PeerRegions = exchange.engine.peer_regions
+        nbytes = peer_regions.extra + latency_layout(config).nbytes
         own = [SharedRegion.create(nbytes, f"stand-in-{os.getpid()}-{host}") for host in range(topology.num_hosts)]
         blobs: list[Any] = [None] * config.num_ranks
         dist.all_gather_object(blobs, [region.blob for region in own], group=group)

@@ -17,9 +17,9 @@ class Told:
     def __init__(self) -> None:
         self.words: list[tuple[int, int]] = []
 
-    def publish(self, box: Any, index: int, value: int) -> None:
+    def publish(self, peer_regions: Any, index: int, value: int) -> None:
         """As `Exports.publish`."""
-        box.own[index] = value
+        peer_regions.own[index] = value
         self.words.append((index, value))
 
 

@@ -31,11 +31,11 @@ class Meeting:
         exchange = SimpleNamespace(members=(0, 1))
         control: Any = SimpleNamespace(exchange=exchange, config=CONFIG, all_gather_bytes=self._gather)
         view = SimpleNamespace(members=())
-        seat: Any = SimpleNamespace(is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), lane=LANE)
+        job_handle: Any = SimpleNamespace(is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), lane=LANE)
         admission = SimpleNamespace(expected=lambda: ({0, 1, 2}, set()), take_in=self._take_in)
-        self.assembly = Assembly(control, Any, seat)  # type: ignore[arg-type]
+        self.assembly = Assembly(control, Any, job_handle)  # type: ignore[arg-type]
         self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
-        self.assembly._seat.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
+        self.assembly._job_handle.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
 
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:
         self.rounds += 1
@@ -70,9 +70,9 @@ def test_who_has_come_into_a_buffer_tells_of_it_as_was_told(monkeypatch: pytest.
     """Else its number and epoch, which are its own, would be those of another buffer for the next newcomer."""
     home = Home(LANE, 3, 1 << 20, "mask/evict", True)
     told: list[BufferNotice] = []
-    monkeypatch.setattr(birth, "seat_of", lambda group, num_ranks: SimpleNamespace(spans=True))
+    monkeypatch.setattr(birth, "job_handle_of", lambda group, num_ranks: SimpleNamespace(spans=True))
     monkeypatch.setattr(birth, "place_of", lambda engine, mode: Place(home, [0, 1, 2], 1, False))
-    monkeypatch.setattr(birth, "tell", lambda seat, notice: told.append(notice))
+    monkeypatch.setattr(birth, "tell", lambda job_handle, notice: told.append(notice))
     engine: Any = SimpleNamespace(members=SimpleNamespace(epoch=9))
     running = BufferNotice(4, 2, 5, home, CONFIG.words())
     monkeypatch.setattr(birth, "_newest", 8)

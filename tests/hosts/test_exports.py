@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from epee.backend.collectives.copying import Spread
-from epee.engine.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outboxes, outbox_layout
+from epee.engine.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, PeerRegions, outbox_layout
 from epee.engine.replication.exports import Exports
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
@@ -34,58 +34,58 @@ class Told:
 
 
 @pytest.fixture
-def group() -> Iterator[tuple[Outboxes, Exports, Told]]:
+def group() -> Iterator[tuple[PeerRegions, Exports, Told]]:
     """Rank 0 of two ranks on two hosts, and what it tells the other."""
     nbytes = outbox_layout(2, STAGING_BYTES).nbytes
     regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
-    box = Outboxes(0, regions, STAGING_BYTES, 1, 2)
+    peer_regions = PeerRegions(0, regions, STAGING_BYTES, 1, 2)
     told = Told()
-    exports = Exports(Topology(0, ["here", "there"]), box, told, {})
+    exports = Exports(Topology(0, ["here", "there"]), peer_regions, told, {})
     exports.route(1, 1)
-    yield box, exports, told
+    yield peer_regions, exports, told
     exports._bytes.release()
-    box.close()
+    peer_regions.close()
 
 
-def tell(box: Outboxes, exports: Exports, data: bytes, value: int = 0) -> None:
+def tell(peer_regions: PeerRegions, exports: Exports, data: bytes, value: int = 0) -> None:
     """Put a message for rank 1 into its first slot and tell it; `value` 0: an exception comes before its word."""
-    slot, place = box.lane_base[1], box.lane_data[1]
+    slot, place = peer_regions.lane_base[1], peer_regions.lane_data[1]
     start = HEADER_BYTES + place
-    memoryview(box.regions[0].mapping)[start : start + len(data)] = data
+    memoryview(peer_regions.regions[0].mapping)[start : start + len(data)] = data
     exports.fragment(1, place, len(data), slot + SLOT_MESSAGE, slot + TAKEN_BACK)
     if value:
         exports.word(slot, value)
 
 
-def test_a_short_message_is_one_frame_with_its_header_and_what_waited(group: tuple[Outboxes, Exports, Told]) -> None:
-    box, exports, told = group
-    freed = box.verdict_base[1]
-    box.own[freed] = 9
+def test_a_short_message_is_one_frame_with_its_header_and_what_waited(group: tuple[PeerRegions, Exports, Told]) -> None:
+    peer_regions, exports, told = group
+    freed = peer_regions.verdict_base[1]
+    peer_regions.own[freed] = 9
     exports.later(freed)
-    tell(box, exports, b"a message", 77)
+    tell(peer_regions, exports, b"a message", 77)
     ((pieces, word, value),) = told.frames
-    assert (word, value) == (box.lane_base[1], 77)
-    assert dict(pieces)[box.lane_data[1]] == b"a message"
+    assert (word, value) == (peer_regions.lane_base[1], 77)
+    assert dict(pieces)[peer_regions.lane_data[1]] == b"a message"
     assert dict(pieces)[8 * freed] == (9).to_bytes(8, "little")
     assert len(pieces) == 3
-    exports.word(box.lane_base[1] + LANE_SLOT_WORDS, 78)
-    assert told.frames[1] == ([(0, b"")], box.lane_base[1] + LANE_SLOT_WORDS, 78), "nothing is told twice"
+    exports.word(peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78)
+    assert told.frames[1] == ([(0, b"")], peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78), "nothing is told twice"
 
 
 @pytest.fixture
-def three() -> Iterator[tuple[Outboxes, Exports, Told]]:
+def three() -> Iterator[tuple[PeerRegions, Exports, Told]]:
     """Rank 0 and the two ranks of another host, of which rank 1 is its gateway there."""
     nbytes = outbox_layout(3, STAGING_BYTES).nbytes
     names = ("outbox0", "mirror1", "mirror2")
     regions = [SharedRegion.create(nbytes, name, only_owner_writes=True) for name in names]
-    box = Outboxes(0, regions, STAGING_BYTES, 1, 3)
-    box.place((0, 1, 1))
+    peer_regions = PeerRegions(0, regions, STAGING_BYTES, 1, 3)
+    peer_regions.place((0, 1, 1))
     told = Told()
-    exports = Exports(Topology(0, ["here", "there", "there"]), box, told, {})
+    exports = Exports(Topology(0, ["here", "there", "there"]), peer_regions, told, {})
     exports.route(1, 1)
-    yield box, exports, told
+    yield peer_regions, exports, told
     exports._bytes.release()
-    box.close()
+    peer_regions.close()
 
 
 def move_route(exports: Exports, told: Told) -> None:
@@ -102,32 +102,32 @@ def memory_of(told: Told) -> dict[int, int]:
 
 @pytest.mark.parametrize("nbytes", [10, 3000])
 def test_a_gateway_that_comes_between_a_message_and_its_word_gets_both(
-    three: tuple[Outboxes, Exports, Told], nbytes: int
+    three: tuple[PeerRegions, Exports, Told], nbytes: int
 ) -> None:
-    box, exports, told = three
-    tell(box, exports, b"m" * nbytes)
+    peer_regions, exports, told = three
+    tell(peer_regions, exports, b"m" * nbytes)
     move_route(exports, told)
-    exports.word(box.lane_base[1], 77)
-    assert told.frames[-1][1:] == (box.lane_base[1], 77)
-    found, place, header = memory_of(told), box.lane_data[1], 8 * (box.lane_base[1] + SLOT_MESSAGE)
+    exports.word(peer_regions.lane_base[1], 77)
+    assert told.frames[-1][1:] == (peer_regions.lane_base[1], 77)
+    found, place, header = memory_of(told), peer_regions.lane_data[1], 8 * (peer_regions.lane_base[1] + SLOT_MESSAGE)
     assert bytes(found[place + i] for i in range(nbytes)) == b"m" * nbytes
     assert header in found
     told.frames.clear()
-    exports.word(box.lane_base[1] + LANE_SLOT_WORDS, 78)
+    exports.word(peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78)
     assert memory_of(told) == {}, "nothing is told twice"
 
 
 @pytest.mark.parametrize("count", [5, 5000])
 def test_a_gateway_that_comes_between_a_call_and_its_tag_gets_both(
-    three: tuple[Outboxes, Exports, Told], count: int
+    three: tuple[PeerRegions, Exports, Told], count: int
 ) -> None:
-    box, exports, told = three
-    cell, data = box.first_cell, np.arange(count, dtype=np.uint8)
-    plan = Spread("all_gather", 7, data, True, {}, box)
-    base = 8 * (cell + 8) if count == 5 else box.ring.start
-    plan.put(box, 0, base)
-    box.own[cell + 1] = plan.signature
-    exports.call(box, plan, cell, base)
+    peer_regions, exports, told = three
+    cell, data = peer_regions.first_cell, np.arange(count, dtype=np.uint8)
+    plan = Spread("all_gather", 7, data, True, {}, peer_regions)
+    base = 8 * (cell + 8) if count == 5 else peer_regions.ring.start
+    plan.put(peer_regions, 0, base)
+    peer_regions.own[cell + 1] = plan.signature
+    exports.call(peer_regions, plan, cell, base)
     move_route(exports, told)
     exports.word(cell, 77)
     assert told.frames[-1][1:] == (cell, 77)
@@ -136,13 +136,13 @@ def test_a_gateway_that_comes_between_a_call_and_its_tag_gets_both(
     assert found[8 * (cell + 1)] == plan.signature
 
 
-def test_what_an_exception_left_does_not_follow_newer_bytes(group: tuple[Outboxes, Exports, Told]) -> None:
-    box, exports, told = group
-    tell(box, exports, b"old")
-    tell(box, exports, b"new" * 1000, 77)
+def test_what_an_exception_left_does_not_follow_newer_bytes(group: tuple[PeerRegions, Exports, Told]) -> None:
+    peer_regions, exports, told = group
+    tell(peer_regions, exports, b"old")
+    tell(peer_regions, exports, b"new" * 1000, 77)
     memory: dict[int, bytes] = {}
     for pieces, _, _ in told.frames:
         for offset, data in pieces:
             memory[offset] = data
-    assert memory[box.lane_data[1]] == b"new" * 1000
-    assert [word for _, word, _ in told.frames] == [NO_WORD, box.lane_base[1]]
+    assert memory[peer_regions.lane_data[1]] == b"new" * 1000
+    assert [word for _, word, _ in told.frames] == [NO_WORD, peer_regions.lane_base[1]]

@@ -25,8 +25,8 @@ def made(said: list[int]) -> tuple[Gate, Any]:
     roles = SimpleNamespace(topology=SimpleNamespace(rank=0))
     heard: list[tuple[int, list[int]]] = []
     settling: Any = SimpleNamespace(roles=roles, unsettled={}, heard=heard, hear=lambda *args: heard.append(args))
-    occupants: Any = SimpleNamespace(lane=LANE, since={0: 1, 1: 1, 2: 1}, rank_of={slot: slot for slot in range(4)})
-    return Gate(occupants, settling, said.append), settling
+    rank_table: Any = SimpleNamespace(lane=LANE, since={0: 1, 1: 1, 2: 1}, rank_of={slot: slot for slot in range(4)})
+    return Gate(rank_table, settling, said.append), settling
 
 
 JOIN = Decision(3, (member(0), member(1), member(2), member(3, 3)))

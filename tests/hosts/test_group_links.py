@@ -14,8 +14,8 @@ from epee.engine.outbox import (
     MIRROR_CUT,
     MIRROR_MADE,
     MIRROR_SETTLED,
-    Outboxes,
     OutboxOwner,
+    PeerRegions,
     outbox_layout,
 )
 from epee.engine.replication.links import GroupLinks, Newcomer, Turn
@@ -57,18 +57,18 @@ def regions() -> Iterator[list[SharedRegion]]:
         region.close()
 
 
-def ways_of(rank: int, regions: list[SharedRegion], keys: list[str] = KEYS) -> tuple[GroupLinks, Outboxes, NoLinks]:
+def ways_of(rank: int, regions: list[SharedRegion], keys: list[str] = KEYS) -> tuple[GroupLinks, PeerRegions, NoLinks]:
     links: Any = NoLinks()
-    box = Outboxes(rank, regions, STAGING_BYTES, 1, len(keys))
+    peer_regions = PeerRegions(rank, regions, STAGING_BYTES, 1, len(keys))
     owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(len(keys))]
-    ways = GroupLinks(Topology(rank, keys), box, links, links, owners, links)
+    ways = GroupLinks(Topology(rank, keys), peer_regions, links, links, owners, links)
     ways.start({}, {source: regions[source] for source in {rank - 2} & {0, 1}})
-    return ways, box, links
+    return ways, peer_regions, links
 
 
 def hear(ways: GroupLinks, peer: int, *frames: Frame, source: int | None = None) -> None:
     """Have frames of a peer come, on a link on which it has been asked for `source`, itself if none is named."""
-    ear = LinkReader(peer, ways.box, ways._links, ways)
+    ear = LinkReader(peer, ways.peer_regions, ways._links, ways)
     source = peer if source is None else source
     if source in ways._questions:
         ways._questions[source] = ways._questions[source]._replace(ear=ear)
@@ -176,10 +176,12 @@ def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> No
     hear(made[0][0], 1, word(BEGIN, 0, 2), word(END, 0, 2), source=0)
     for ways, _, _ in made[1:]:
         ways._take_over(Turn(3, frozenset({1, 3, 4})))
-    last, box, _ = made[2]
-    assert (box.words[2][row + MIRROR_SETTLED], box.words[3][row + MIRROR_SETTLED]) == (2, 0)
+    last, peer_regions, _ = made[2]
+    assert (peer_regions.words[2][row + MIRROR_SETTLED], peer_regions.words[3][row + MIRROR_SETTLED]) == (2, 0)
     last._take_over(Turn(4, frozenset({4})))
-    assert (box.own[row + MIRROR_SETTLED], box.own[row + MIRROR_CUT]) == (4, 0), "what counts of rank 0 stays"
+    assert (peer_regions.own[row + MIRROR_SETTLED], peer_regions.own[row + MIRROR_CUT]) == (4, 0), (
+        "what counts of rank 0 stays"
+    )
     for region in regions:
         region.close()
 

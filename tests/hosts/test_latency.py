@@ -123,25 +123,25 @@ def _in_flight(rank: int, num_ranks: int, hosts: Sequence[int]) -> None:
     num_slots = 3
     with make(SHAPE, num_slots=num_slots) as buffer:
         for seed in range(4):
-            flights = []
+            pending_calls = []
             for nth in range(num_slots):
                 given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 10 * seed + nth)
                 packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens)
-                flights.append((given, packed, dispatch(buffer, given[rank], return_hook=True)))
+                pending_calls.append((given, packed, dispatch(buffer, given[rank], return_hook=True)))
             with pytest.raises(InvalidState, match=f"{num_slots} calls have been sent and not received"):
                 dispatch(buffer, given[rank])
             order = list(range(num_slots))
             random.Random(seed * num_ranks + rank).shuffle(order)
             for nth in order:
-                _, packed, got = flights[nth]
+                _, packed, got = pending_calls[nth]
                 assert got.hook is not None
                 got.hook()
                 check_dispatched(got, packed[rank])
             backs = []
-            for nth, (_, packed, got) in enumerate(flights):
+            for nth, (_, packed, got) in enumerate(pending_calls):
                 backs.append(combine(buffer, expert_outputs(packed, nth)[rank], got, return_hook=True))
             for nth in reversed(order):
-                given, packed, _ = flights[nth]
+                given, packed, _ = pending_calls[nth]
                 hook = backs[nth].hook
                 assert hook is not None
                 hook()

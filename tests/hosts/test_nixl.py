@@ -38,7 +38,7 @@ pytestmark = pytest.mark.nixl
 
 def _over_nixl(rank: int, num_ranks: int, sizes: tuple[int, ...]) -> int:
     group: Any = dist.group.WORLD
-    links = group._engine.box.exports.links.links
+    links = group._engine.peer_regions.exports.links.links
     assert links
     assert all(isinstance(link, NixlLink) for link in links.values())
     return everything(rank, num_ranks, sizes)

@@ -70,7 +70,7 @@ def test_the_oldest_buffer_that_is_like_it_is_the_one_to_come_into(
 ) -> None:
     config = BufferConfig(4, 8, 16, 2, 8, torch.bfloat16)
     told = [notice(config, num_hosts)._replace(number=num_hosts) for num_hosts in (oldest, 3 - oldest)]
-    monkeypatch.setattr(notices, "_running", lambda seat, own_rank, timeout_s: [(one, 0) for one in told])
+    monkeypatch.setattr(notices, "_running", lambda job_handle, own_rank, timeout_s: [(one, 0) for one in told])
 
     class OfJob:
         """Stands for the view's runtime, as a key as well."""
@@ -80,9 +80,9 @@ def test_the_oldest_buffer_that_is_like_it_is_the_one_to_come_into(
         def host_of(self, slot: int) -> str:
             return "a"
 
-    seat: Any = SimpleNamespace(is_joiner=True, spans=True, runtime=OfJob(), slots=[0])
+    job_handle: Any = SimpleNamespace(is_joiner=True, spans=True, runtime=OfJob(), slots=[0])
     group: Any = SimpleNamespace(rank=lambda: 3)
-    found = notices.find_on_one_host(group, seat, config, False, 1.0)
+    found = notices.find_on_one_host(group, job_handle, config, False, 1.0)
     assert (found is not None) is (oldest == 1)
     if found is not None:
         with pytest.raises(UnsupportedError, match="stays there"):

@@ -36,11 +36,11 @@ class Lane:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        seat: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
-        self.occupants = RankTable(seat, Decision(1, MEMBERS))
-        self.occupants.begin(range(3))
+        job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
+        self.rank_table = RankTable(job_handle, Decision(1, MEMBERS))
+        self.rank_table.begin(range(3))
         runtime: Any = SimpleNamespace(member=MEMBERS[0])
-        self.hooks = AgentHooks(runtime, self.occupants, False, False)
+        self.hooks = AgentHooks(runtime, self.rank_table, False, False)
         engine: Any = SimpleNamespace(raise_flag=lambda flag: None)
         ways: Any = SimpleNamespace(epoch=1, decided=self.turns.append)
         self.hooks.attach(engine, None, ways)  # type: ignore[arg-type]
@@ -54,13 +54,13 @@ def test_a_view_alone_tells_the_links_of_a_new_slot() -> None:
     lane = Lane()
     lane.hooks.decided(NEW)
     assert lane.newcomers() == [(5, 3, 9)]
-    assert [(one.rank, one.part.port) for one in lane.occupants.newcomers(NEW) if one.part] == [(3, 9)]
+    assert [(one.rank, one.part.port) for one in lane.rank_table.newcomers(NEW) if one.part] == [(3, 9)]
 
 
 def test_a_slot_is_known_before_its_view_is_taken_over() -> None:
     """What a freeze says of the lane then counts with it, on all ranks."""
     lane = Lane()
-    assert 3 in {member.slot for member in lane.occupants.ours(NEW).members}
+    assert 3 in {member.slot for member in lane.rank_table.ours(NEW).members}
 
 
 def test_views_are_told_in_order_and_who_comes_may_be_lost_by_the_next() -> None:
@@ -91,14 +91,14 @@ class Entry:
 
     def __init__(self, view: Decision, offers: Mapping[int, Offer], is_home: bool = False) -> None:
         self.wants: list[Want] = []
-        seat: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
-        occupants = RankTable(seat, Decision(1, MEMBERS))
-        occupants.begin(range(3))
+        job_handle: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
+        rank_table = RankTable(job_handle, Decision(1, MEMBERS))
+        rank_table.begin(range(3))
         runtime: Any = SimpleNamespace(
             view=lambda: view, waiting=lambda: (), want=lambda want, epoch: self.wants.append(want)
         )
         rest: Any = None
-        self.admission = Admission(runtime, rest, occupants, rest, rest, rest, rest, lambda: offers)
+        self.admission = Admission(runtime, rest, rank_table, rest, rest, rest, rest, lambda: offers)
 
 
 def offer(state: int, rank: int, port: int = 9) -> Offer:

@@ -77,7 +77,7 @@ def test_survivors_of_a_kill_agree_and_go_on(pool: Pool, what: HostsRound) -> No
 
 def reset_links(group: Any) -> int:
     """End this rank's connections as a router does that forgets them; return how many there were."""
-    links = group._engine.box.exports.links
+    links = group._engine.peer_regions.exports.links
     with links.lock:
         found = [link for link in links.links.values() if link.lost is None]
     for link in found:

@@ -184,8 +184,8 @@ class RemoteMirror(Mirror):
 
     __slots__ = ("reader", "since", "world", "writer")
 
-    def __init__(self, box: Outbox, lag: float, world: World, writer: int, since: int, reader: int) -> None:
-        super().__init__(box, lag + world.random() * world.plan.max_delay_s)
+    def __init__(self, peer_regions: Outbox, lag: float, world: World, writer: int, since: int, reader: int) -> None:
+        super().__init__(peer_regions, lag + world.random() * world.plan.max_delay_s)
         self.world, self.writer, self.since, self.reader = world, writer, since, reader
 
     def sync(self, until: float) -> list[int]:
@@ -285,7 +285,7 @@ class Settlement:
     def limit(self, mirror: RemoteMirror) -> int | None:
         """Return how many stores of an outbox its reader's host has; None: they still come."""
         limits = self._limits.get((mirror.writer, mirror.since, self.world.host_of(mirror.reader)))
-        return None if limits is None else limits.get(id(mirror.box), 0)
+        return None if limits is None else limits.get(id(mirror.peer_regions), 0)
 
     def settle(self, engine: Engine, slot: int, since: int) -> bool:
         """A process knows that one was removed; return whether its host has all that it will ever have of it."""
@@ -294,17 +294,19 @@ class Settlement:
         if host == self.world.host_of(slot):
             return True
         if key not in self._limits:
-            boxes = self.world.shared.boxes_of(slot, since)
-            self._limits[key] = {id(box): self._seen(box, host) for box in boxes}
+            epoch_regions = self.world.shared.boxes_of(slot, since)
+            self._limits[key] = {id(peer_regions): self._seen(peer_regions, host) for peer_regions in epoch_regions}
             if self._loss(slot, since)[1]:  # it has told all before
                 self._end(key, True)
             else:
                 self._later(key, self.world.random() * self.world.random() * self.world.plan.telling_s)
         return key in self._settled
 
-    def _seen(self, box: Outbox, host: int) -> int:
+    def _seen(self, peer_regions: Outbox, host: int) -> int:
         engines = [p.engine for p in self.world.all if p.engine is not None and self.world.host_of(p.me.slot) == host]
-        return max((m.seen for engine in engines for m in engine.mirrors.values() if m.box is box), default=0)
+        return max(
+            (m.seen for engine in engines for m in engine.mirrors.values() if m.peer_regions is peer_regions), default=0
+        )
 
     def _later(self, key: tuple[int, int, int], seconds: float) -> None:
         self.world.at(self.world.now + seconds, self._tell, key)
@@ -356,14 +358,14 @@ class Settlement:
         """A host has all that there is, or will never have more than a part."""
         slot, since, host = key
         limits = self._limits[key]
-        for box in self.world.shared.boxes_of(slot, since):
-            had = limits.get(id(box), 0)
+        for peer_regions in self.world.shared.boxes_of(slot, since):
+            had = limits.get(id(peer_regions), 0)
             if has_all:
-                limits[id(box)] = len(box.log)
+                limits[id(peer_regions)] = len(peer_regions.log)
                 continue
             self.untold.add((slot, since))
             if self.world.random() < 0.5:
-                limits[id(box)] = had + int((len(box.log) - had) * self.world.random())
+                limits[id(peer_regions)] = had + int((len(peer_regions.log) - had) * self.world.random())
         self._settled.add(key)
         for process in self._engines(host):
             assert process.engine is not None

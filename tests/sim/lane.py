@@ -162,7 +162,7 @@ class Engine:
 
     def own(self, epoch: int) -> Outbox:
         """Return this process's outbox of an epoch."""
-        return self.shared.box(self.slot, self.incarnation, epoch)
+        return self.shared.peer_regions(self.slot, self.incarnation, epoch)
 
     def look(self, slot: int, epoch: int) -> list[int]:
         """Return the words of another outbox as this process sees them now."""
@@ -174,8 +174,8 @@ class Engine:
         if mirror is None:
             incarnation = self.incarnations[epoch, slot]
             lag = self.shared.rng.random() * self.shared.max_lag
-            box = self.shared.box(slot, incarnation, epoch)
-            mirror = self.mirrors[slot, epoch] = self.shared.copy_of(box, lag, slot, incarnation, self.slot)
+            peer_regions = self.shared.peer_regions(slot, incarnation, epoch)
+            mirror = self.mirrors[slot, epoch] = self.shared.copy_of(peer_regions, lag, slot, incarnation, self.slot)
             if (slot, incarnation) in self.dead:
                 mirror.see_all()
         return mirror
@@ -218,7 +218,7 @@ class Engine:
         self.must_judge |= self.is_changing
 
     def shown(self) -> tuple[int, tuple[int, ...]]:
-        """Return the epoch and the slots with which the next call is planned, as in `EpochRegions._next_box`.
+        """Return the epoch and the slots with which the next call is planned, as in `EpochRegions._next_regions`.
 
         They are the active ranks that a program is shown before that call.
         """
@@ -312,8 +312,8 @@ class Engine:
         self._note_removed(decision)
         yield
         self.own(decision.epoch)
-        for box in self.shared.boxes_of(self.slot, self.incarnation):
-            box.store(self.now, VIEW, decision.epoch)
+        for peer_regions in self.shared.boxes_of(self.slot, self.incarnation):
+            peer_regions.store(self.now, VIEW, decision.epoch)
         if self.course.add(decision):
             self.must_judge = self.is_changing = True
         if self.gate is not None and self._brings_in(decision):
@@ -422,9 +422,9 @@ class Engine:
     def _clear(self, call: Call) -> None:
         """A call that a change of the view has ended: who has not heard of that must not complete it."""
         if call.is_published:
-            box, cell = self.own(call.place.epoch), self.cell(call.seq)
-            box.store(self.now, cell + GAVE, -self.tag(call.seq, call.place.epoch))
-            box.store(self.now, cell + TAG, 0)
+            peer_regions, cell = self.own(call.place.epoch), self.cell(call.seq)
+            peer_regions.store(self.now, cell + GAVE, -self.tag(call.seq, call.place.epoch))
+            peer_regions.store(self.now, cell + TAG, 0)
 
     def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
         self.calls.remove(call)
@@ -452,9 +452,9 @@ class Engine:
     def _say_through(self) -> None:
         """Say in all outboxes of this process up to which call it is through."""
         through = self.through()
-        for box in self.shared.boxes_of(self.slot, self.incarnation):
-            if through > box.words[CONSUMED]:
-                box.store(self.now, CONSUMED, through)
+        for peer_regions in self.shared.boxes_of(self.slot, self.incarnation):
+            if through > peer_regions.words[CONSUMED]:
+                peer_regions.store(self.now, CONSUMED, through)
 
     def _is_changing(self) -> bool:
         """Return whether a change of the view is known to come for a call: then calls are begun one by one.
@@ -504,10 +504,10 @@ class Engine:
             return
         call.given_up = status
         if call.is_published:
-            box, cell = self.own(call.place.epoch), self.cell(call.seq)
-            box.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
-            box.store(self.now, cell + TAG, 0)
-            box.fence()
+            peer_regions, cell = self.own(call.place.epoch), self.cell(call.seq)
+            peer_regions.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
+            peer_regions.store(self.now, cell + TAG, 0)
+            peer_regions.fence()
         else:
             call.is_refused = True
             call.steps = self._refuse(call)  # what was half published gets no tag
@@ -549,15 +549,15 @@ class Engine:
 
     def _steps(self, call: Call) -> Iterator[int]:
         """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
-        seq, box = call.seq, self.own(call.place.epoch)
-        while not self._has_room(call, box):
+        seq, peer_regions = call.seq, self.own(call.place.epoch)
+        while not self._has_room(call, peer_regions):
             yield BLOCKED
-        if not box.first_seq:
-            box.first_seq = seq
-        yield from self._publish(call, box)
-        yield from self._go_on(call, box)
+        if not peer_regions.first_seq:
+            peer_regions.first_seq = seq
+        yield from self._publish(call, peer_regions)
+        yield from self._go_on(call, peer_regions)
 
-    def _go_on(self, call: Call, box: Outbox) -> Iterator[int]:
+    def _go_on(self, call: Call, peer_regions: Outbox) -> Iterator[int]:
         """Run a call whose own part is published."""
         seq, epoch, kind = call.seq, call.place.epoch, call.kind
         cell, tag = self.cell(seq), self.tag(seq, epoch)
@@ -571,7 +571,7 @@ class Engine:
                 if peer.words[cell + GAVE] == tag:
                     self.give_up(call, GAVE_UP)
                 elif self._ended_without(call):
-                    box.store(self.now, cell + GAVE, tag)
+                    peer_regions.store(self.now, cell + GAVE, tag)
                     self._end(call, GAVE_UP, epoch)
                     return
                 if not (yield from self._blocked(call)):
@@ -580,7 +580,7 @@ class Engine:
             self._end(call, call.given_up or GAVE_UP, epoch)
             return
         if kind.root and self._roots_differ(call, peers):
-            box.store(self.now, cell + GAVE, tag)
+            peer_regions.store(self.now, cell + GAVE, tag)
             self._end(call, call.given_up or GAVE_UP, epoch)
             return
         total = 1
@@ -588,25 +588,25 @@ class Engine:
             if k > 1 and not (yield from self._wait(call, peers, DRAINED, k - 1)):  # two halves
                 return
             if k:
-                yield from self._put(call, box, k)
-                box.store(self.now, cell + FILLED, k + 1)
+                yield from self._put(call, peer_regions, k)
+                peer_regions.store(self.now, cell + FILLED, k + 1)
             if not (yield from self._wait(call, peers, FILLED, k + 1)):
                 return
             if kind.is_two_phase:
-                share = yield from self._sum(call, slots, box, k)
-                box.store(self.now, cell + SHARES + k % 2, share * (self.slot + 3))
+                share = yield from self._sum(call, slots, peer_regions, k)
+                peer_regions.store(self.now, cell + SHARES + k % 2, share * (self.slot + 3))
                 yield MOVED
-                box.store(self.now, cell + MERGED, k + 1)
+                peer_regions.store(self.now, cell + MERGED, k + 1)
                 if not (yield from self._wait(call, peers, MERGED, k + 1)):
                     return
                 for slot in self._sources(call, slots):
-                    words = box.words if slot == self.slot else self.look(slot, epoch)
+                    words = peer_regions.words if slot == self.slot else self.look(slot, epoch)
                     total += words[cell + SHARES + k % 2]
                     yield MOVED
             elif kind.has_payload:
-                total += yield from self._sum(call, self._sources(call, slots), box, k)
+                total += yield from self._sum(call, self._sources(call, slots), peer_regions, k)
             if kind.rounds > 1:
-                box.store(self.now, cell + DRAINED, k + 1)
+                peer_regions.store(self.now, cell + DRAINED, k + 1)
         if not (yield from self._decide(call, peers)):
             return
         while not self._still_there(peers, cell, tag):
@@ -742,18 +742,18 @@ class Engine:
 
         Who is lost makes no room: then the peers see that this process is through and has put nothing into it.
         """
-        cell, box = self.cell(call.seq), self.own(call.place.epoch)
-        while self.calls[0] is not call or not (self._has_lost_one_of(call) or self._has_room(call, box)):
+        cell, peer_regions = self.cell(call.seq), self.own(call.place.epoch)
+        while self.calls[0] is not call or not (self._has_lost_one_of(call) or self._has_room(call, peer_regions)):
             yield BLOCKED
-        if not self._has_room(call, box):
+        if not self._has_room(call, peer_regions):
             self._end(call, call.given_up, call.place.epoch)
             return
-        box.first_seq = box.first_seq or call.seq
-        box.store(self.now, cell + TAG, 0)
+        peer_regions.first_seq = peer_regions.first_seq or call.seq
+        peer_regions.store(self.now, cell + TAG, 0)
         yield MOVED
         for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 1)):
-            box.store(self.now, cell + word, what)
-        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+            peer_regions.store(self.now, cell + word, what)
+        peer_regions.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
         self._end(call, call.given_up, call.place.epoch)
 
     def _still_there(self, peers: list[Mirror], cell: int, tag: int) -> bool:
@@ -768,40 +768,41 @@ class Engine:
         epoch = call.place.epoch
         return any((slot, self.incarnations[epoch, slot]) in self.removed for slot in call.members)
 
-    def _has_room(self, call: Call, box: Outbox) -> bool:
+    def _has_room(self, call: Call, peer_regions: Outbox) -> bool:
         """Return whether everybody has read what the call's cell held before."""
         past = call.seq - NUM_CELLS
-        if not box.first_seq or past < box.first_seq:
+        if not peer_regions.first_seq or past < peer_regions.first_seq:
             return True
         call.need = (CONSUMED, past)
         epoch = call.place.epoch
-        if box.words[CONSUMED] < past:
+        if peer_regions.words[CONSUMED] < past:
             return False
         return all(slot == self.slot or self.look(slot, epoch)[CONSUMED] >= past for slot in call.members)
 
-    def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
+    def _publish(self, call: Call, peer_regions: Outbox) -> Iterator[int]:
         cell = self.cell(call.seq)
-        box.store(self.now, cell + TAG, 0)
-        yield from self._put(call, box, 0)
+        peer_regions.store(self.now, cell + TAG, 0)
+        yield from self._put(call, peer_regions, 0)
         for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 0)):
-            box.store(self.now, cell + word, what)
+            peer_regions.store(self.now, cell + word, what)
         if call.kind.root:
-            box.store(self.now, cell + ROOT, call.root)
+            peer_regions.store(self.now, cell + ROOT, call.root)
         yield MOVED
-        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
-        box.fence()  # as `publish_word` does: who withdraws the call must not miss the header of one that completes it
+        peer_regions.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        # as `publish_word` does: who withdraws the call must not miss the header of one that completes it
+        peer_regions.fence()
         call.is_published = True
 
-    def _put(self, call: Call, box: Outbox, k: int) -> Iterator[int]:
+    def _put(self, call: Call, peer_regions: Outbox, k: int) -> Iterator[int]:
         if not call.kind.has_payload or (call.kind.root == PUTS and call.root != self.slot):
             return
         base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS
         targets = call.members if call.kind.is_pairwise else (0,)
         for dst in targets:
             what = value(self.slot, self.incarnation, call.seq, k, dst)
-            box.store(self.now, base + 2 * dst, what)
+            peer_regions.store(self.now, base + 2 * dst, what)
             yield MOVED
-            box.store(self.now, base + 2 * dst + 1, what + 1)
+            peer_regions.store(self.now, base + 2 * dst + 1, what + 1)
 
     def _wait(self, call: Call, peers: list[Mirror], word: int, least: int) -> Generator[int, None, bool]:
         """Wait until a counter of all peers is there; returns False when the call has failed meanwhile."""
@@ -819,7 +820,7 @@ class Engine:
                     return False
         return True
 
-    def _sum(self, call: Call, slots: tuple[int, ...], box: Outbox, k: int) -> Generator[int, None, int]:
+    def _sum(self, call: Call, slots: tuple[int, ...], peer_regions: Outbox, k: int) -> Generator[int, None, int]:
         """Read everybody's contribution to round `k`, word by word."""
         kind, epoch = call.kind, call.place.epoch
         base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS + (2 * self.slot if kind.is_pairwise else 0)
@@ -827,7 +828,7 @@ class Engine:
         for slot in slots:
             factor = slot + 3 if kind.is_pairwise else 1
             if slot == self.slot:
-                total += (box.words[base] + box.words[base + 1]) * factor
+                total += (peer_regions.words[base] + peer_regions.words[base + 1]) * factor
                 continue
             mirror = self.mirror(slot, epoch)
             for word in (base, base + 1):

@@ -399,8 +399,8 @@ class ReadsNewcomersEarly(Engine):
     def _read_instead(self, slot: int, old: int, new: int) -> None:
         for (epoch, known), since in self.incarnations.items():
             if (known, since) == (slot, old):
-                box = self.shared.box(slot, new, epoch)
-                self.mirrors[slot, epoch] = self.shared.copy_of(box, 0.0, slot, new, self.slot)
+                peer_regions = self.shared.peer_regions(slot, new, epoch)
+                self.mirrors[slot, epoch] = self.shared.copy_of(peer_regions, 0.0, slot, new, self.slot)
 
 
 # ---- the lanes
@@ -572,18 +572,18 @@ class ResetSeq(Engine):
 class TagFirst(Engine):
     """Publishes the tag before the payload."""
 
-    def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
+    def _publish(self, call: Call, peer_regions: Outbox) -> Iterator[int]:
         cell = self.cell(call.seq)
-        box.store(self.now, cell + FILLED, 1)
-        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        peer_regions.store(self.now, cell + FILLED, 1)
+        peer_regions.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
         yield MOVED
-        yield from super()._publish(call, box)
+        yield from super()._publish(call, peer_regions)
 
 
 class EarlyReuse(Engine):
     """Writes a cell again without waiting for its readers."""
 
-    def _has_room(self, call: Call, box: Outbox) -> bool:
+    def _has_room(self, call: Call, peer_regions: Outbox) -> bool:
         return True
 
 

@@ -60,11 +60,11 @@ class Outbox:
 class Mirror:
     """What one reader sees of an outbox."""
 
-    __slots__ = ("box", "lag", "log", "seen", "words")
+    __slots__ = ("lag", "log", "peer_regions", "seen", "words")
 
-    def __init__(self, box: Outbox, lag: float) -> None:
-        self.box = box
-        self.log = box.log
+    def __init__(self, peer_regions: Outbox, lag: float) -> None:
+        self.peer_regions = peer_regions
+        self.log = peer_regions.log
         self.words = [0] * BOX_WORDS
         self.seen = 0
         self.lag = lag
@@ -75,7 +75,7 @@ class Mirror:
         end = len(log)
         if seen == end:
             return self.words
-        words, limit, fenced = self.words, until - self.lag, self.box.fenced
+        words, limit, fenced = self.words, until - self.lag, self.peer_regions.fenced
         while seen < end:
             when, word, what = log[seen]
             if when > limit and seen >= fenced:
@@ -83,8 +83,8 @@ class Mirror:
             words[word] = what
             seen += 1
         self.seen = seen
-        if seen > self.box.shown:
-            self.box.shown = seen
+        if seen > self.peer_regions.shown:
+            self.peer_regions.shown = seen
         return words
 
     def see_all(self) -> None:
@@ -93,7 +93,7 @@ class Mirror:
 
     def coherent(self, until: float) -> list[int]:
         """Like `sync`, for loads behind a fence of the reader: what others have seen is seen here."""
-        self.box.fenced = max(self.box.fenced, self.box.shown)
+        self.peer_regions.fenced = max(self.peer_regions.fenced, self.peer_regions.shown)
         return self.sync(until)
 
 
@@ -116,9 +116,11 @@ class Shared:
         self.rng = rng
         self.raises = raises
         self.max_lag = max_lag
-        self.boxes: dict[tuple[int, int, int], Outbox] = {}
+        self.epoch_regions: dict[tuple[int, int, int], Outbox] = {}
         self.hosts: dict[int, int] = {}
-        self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
+        self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda peer_regions, lag, *_: Mirror(
+            peer_regions, lag
+        )
         self.settle: Callable[[Engine, int, int], bool] = lambda engine, slot, since: True
         self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
         self.is_gated = is_gated(seed)
@@ -131,14 +133,16 @@ class Shared:
         """Return what tells one outbox from another."""
         return (slot, incarnation, 0 if self.seed % 2 else epoch)
 
-    def box(self, slot: int, incarnation: int, epoch: int) -> Outbox:
+    def peer_regions(self, slot: int, incarnation: int, epoch: int) -> Outbox:
         """Return the outbox of a process for an epoch; it is made when first touched."""
         key = self.key(slot, incarnation, epoch)
-        box = self.boxes.get(key)
-        if box is None:
-            box = self.boxes[key] = Outbox()
-        return box
+        peer_regions = self.epoch_regions.get(key)
+        if peer_regions is None:
+            peer_regions = self.epoch_regions[key] = Outbox()
+        return peer_regions
 
     def boxes_of(self, slot: int, incarnation: int) -> list[Outbox]:
         """Return the outboxes of a process, in the order of their epochs."""
-        return [self.boxes[key] for key in sorted(self.boxes) if key == self.key(slot, incarnation, key[2])]
+        return [
+            self.epoch_regions[key] for key in sorted(self.epoch_regions) if key == self.key(slot, incarnation, key[2])
+        ]

@@ -168,10 +168,10 @@ class World:
         bit = sender * 12 + to if sender < 12 and to < 12 else 999
         return min((since for mask, since in self.cuts if mask >> bit & 1), default=NEVER)
 
-    def _copy_of(self, box: Outbox, lag: float, writer: int, since: int, reader: int) -> Mirror:
+    def _copy_of(self, peer_regions: Outbox, lag: float, writer: int, since: int, reader: int) -> Mirror:
         if self.host_of(writer) == self.host_of(reader):
-            return Mirror(box, lag)
-        return RemoteMirror(box, lag, self, writer, since, reader)
+            return Mirror(peer_regions, lag)
+        return RemoteMirror(peer_regions, lag, self, writer, since, reader)
 
     def spawn(self, me: Member, first: Decision | None) -> Process:
         process = Process(me, self.agent_type(me, self.plan.settings, first))

@@ -103,7 +103,7 @@ class Flipper:
     def begin(self, group: Any, seq: int, flip: Flip) -> None:
         """Flip in call `seq`; a state word at once."""
         if flip.word in STATE_WORDS:
-            words, index = group._engine.box.own, STATE_WORDS[flip.word]
+            words, index = group._engine.peer_regions.own, STATE_WORDS[flip.word]
             self._undo = (words, index, words[index])
             words[index] ^= 1 << flip.bit
         else:
@@ -118,12 +118,12 @@ class Flipper:
                 words[index] = value
             self._undo = None
 
-    def _publish_call(self, box: Any, index: int, value: int, *moved: Any) -> None:
-        if value == box.epoch_bits | self._seq:
+    def _publish_call(self, peer_regions: Any, index: int, value: int, *moved: Any) -> None:
+        if value == peer_regions.epoch_bits | self._seq:
             word, bit = CELL_WORD_NAMES.index(self._flip.word), 1 << self._flip.bit
             self._seq = -1
             if word == TAG:
                 value ^= bit
             else:
-                box.own[index + word] ^= bit
-        publish_word(box, index, value)
+                peer_regions.own[index + word] ^= bit
+        publish_word(peer_regions, index, value)

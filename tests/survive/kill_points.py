@@ -108,18 +108,23 @@ def _arm_plan(plan: Any, point: str, act: Callable[..., None]) -> None:
 
 def _arm_publish(point: str, seq: int, act: Callable[..., None]) -> None:
     """Replace the store of the tag: die just before it (the payload is there) or just after."""
-    _wrap_publishing("publish_call", act, point == "after_payload", lambda box, cell, tag: tag == box.epoch_bits | seq)
+    _wrap_publishing(
+        "publish_call",
+        act,
+        point == "after_payload",
+        lambda peer_regions, cell, tag: tag == peer_regions.epoch_bits | seq,
+    )
 
 
 def _wrap_publishing(name: str, act: Callable[..., None], is_before: bool, concerns: Callable[..., bool]) -> None:
-    """Run `act` before or after each store by a method of `Exports` for which `concerns(box, index, value)`."""
+    """Run `act` before or after each store by a method of `Exports` that `concerns(peer_regions, index, value)`."""
 
     def wrapped(real: Callable[..., None]) -> Callable[..., None]:
-        def publish(exports: Any, box: Any, index: int, value: int, *moved: Any) -> None:
-            is_it = concerns(box, index, value)
+        def publish(exports: Any, peer_regions: Any, index: int, value: int, *moved: Any) -> None:
+            is_it = concerns(peer_regions, index, value)
             if is_it and is_before:
                 act()
-            real(exports, box, index, value, *moved)
+            real(exports, peer_regions, index, value, *moved)
             if is_it and not is_before:
                 act()
 
@@ -151,8 +156,8 @@ def arm_messages(point: str, act: Callable[..., None] = die) -> None:
         _wrap_publishing("publish", act, is_before, _is_verdict)
 
 
-def _is_verdict(box: Any, index: int, value: int) -> bool:
-    return bool(box.verdict_base[0] <= index < box.lane_base[0])
+def _is_verdict(peer_regions: Any, index: int, value: int) -> bool:
+    return bool(peer_regions.verdict_base[0] <= index < peer_regions.lane_base[0])
 
 
 def arm_agreement(point: str, act: Callable[..., None] = die) -> None:

@@ -294,7 +294,7 @@ def _place_of(group: Any, counts: dict[str, int]) -> str:
     """Describe where this rank is, for a violation."""
     engine = group._engine
     course = engine.membership._course
-    consumed = [int(words[0]) for words in engine.box.words]
+    consumed = [int(words[0]) for words in engine.peer_regions.words]
     return (
         f"calls so far {counts}, epoch {group.epoch}, members {engine.members.members}, CONSUMED {consumed}, "
         f"base {course.base}, turns {[(t.epoch, t.hit, t.limit, t.removed) for t in course.turns]}, members by epoch "

@@ -219,7 +219,7 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
     given = {} if ours else policy
     first = buffer_on(group, **given)
     make_step(first, 0, "rank")
-    job = first._exchange.membership.roster.seat.job  # type: ignore[attr-defined]
+    job = first._exchange.membership.roster.job_handle.job  # type: ignore[attr-defined]
     before = job.num_groups
     patch = pytest.MonkeyPatch()
 

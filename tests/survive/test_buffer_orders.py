@@ -139,7 +139,7 @@ def evicted(rank: int, num_ranks: int, folder: str) -> Any:
             def accuse() -> None:
                 time.sleep(0.5)
                 while roster.newest < 2:
-                    roster.seat.runtime.accuse(2, 12345, 1, roster.heard)
+                    roster.job_handle.runtime.accuse(2, 12345, 1, roster.heard)
                     time.sleep(0.1)
 
             threading.Thread(target=accuse).start()

@@ -121,27 +121,27 @@ def test_no_more_requests_are_kept_than_the_limit() -> None:
 
 
 def test_an_occupied_slot_is_free_only_when_its_occupant_goes_or_stays_silent() -> None:
-    joins, occupants = Joins(), {2: member(2)}
+    joins, rank_table = Joins(), {2: member(2)}
     joins.note(member(2, 0, 5), 0.0, True)
-    assert joins.ready(9.0, occupants, (), 1.0) == ([], set())
-    assert joins.ready(9.0, occupants, {2}, 1.0) == ([member(2, 0, 5)], set())
-    (request,) = joins.unprobed(occupants, ())
+    assert joins.ready(9.0, rank_table, (), 1.0) == ([], set())
+    assert joins.ready(9.0, rank_table, {2}, 1.0) == ([member(2, 0, 5)], set())
+    (request,) = joins.unprobed(rank_table, ())
     request.probed = 9.0
-    assert joins.ready(9.5, occupants, (), 1.0) == ([], set())
-    assert joins.ready(10.0, occupants, (), 1.0) == ([member(2, 0, 5)], {2})
-    joins.heard_from(member(2).nonce, occupants)
-    assert joins.ready(10.0, occupants, (), 1.0) == ([], set())
+    assert joins.ready(9.5, rank_table, (), 1.0) == ([], set())
+    assert joins.ready(10.0, rank_table, (), 1.0) == ([member(2, 0, 5)], {2})
+    joins.heard_from(member(2).nonce, rank_table)
+    assert joins.ready(10.0, rank_table, (), 1.0) == ([], set())
 
 
 def test_a_repeated_request_has_the_occupant_asked_once_more() -> None:
     """The first question may have come before a new occupant knew that it was in (simulator, seed 3536705)."""
-    joins, occupants = Joins(), {2: member(2)}
+    joins, rank_table = Joins(), {2: member(2)}
     joins.note(member(2, 0, 5), 0.0, True)
-    (request,) = joins.unprobed(occupants, ())
+    (request,) = joins.unprobed(rank_table, ())
     request.probed = 0.0
-    assert joins.unprobed(occupants, ()) == []
+    assert joins.unprobed(rank_table, ()) == []
     joins.note(member(2, 0, 5), 0.2, True)
-    assert joins.unprobed(occupants, ()) == [request]
+    assert joins.unprobed(rank_table, ()) == [request]
 
 
 def test_a_lane_is_not_changed_without_the_promise_of_one_who_is_spared_at_the_last_moment() -> None:

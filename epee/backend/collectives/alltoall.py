@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.operation import Operation
-from ...engine.outbox import PREAMBLE, Outboxes
+from ...engine.outbox import PREAMBLE, PeerRegions
 from ...engine.plan import Plan, Range, Sink
 from ...engine.tensors import Array
 from ...errors import MismatchError, ProtocolError
@@ -27,15 +27,17 @@ from .rounds import CHUNK_BYTES
 class AllToAll(Plan):
     """Segment j of `segments` goes to rank j; the data that rank i sends here goes to `sinks[i].array`."""
 
-    def __init__(self, signature: int, segments: Sequence[Array], sinks: Sequence[Any], box: Outboxes) -> None:
+    def __init__(
+        self, signature: int, segments: Sequence[Array], sinks: Sequence[Any], peer_regions: PeerRegions
+    ) -> None:
         super().__init__("all_to_all", signature)
-        num_ranks = box.num_ranks
+        num_ranks = peer_regions.num_ranks
         self._segments = segments
         self._sinks = sinks
-        self._rank = box.rank
+        self._rank = peer_regions.rank
         self._dtype = dtype = sinks[0].array.dtype
-        self._chunk_bytes = min(CHUNK_BYTES, box.staging_bytes)
-        self._compact_bytes = 2 * box.staging_bytes
+        self._chunk_bytes = min(CHUNK_BYTES, peer_regions.staging_bytes)
+        self._compact_bytes = 2 * peer_regions.staging_bytes
         self._length = self._chunk_bytes // (dtype.itemsize * num_ranks)  # elements of a segment per round
         self._sent = [len(segment) for segment in segments]
         self.preamble = array("Q", self._sent + [len(sink.array) for sink in sinks])
@@ -48,10 +50,10 @@ class AllToAll(Plan):
         if num_ranks > 1:
             self.put_bytes = total if total <= self._compact_bytes else 2 * self._chunk_bytes
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write round `k` of every segment."""
         itemsize, sent = self._dtype.itemsize, self._sent
-        view = box.views[self._dtype][self._rank]
+        view = peer_regions.views[self._dtype][self._rank]
         start = offset // itemsize
         if self._total <= self._compact_bytes:
             if k == 0:
@@ -67,7 +69,7 @@ class AllToAll(Plan):
                 place = start + rank * self._length
                 view[place : place + len(part)] = part
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the segments of the readers."""
         itemsize, sent = self._dtype.itemsize, self._sent
         if self._total <= self._compact_bytes:
@@ -79,30 +81,30 @@ class AllToAll(Plan):
         places = [half + rank * self._length * itemsize for rank in readers]
         return [(place, length * itemsize) for place, length in zip(places, lengths, strict=True)]
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
         """Compare all ranks' lists and derive the rounds and the offsets."""
         if self._agreed:
             return
-        num_ranks, itemsize, me = box.num_ranks, self._dtype.itemsize, self._rank
+        num_ranks, itemsize, me = peer_regions.num_ranks, self._dtype.itemsize, self._rank
         first = op.cell + PREAMBLE
-        if self._is_even and self._total <= self._compact_bytes and self._all_like_us(box, first):
+        if self._is_even and self._total <= self._compact_bytes and self._all_like_us(peer_regions, first):
             shift = me * self._sent[0] * itemsize
-            for rank in box.peers:
-                self._check_place(box, op, rank, offsets[rank], self._total)
+            for rank in peer_regions.peers:
+                self._check_place(peer_regions, op, rank, offsets[rank], self._total)
                 self._places[rank] = offsets[rank] + shift
             self.num_halves = 1
             self._agreed = True
             return
-        lists = [words[first : first + 2 * num_ranks].tolist() for words in box.words]
+        lists = [words[first : first + 2 * num_ranks].tolist() for words in peer_regions.words]
         sent = [counts[:num_ranks] for counts in lists]
         expected = [tuple(counts[num_ranks:]) for counts in lists]
         if list(zip(*sent, strict=True)) != expected:
-            raise MismatchError(self._tell(box, op, sent, expected))
-        for rank in box.peers:
+            raise MismatchError(self._tell(peer_regions, op, sent, expected))
+        for rank in peer_regions.peers:
             counts = sent[rank]
             total = sum(counts) * itemsize
             compact = total <= self._compact_bytes
-            self._check_place(box, op, rank, offsets[rank], total if compact else 2 * self._chunk_bytes)
+            self._check_place(peer_regions, op, rank, offsets[rank], total if compact else 2 * self._chunk_bytes)
             self._places[rank] = offsets[rank] + sum(counts[:me]) * itemsize if compact else -1
             if not compact:
                 self.rounds = max(self.rounds, -(-max(counts) // self._length))
@@ -113,21 +115,21 @@ class AllToAll(Plan):
         self.num_halves = min(2, self.rounds)
         self._agreed = True
 
-    def _all_like_us(self, box: Outboxes, first: int) -> bool:
+    def _all_like_us(self, peer_regions: PeerRegions, first: int) -> bool:
         """True when every rank sends and expects the counts of this one: with even ones the lists fit together."""
         assert self.preamble is not None
         last = first + len(self.preamble)
         mine = self.preamble.tobytes()
-        return all([words[first:last].tobytes() == mine for words in box.peer_words])  # noqa: C419 - half the time
+        return all([words[first:last].tobytes() == mine for words in peer_regions.peer_words])  # noqa: C419 - half the time
 
-    def _check_place(self, box: Outboxes, op: Operation, rank: int, offset: int, nbytes: int) -> None:
-        if nbytes and offset + nbytes > box.payload_bytes:
-            raise ProtocolError(f"{op.describe(box)}: the block of rank {rank} passes the end of its outbox")
+    def _check_place(self, peer_regions: PeerRegions, op: Operation, rank: int, offset: int, nbytes: int) -> None:
+        if nbytes and offset + nbytes > peer_regions.payload_bytes:
+            raise ProtocolError(f"{op.describe(peer_regions)}: the block of rank {rank} passes the end of its outbox")
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy round `k` of the data that every rank sends here."""
         itemsize, length = self._dtype.itemsize, self._length
-        views = box.views[self._dtype]
+        views = peer_regions.views[self._dtype]
         for rank, sink in enumerate(self._sinks):
             out: Array = self._privates[rank] if self._privates else sink.array
             if rank == self._rank:
@@ -161,11 +163,19 @@ class AllToAll(Plan):
         self._segments = [segment.copy() for segment in self._segments]
         self._sinks = [Sink(sink.array.copy()) for sink in self._sinks]
 
-    def _tell(self, box: Outboxes, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
-        pairs = ((i, j) for i in range(box.num_ranks) for j in range(box.num_ranks) if sent[i][j] != expected[j][i])
+    def _tell(
+        self, peer_regions: PeerRegions, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]
+    ) -> str:
+        pairs = (
+            (i, j)
+            for i in range(peer_regions.num_ranks)
+            for j in range(peer_regions.num_ranks)
+            if sent[i][j] != expected[j][i]
+        )
         src_rank, dst_rank = next(pairs)
         return (
-            f"{op.describe(box)}: the ranks disagree: rank {src_rank} sends {sent[src_rank][dst_rank]} elements to "
+            f"{op.describe(peer_regions)}: the ranks disagree: rank {src_rank} sends "
+            f"{sent[src_rank][dst_rank]} elements to "
             f"rank {dst_rank}, which expects {expected[dst_rank][src_rank]}; no result was written, the group works "
             "on; make the split sizes agree"
         )

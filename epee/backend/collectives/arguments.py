@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.membership.members import position_of
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Sink
 from ...engine.signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -136,14 +136,14 @@ def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def check_root(root: int, box: Outboxes, name: str) -> int:
+def check_root(root: int, peer_regions: PeerRegions, name: str) -> int:
     """Return the position of rank `root` among the members."""
-    if 0 <= root < box.group_size == len(box.members):
+    if 0 <= root < peer_regions.group_size == len(peer_regions.members):
         return root  # the case of nearly every call
-    num_ranks = max(box.group_size, box.num_roots)
+    num_ranks = max(peer_regions.group_size, peer_regions.num_roots)
     if not 0 <= root < num_ranks:
         raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {num_ranks - 1}, got {root}")
-    return position_of(box, root, name)
+    return position_of(peer_regions, root, name)
 
 
 def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
@@ -153,14 +153,14 @@ def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> No
         raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
-def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[torch.Tensor]:
+def _list_of(tensors: Sequence[torch.Tensor], peer_regions: PeerRegions, name: str) -> list[torch.Tensor]:
     """Return the tensors of the members, in their order, from a list with one per rank of the group."""
-    num_entries = box.num_entries or box.group_size
+    num_entries = peer_regions.num_entries or peer_regions.group_size
     if len(tensors) != num_entries:
         raise InvalidArgument(f"{name} must have one tensor per rank ({num_entries}), got {len(tensors)}")
-    if box.num_entries:
-        return [tensors[rank] if rank < num_entries else _in_vain(tensors[0]) for rank in box.members]
-    return [tensors[rank] for rank in box.members]
+    if peer_regions.num_entries:
+        return [tensors[rank] if rank < num_entries else _in_vain(tensors[0]) for rank in peer_regions.members]
+    return [tensors[rank] for rank in peer_regions.members]
 
 
 def _in_vain(like: torch.Tensor) -> torch.Tensor:
@@ -168,74 +168,76 @@ def _in_vain(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _part(array: Array, rank: int, count: int, box: Outboxes) -> Array:
+def _part(array: Array, rank: int, count: int, peer_regions: PeerRegions) -> Array:
     """Return the elements of a rank in an array that has `count` for each, or others where it has none of it."""
-    if box.num_entries and rank >= box.num_entries:
+    if peer_regions.num_entries and rank >= peer_regions.num_entries:
         return np.zeros(count, array.dtype)
     return array[rank * count : (rank + 1) * count]
 
 
-def _absent(box: Outboxes) -> list[int]:
+def _absent(peer_regions: PeerRegions) -> list[int]:
     """Return the ranks whose entries in the results are filled with zeros."""
-    num_entries = box.num_entries or box.group_size
-    return [rank for rank in range(num_entries) if rank not in box.members] if box.zeroes else []
+    num_entries = peer_regions.num_entries or peer_regions.group_size
+    return [rank for rank in range(num_entries) if rank not in peer_regions.members] if peer_regions.zeroes else []
 
 
-def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Any:
+def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, peer_regions: PeerRegions) -> Any:
     """Return the last sink of a call, which also fills the outputs of excluded ranks with zeros."""
-    absent = _absent(box)
+    absent = _absent(peer_regions)
     targets = [target(outputs[rank], carrier, f"{name}[{rank}]") for rank in absent]
     return ZeroAfter(sink, [place.array for place in targets], targets) if absent else sink
 
 
-def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
+def _gathered(output: torch.Tensor, carrier: Carrier, name: str, peer_regions: PeerRegions) -> Target:
     """Return the destination for all ranks' rows; those of lost ranks are kept."""
-    is_filled = box.num_ranks == box.group_size and not box.num_entries
+    is_filled = peer_regions.num_ranks == peer_regions.group_size and not peer_regions.num_entries
     return (target if is_filled else in_place)(output, carrier, name)
 
 
-def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Target:
+def _apart(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, peer_regions: PeerRegions
+) -> Target:
     """Return the destination for results, a private one when the output shares memory with an input."""
     if not any(overlap(output, tensor) for tensor in inputs):
-        return _gathered(output, carrier, name, box)
+        return _gathered(output, carrier, name, peer_regions)
     return private(output, carrier, name)  # the entries of lost ranks stay as they are
 
 
 # ---- one function per collective
 
 
-def broadcast(box: Outboxes, tensor: torch.Tensor, root: int) -> Plan:
+def broadcast(peer_regions: PeerRegions, tensor: torch.Tensor, root: int) -> Plan:
     """Send rank `root`'s tensor to all ranks."""
     carrier = carrier_of(tensor, "broadcast: tensor")
-    position = check_root(root, box, "broadcast")
+    position = check_root(root, peer_regions, "broadcast")
     signature = _signature("broadcast", tensor.dtype, tensor.numel(), root=root)
-    if position == box.rank:
-        return Spread("broadcast", signature, source(tensor, carrier), True, {}, box)
+    if position == peer_regions.rank:
+        return Spread("broadcast", signature, source(tensor, carrier), True, {}, peer_regions)
     sink = target(tensor, carrier, "broadcast: tensor")
-    return Spread("broadcast", signature, sink.array, False, {position: sink}, box)
+    return Spread("broadcast", signature, sink.array, False, {position: sink}, peer_regions)
 
 
-def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = None) -> Plan:
+def all_reduce(peer_regions: PeerRegions, tensor: torch.Tensor, op: int, root: int | None = None) -> Plan:
     """Reduce in place, on all ranks or on `root`."""
     name, label = ("all_reduce", "all_reduce: tensor") if root is None else ("reduce", "reduce: tensor")
-    position = -1 if root is None else check_root(root, box, name)
+    position = -1 if root is None else check_root(root, peer_regions, name)
     try:
         carrier = carrier_of(tensor, label)
     except InvalidArgument:
         if tensor.layout is torch.sparse_coo and root is None:
-            return plan_sparse(box, tensor, op, label)
+            return plan_sparse(peer_regions, tensor, op, label)
         raise
     dtype = tensor.dtype
     reducer = _reducer(op, dtype, name)
     sink: Any
     if op == PREMUL_SUM:
-        sink = _premultiplied(tensor, carrier, label, op, position in (-1, box.rank))
-    elif position in (-1, box.rank):
+        sink = _premultiplied(tensor, carrier, label, op, position in (-1, peer_regions.rank))
+    elif position in (-1, peer_regions.rank):
         sink = in_place(tensor, carrier, label)
     else:
         sink = Target(source(tensor, carrier))
     signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)
-    return plan_reduction(name, signature, sink, reducer, op, box, position)
+    return plan_reduction(name, signature, sink, reducer, op, peer_regions, position)
 
 
 def _premultiplied(tensor: torch.Tensor, carrier: Carrier, label: str, op: int, is_taker: bool) -> Any:
@@ -248,7 +250,7 @@ def _premultiplied(tensor: torch.Tensor, carrier: Carrier, label: str, op: int, 
     return Sink(premultiply(source(tensor, carrier).copy(), tensor.dtype, op.factor))
 
 
-def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int) -> Plan:
+def all_reduce_coalesced(peer_regions: PeerRegions, tensors: Sequence[torch.Tensor], op: int) -> Plan:
     """Reduce several tensors of one dtype in place, as one."""
     name = "all_reduce_coalesced"
     carrier = carrier_of(tensors[0], f"{name}: tensors[0]")
@@ -258,33 +260,35 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
     if isinstance(op, PremulSum):
         premultiply(packed.array, tensors[0].dtype, op.factor)
     signature = _signature(name, tensors[0].dtype, len(packed.array), op)
-    plan = plan_reduction(name, signature, packed, reducer, op, box)
+    plan = plan_reduction(name, signature, packed, reducer, op, peer_regions)
     plan.detail = shapes_word([tensor.numel() for tensor in tensors])
     return plan
 
 
-def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
+def all_gather(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
     """Send each rank's tensor to all ranks, one output per rank; sizes may differ from rank to rank."""
     carrier = carrier_of(tensor, "all_gather: input")
     count, dtype = tensor.numel(), tensor.dtype
     sinks: dict[int, Any] = {}
     longest, is_uneven = count, False
-    for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
+    for rank, output in enumerate(_list_of(outputs, peer_regions, "all_gather: outputs")):
         label = f"all_gather: outputs[{rank}]"
         if output.numel() != count or output.dtype is not dtype:
-            num = count if rank == box.rank else output.numel()
+            num = count if rank == peer_regions.rank else output.numel()
             _same(output, tensor, num, label)
             longest, is_uneven = max(longest, num), True
         carrier_of(output, label)
         sinks[rank] = target(output, carrier, label)
     refuse_shared(outputs, "all_gather: outputs")
     counts = [len(sink.array) for sink in sinks.values()] if is_uneven else ()
-    if box.zeroes:
-        sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "all_gather: outputs", box)
+    if peer_regions.zeroes:
+        sinks[peer_regions.num_ranks - 1] = _zeroing(
+            sinks[peer_regions.num_ranks - 1], outputs, carrier, "all_gather: outputs", peer_regions
+        )
     signature = _signature("all_gather", dtype, longest)
     if not is_uneven:
-        return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
-    plan = UnevenGather("all_gather", signature, source(tensor, carrier), sinks, box, longest)
+        return Spread("all_gather", signature, source(tensor, carrier), True, sinks, peer_regions)
+    plan = UnevenGather("all_gather", signature, source(tensor, carrier), sinks, peer_regions, longest)
     plan.detail = shapes_word(counts)
     return plan
 
@@ -303,13 +307,13 @@ class _Piece:
             self._whole.finish()
 
 
-def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
+def _pieces(whole: Target, count: int, peer_regions: PeerRegions) -> dict[int, _Piece]:
     array = whole.array
-    last = box.num_ranks - 1
-    end = _with_zeros(whole, [array[rank * count : (rank + 1) * count] for rank in _absent(box)])
+    last = peer_regions.num_ranks - 1
+    end = _with_zeros(whole, [array[rank * count : (rank + 1) * count] for rank in _absent(peer_regions)])
     return {
-        position: _Piece(_part(array, rank, count, box), end if position == last else None)
-        for position, rank in enumerate(box.members)
+        position: _Piece(_part(array, rank, count, peer_regions), end if position == last else None)
+        for position, rank in enumerate(peer_regions.members)
     }
 
 
@@ -318,18 +322,20 @@ def _with_zeros(whole: Target, parts: Sequence[Array]) -> Any:
     return ZeroAfter(whole, parts, (), first=True) if parts else whole
 
 
-def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
+def all_gather_single(peer_regions: PeerRegions, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
     """Gather as `all_gather` with one output, filled in rank order."""
     carrier = carrier_of(tensor, "all_gather: input")
     carrier_of(output, "all_gather: output")
     count = tensor.numel()
-    _same(output, tensor, count * (box.num_entries or box.group_size), "all_gather: output")
-    sinks = _pieces(_gathered(output, carrier, "all_gather: output", box), count, box)
+    _same(output, tensor, count * (peer_regions.num_entries or peer_regions.group_size), "all_gather: output")
+    sinks = _pieces(_gathered(output, carrier, "all_gather: output", peer_regions), count, peer_regions)
     signature = _signature("all_gather", tensor.dtype, count)
-    return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
+    return Spread("all_gather", signature, source(tensor, carrier), True, sinks, peer_regions)
 
 
-def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
+def all_gather_coalesced(
+    peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Plan:
     """Plan several `all_gather_single` of one dtype as one call."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
@@ -337,37 +343,42 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
         raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
     targets = []
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        _same(output, tensor, tensor.numel() * (box.num_entries or box.group_size), f"{name}: outputs[{position}]")
+        _same(
+            output,
+            tensor,
+            tensor.numel() * (peer_regions.num_entries or peer_regions.group_size),
+            f"{name}: outputs[{position}]",
+        )
         carrier_of(output, f"{name}: outputs[{position}]")
-        targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", box))
+        targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", peer_regions))
     refuse_shared(outputs, f"{name}: outputs")
     counts = [tensor.numel() for tensor in inputs]
     flat = np.empty(sum(counts), carrier.dtype)
     pack([source(tensor, carrier) for tensor in inputs], flat)
     sinks: dict[int, Any] = {
         position: GatheredPart(targets, counts, rank, carrier)
-        if rank < (box.num_entries or box.group_size)
+        if rank < (peer_regions.num_entries or peer_regions.group_size)
         else Target(np.empty(sum(counts), carrier.dtype))
-        for position, rank in enumerate(box.members)
+        for position, rank in enumerate(peer_regions.members)
     }
-    sinks[box.num_ranks - 1] = FinishAfter(sinks[box.num_ranks - 1], targets)
+    sinks[peer_regions.num_ranks - 1] = FinishAfter(sinks[peer_regions.num_ranks - 1], targets)
     zeros: list[Array] = []
     for part, count in zip(targets, counts, strict=True):
-        zeros += [part.array[rank * count : (rank + 1) * count] for rank in _absent(box)]
+        zeros += [part.array[rank * count : (rank + 1) * count] for rank in _absent(peer_regions)]
     if zeros:
-        sinks[box.num_ranks - 1] = ZeroAfter(sinks[box.num_ranks - 1], zeros, (), first=True)
-    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
+        sinks[peer_regions.num_ranks - 1] = ZeroAfter(sinks[peer_regions.num_ranks - 1], zeros, (), first=True)
+    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, peer_regions)
     plan.detail = shapes_word(counts)
     return plan
 
 
 def all_gather_lists(
-    box: Outboxes, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    peer_regions: PeerRegions, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
 ) -> Plan:
     """Send each rank's list of tensors to all ranks: `output_lists[r][i]` gets rank r's `inputs[i]`."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
-    num_entries = box.num_entries or box.group_size
+    num_entries = peer_regions.num_entries or peer_regions.group_size
     if len(output_lists) != num_entries:
         raise InvalidArgument(f"{name}: one list per rank ({num_entries}) is needed, got {len(output_lists)}")
     flat = np.empty(sum(tensor.numel() for tensor in inputs), carrier.dtype)
@@ -379,97 +390,99 @@ def all_gather_lists(
             label = f"{name}: outputs[{rank}][{position}]"
             carrier_of(output, label)
             _same(output, tensor, tensor.numel(), label)
-        if rank in box.members:
+        if rank in peer_regions.members:
             label = f"{name}: outputs[{rank}]"
-            sinks[box.members.index(rank)] = PackedTensors(outputs, carrier, label, fill=False)
-        elif box.zeroes:
+            sinks[peer_regions.members.index(rank)] = PackedTensors(outputs, carrier, label, fill=False)
+        elif peer_regions.zeroes:
             absent += [target(output, carrier, f"{name}: outputs[{rank}]") for output in outputs]
     refuse_shared([output for outputs in output_lists for output in outputs], f"{name}: outputs")
     if absent:
         last = max(sinks)
         sinks[last] = ZeroAfter(sinks[last], [place.array for place in absent], absent)
-    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
+    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, peer_regions)
     plan.detail = shapes_word([tensor.numel() for tensor in inputs])
     return plan
 
 
-def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
+def gather(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
     """Send each rank's tensor to `root`, whose `outputs` are one per rank."""
     carrier = carrier_of(tensor, "gather: input")
     sinks: dict[int, Any] = {}
-    if check_root(root, box, "gather") == box.rank:
-        for rank, output in enumerate(_list_of(outputs, box, "gather: outputs")):
+    if check_root(root, peer_regions, "gather") == peer_regions.rank:
+        for rank, output in enumerate(_list_of(outputs, peer_regions, "gather: outputs")):
             carrier_of(output, f"gather: outputs[{rank}]")
             _same(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
             sinks[rank] = target(output, carrier, f"gather: outputs[{rank}]")
         refuse_shared(outputs, "gather: outputs")
-        if box.zeroes:
-            sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "gather: outputs", box)
+        if peer_regions.zeroes:
+            sinks[peer_regions.num_ranks - 1] = _zeroing(
+                sinks[peer_regions.num_ranks - 1], outputs, carrier, "gather: outputs", peer_regions
+            )
     elif outputs:
         raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
     signature = _signature("gather", tensor.dtype, tensor.numel(), root=root)
-    reader = position_of(box, root, "gather")
-    return Spread("gather", signature, source(tensor, carrier), True, sinks, box, reader)
+    reader = position_of(peer_regions, root, "gather")
+    return Spread("gather", signature, source(tensor, carrier), True, sinks, peer_regions, reader)
 
 
-def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:
+def scatter(peer_regions: PeerRegions, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:
     """Send tensor r of `root`'s `inputs` to rank r."""
     carrier = carrier_of(output, "scatter: output")
-    position = check_root(root, box, "scatter")
+    position = check_root(root, peer_regions, "scatter")
     segments: list[Array] = []
-    if position == box.rank:
-        for rank, tensor in enumerate(_list_of(inputs, box, "scatter: inputs")):
+    if position == peer_regions.rank:
+        for rank, tensor in enumerate(_list_of(inputs, peer_regions, "scatter: inputs")):
             carrier_of(tensor, f"scatter: inputs[{rank}]")
             _same(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
             segments.append(source(tensor, carrier))
     elif inputs:
         raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
-    sink = _apart(output, inputs, carrier, "scatter: output", box)
+    sink = _apart(output, inputs, carrier, "scatter: output", peer_regions)
     signature = _signature("scatter", output.dtype, output.numel(), root=root)
-    return Scatter("scatter", signature, segments, position, sink, box)
+    return Scatter("scatter", signature, segments, position, sink, peer_regions)
 
 
-def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
+def reduce_scatter(peer_regions: PeerRegions, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
     """Reduce all ranks' `inputs[r]` to rank r; sizes may differ from entry to entry."""
     carrier = carrier_of(output, "reduce_scatter: output")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     segments, count, dtype = [], output.numel(), output.dtype
     longest, is_uneven = count, False
-    for rank, tensor in enumerate(_list_of(inputs, box, "reduce_scatter: inputs")):
+    for rank, tensor in enumerate(_list_of(inputs, peer_regions, "reduce_scatter: inputs")):
         carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
         if tensor.numel() != count or tensor.dtype is not dtype:
-            num = count if rank == box.rank else tensor.numel()
+            num = count if rank == peer_regions.rank else tensor.numel()
             _same(tensor, output, num, f"reduce_scatter: inputs[{rank}]")
             longest, is_uneven = max(longest, num), True
         segments.append(source(tensor, carrier))
-    sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
+    sink = _apart(output, inputs, carrier, "reduce_scatter: output", peer_regions)
     if isinstance(op, PremulSum):
         segments = [premultiply(segment.copy(), output.dtype, op.factor) for segment in segments]
     signature = _signature("reduce_scatter", output.dtype, longest, op)
-    plan = plan_reduce_scatter(("reduce_scatter", signature, segments, sink, box, longest), reducer, op)
+    plan = plan_reduce_scatter(("reduce_scatter", signature, segments, sink, peer_regions, longest), reducer, op)
     if is_uneven:
         plan.detail = shapes_word([len(segment) for segment in segments])
     return plan
 
 
-def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
+def reduce_scatter_single(peer_regions: PeerRegions, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
     """Reduce as `reduce_scatter` with one input that holds the segments in rank order."""
     carrier = carrier_of(output, "reduce_scatter: output")
     carrier_of(tensor, "reduce_scatter: input")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     count = output.numel()
-    _same(tensor, output, count * (box.num_entries or box.group_size), "reduce_scatter: input")
+    _same(tensor, output, count * (peer_regions.num_entries or peer_regions.group_size), "reduce_scatter: input")
     values = source(tensor, carrier)
     if isinstance(op, PremulSum):
         values = premultiply(values.copy(), output.dtype, op.factor)
-    segments = [_part(values, rank, count, box) for rank in box.members]
-    sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
+    segments = [_part(values, rank, count, peer_regions) for rank in peer_regions.members]
+    sink = _apart(output, [tensor], carrier, "reduce_scatter: output", peer_regions)
     signature = _signature("reduce_scatter", output.dtype, count, op)
-    return plan_reduce_scatter(("reduce_scatter", signature, segments, sink, box, count), reducer, op)
+    return plan_reduce_scatter(("reduce_scatter", signature, segments, sink, peer_regions, count), reducer, op)
 
 
 def reduce_scatter_coalesced(
-    box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: int
+    peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: int
 ) -> Plan:
     """Plan several `reduce_scatter_single` of one dtype as one call."""
     name = "reduce_scatter_coalesced"
@@ -480,27 +493,32 @@ def reduce_scatter_coalesced(
     counts = [output.numel() for output in outputs]
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         carrier_of(output, f"{name}: outputs[{position}]")
-        _same(tensor, output, counts[position] * (box.num_entries or box.group_size), f"{name}: inputs[{position}]")
+        _same(
+            tensor,
+            output,
+            counts[position] * (peer_regions.num_entries or peer_regions.group_size),
+            f"{name}: inputs[{position}]",
+        )
     refuse_shared(outputs, f"{name}: outputs")
     flats = [source(tensor, carrier) for tensor in inputs]
-    segments = np.empty((box.num_ranks, sum(counts)), carrier.dtype)
-    for position, rank in enumerate(box.members):
-        pieces = [_part(flat, rank, n, box) for flat, n in zip(flats, counts, strict=True)]
+    segments = np.empty((peer_regions.num_ranks, sum(counts)), carrier.dtype)
+    for position, rank in enumerate(peer_regions.members):
+        pieces = [_part(flat, rank, n, peer_regions) for flat, n in zip(flats, counts, strict=True)]
         pack(pieces, segments[position])
     if isinstance(op, PremulSum):
         premultiply(segments.reshape(-1), inputs[0].dtype, op.factor)
     sink = PackedTensors(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
-    plan = plan_reduce_scatter((name, signature, list(segments), sink, box, len(sink.array)), reducer, op)
+    plan = plan_reduce_scatter((name, signature, list(segments), sink, peer_regions, len(sink.array)), reducer, op)
     plan.detail = shapes_word(counts)
     return plan
 
 
-def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
+def all_to_all(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
     """Send tensor j of rank i's `inputs` to `outputs[i]` of rank j; sizes may differ from pair to pair."""
     all_outputs = outputs
-    outputs = _list_of(outputs, box, "all_to_all: outputs")
-    inputs = _list_of(inputs, box, "all_to_all: inputs")
+    outputs = _list_of(outputs, peer_regions, "all_to_all: outputs")
+    inputs = _list_of(inputs, peer_regions, "all_to_all: inputs")
     carrier = carrier_of(inputs[0], "all_to_all: inputs[0]")
     segments: list[Array] = []
     sinks: list[Any] = []
@@ -511,37 +529,43 @@ def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[
     for rank, output in enumerate(outputs):
         carrier_of(output, f"all_to_all: outputs[{rank}]")
         _same(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
-        sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", box))
+        sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", peer_regions))
     refuse_shared(outputs, "all_to_all: outputs")
-    if box.zeroes:
-        sinks[-1] = _zeroing(sinks[-1], all_outputs, carrier, "all_to_all: outputs", box)
-    return AllToAll(_signature("all_to_all", inputs[0].dtype, 0), segments, sinks, box)
+    if peer_regions.zeroes:
+        sinks[-1] = _zeroing(sinks[-1], all_outputs, carrier, "all_to_all: outputs", peer_regions)
+    return AllToAll(_signature("all_to_all", inputs[0].dtype, 0), segments, sinks, peer_regions)
 
 
 def all_to_all_single(
-    box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    peer_regions: PeerRegions,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
 ) -> Plan:
     """Exchange as `all_to_all` with one tensor each way, split along dimension 0."""
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
     _same(output, tensor, output.numel(), "all_to_all: output")
-    num_entries = box.num_entries or box.group_size
+    num_entries = peer_regions.num_entries or peer_regions.group_size
     sent = split_counts(tensor, input_splits, num_entries, "all_to_all: input")
     expected = split_counts(output, output_splits, num_entries, "all_to_all: output")
     values = source(tensor, carrier)
-    whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
+    whole = _apart(output, [tensor], carrier, "all_to_all: output", peer_regions)
     first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
-    inside = [rank for rank in box.members if rank < num_entries]
+    inside = [rank for rank in peer_regions.members if rank < num_entries]
     segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in inside]
-    end = _with_zeros(whole, [whole.array[first_expected[rank] : first_expected[rank + 1]] for rank in _absent(box)])
+    end = _with_zeros(
+        whole, [whole.array[first_expected[rank] : first_expected[rank + 1]] for rank in _absent(peer_regions)]
+    )
     sinks = [
         _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == inside[-1] else None)
         for rank in inside
     ]
-    for _ in box.members[len(inside) :]:  # lost, and without an entry here: as much as with the first rank
+    for _ in peer_regions.members[len(inside) :]:  # lost, and without an entry here: as much as with the first rank
         segments.append(np.zeros(sent[0], carrier.dtype))
         sinks.append(_Piece(np.empty(expected[0], carrier.dtype), None))
-    return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
+    return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, peer_regions)
 
 
 def split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, name: str) -> list[int]:
@@ -561,6 +585,6 @@ def split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, na
     return [size * row for size in splits]
 
 
-def barrier(box: Outboxes) -> Plan:
+def barrier(peer_regions: PeerRegions) -> Plan:
     """Return a plan in which every rank waits for all others."""
     return Barrier("barrier", _prefix("barrier", None))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Range, Sink
 from ...engine.tensors import Array
 from .rounds import cut, lay_out
@@ -37,7 +37,7 @@ class Spread(Plan):
         source: Array,
         puts: bool,
         sinks: dict[int, Any],
-        box: Outboxes,
+        peer_regions: PeerRegions,
         reader: int | None = None,
         longest: int | None = None,
     ) -> None:
@@ -45,10 +45,10 @@ class Spread(Plan):
         self._source = source
         self._sinks = sinks
         self._reader = reader  # the only position that reads the blocks; None: all do
-        self._rank = box.rank
+        self._rank = peer_regions.rank
         self._dtype = source.dtype
         self._count = count = len(source) if longest is None else longest
-        rounds = cut(count, source.itemsize, box.staging_bytes)
+        rounds = cut(count, source.itemsize, peer_regions.staging_bytes)
         self._length = rounds.length
         self._privates: dict[int, Array] = {}
         if rounds.private:
@@ -59,25 +59,25 @@ class Spread(Plan):
         else:
             lay_out(self, rounds, rounds.length * source.itemsize, 0, puts)
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write round `k` of the block."""
         place = offset // self._dtype.itemsize
         part = self._source if self.rounds == 1 else self._source[k * self._length : (k + 1) * self._length]
-        box.views[self._dtype][self._rank][place : place + len(part)] = part
+        peer_regions.views[self._dtype][self._rank][place : place + len(part)] = part
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the part of the block that is used; nothing for a host without the destination of a gather."""
         if self._reader is not None and self._reader not in readers:
             return ()
         return ((0, min(self._length, self._count - k * self._length) * self._dtype.itemsize),)
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy round `k` of every wanted block."""
         if not self._count:
             return
         first = k * self._length
         length = min(self._length, self._count - first)
-        views = box.views[self._dtype]
+        views = peer_regions.views[self._dtype]
         for rank, sink in self._sinks.items():
             place = offsets[rank] // self._dtype.itemsize
             out: Array = self._privates[rank] if self._privates else sink.array
@@ -105,18 +105,18 @@ class UnevenGather(Spread):
     """all_gather of blocks of different lengths. Rounds and room are those of the longest one, alike on all ranks."""
 
     def __init__(
-        self, name: str, signature: int, source: Array, sinks: dict[int, Any], box: Outboxes, longest: int
+        self, name: str, signature: int, source: Array, sinks: dict[int, Any], peer_regions: PeerRegions, longest: int
     ) -> None:
-        super().__init__(name, signature, source, True, sinks, box, longest=longest)
+        super().__init__(name, signature, source, True, sinks, peer_regions, longest=longest)
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the part of the block that this rank's own values fill."""
         return ((0, max(0, min(self._length, len(self._source) - k * self._length)) * self._dtype.itemsize),)
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy round `k` of every block that is as long."""
         first, itemsize = k * self._length, self._dtype.itemsize
-        views = box.views[self._dtype]
+        views = peer_regions.views[self._dtype]
         for rank, sink in self._sinks.items():
             out: Array = self._privates[rank] if self._privates else sink.array
             part = out[first : first + self._length]
@@ -128,10 +128,10 @@ class Scatter(Segmented):
     """`root` puts one segment per rank; rank r copies segment r into `sink.array`."""
 
     def __init__(
-        self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, box: Outboxes
+        self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, peer_regions: PeerRegions
     ) -> None:
-        super().__init__((name, signature, segments, sink, box, len(sink.array)), root == box.rank)
+        super().__init__((name, signature, segments, sink, peer_regions, len(sink.array)), root == peer_regions.rank)
         self._root = root
 
-    def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
-        out[...] = self._part(box, self._root, offsets, out, first)
+    def _make(self, peer_regions: PeerRegions, offsets: list[int], out: Array, first: int) -> None:
+        out[...] = self._part(peer_regions, self._root, offsets, out, first)

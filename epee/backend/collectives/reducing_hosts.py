@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.outbox import ALIGN_BYTES, Outboxes
+from ...engine.outbox import ALIGN_BYTES, PeerRegions
 from ...engine.plan import Plan, Range, Sink
 from ...engine.tensors import Array
 from ...memory.layout import align_up
@@ -48,37 +48,41 @@ class AllReduce(Plan):
     _private: Array | None = None
     _share = 0  # elements of a rank's share of a round; 0 in one step
 
-    def __init__(self, name: str, signature: int, sink: Any, reducer: Reducer, box: Outboxes, root: int = -1) -> None:
+    def __init__(
+        self, name: str, signature: int, sink: Any, reducer: Reducer, peer_regions: PeerRegions, root: int = -1
+    ) -> None:
         super().__init__(name, signature)
         array = sink.array
         self._sink = sink
         self._array = array
         self._reducer = reducer
-        self._rank = box.rank
-        self._takes = root in (-1, box.rank)
+        self._rank = peer_regions.rank
+        self._takes = root in (-1, peer_regions.rank)
         self._root = root
         self._count = count = len(array)
         self._itemsize = itemsize = array.itemsize
         nbytes = count * itemsize
-        self._summed: Sequence[int] = range(box.num_ranks)  # positions of those whose values a share is made of
-        if nbytes <= self.one_step_bytes and nbytes <= box.staging_bytes:
+        self._summed: Sequence[int] = range(
+            peer_regions.num_ranks
+        )  # positions of those whose values a share is made of
+        if nbytes <= self.one_step_bytes and nbytes <= peer_regions.staging_bytes:
             self.put_bytes = self.read_bytes = nbytes
             self._scratch = reducer.scratch(count) if reducer.is_wide else None
         else:
-            self._plan_two_steps(box, count, itemsize)
+            self._plan_two_steps(peer_regions, count, itemsize)
 
-    def _plan_two_steps(self, box: Outboxes, count: int, itemsize: int) -> None:
-        rounds = cut(count, itemsize, box.staging_bytes)
+    def _plan_two_steps(self, peer_regions: PeerRegions, count: int, itemsize: int) -> None:
+        rounds = cut(count, itemsize, peer_regions.staging_bytes)
         self._length = length = min(rounds.length, count)
-        self._share = align_up(-(-length // box.num_ranks), ALIGN_BYTES)
+        self._share = align_up(-(-length // peer_regions.num_ranks), ALIGN_BYTES)
         lay_out(self, rounds, length * itemsize, self._share * itemsize, puts=True)
         if rounds.private and self._takes:
             self._private = np.empty(count, self._array.dtype)
         self._scratch = self._reducer.scratch(self._share)
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write the values of round `k`; in two steps without this rank's own share."""
-        view = box.views[self._array.dtype][self._rank]
+        view = peer_regions.views[self._array.dtype][self._rank]
         place = offset // self._itemsize
         if not self._share:
             view[place : place + self._count] = self._array
@@ -91,14 +95,14 @@ class AllReduce(Plan):
         if high < length:
             view[place + high : place + length] = self._array[first + high : last]
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return everything in one step, if a reader takes the result; in two the shares of the readers."""
         if not self._share:
             return ((0, self.put_bytes),) if self._root == -1 or self._root in readers else ()
         parts = [self._part(k, rank) for rank in readers]
         return [(low * self._itemsize, (high - low) * self._itemsize) for low, high in parts]
 
-    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the share, if a reader takes the result."""
         low, high = self._part(k, self._rank)
         return ((0, (high - low) * self._itemsize),) if self._root == -1 or self._root in readers else ()
@@ -109,13 +113,13 @@ class AllReduce(Plan):
         low = min(length, rank * self._share)
         return low, min(length, low + self._share)
 
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+    def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`."""
         first = k * self._length
         low, high = self._part(k, self._rank)
         if low == high:
             return
-        views = box.views[self._array.dtype]
+        views = peer_regions.views[self._array.dtype]
         parts = []
         for rank in self._summed:
             if rank == self._rank:
@@ -126,9 +130,9 @@ class AllReduce(Plan):
         place = offset // self._itemsize
         self._reducer.reduce(parts, views[self._rank][place : place + high - low], self._scratch)
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Reduce everything (one step) or fetch the shares (two)."""
-        views = box.views[self._array.dtype]
+        views = peer_regions.views[self._array.dtype]
         itemsize = self._itemsize
         if not self._share:
             count = self._count
@@ -143,11 +147,11 @@ class AllReduce(Plan):
             return
         out = self._array if self._private is None else self._private
         first = k * self._length
-        self._fetch(box, k, offsets, out[first : min(first + self._length, self._count)])
+        self._fetch(peer_regions, k, offsets, out[first : min(first + self._length, self._count)])
 
-    def _fetch(self, box: Outboxes, k: int, offsets: list[int], out: Array) -> None:
+    def _fetch(self, peer_regions: PeerRegions, k: int, offsets: list[int], out: Array) -> None:
         """Fill `out`, the elements of round `k`, from all ranks' shares."""
-        for rank, view in enumerate(box.views[self._array.dtype]):
+        for rank, view in enumerate(peer_regions.views[self._array.dtype]):
             low, high = self._part(k, rank)
             if low < high:
                 place = offsets[rank] // self._itemsize
@@ -179,8 +183,8 @@ class ReduceScatter(Segmented):
         self._reducer = reducer
         self._scratch = reducer.scratch(self._length)
 
-    def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
-        parts = [self._part(box, rank, offsets, out, first) for rank in range(box.num_ranks)]
+    def _make(self, peer_regions: PeerRegions, offsets: list[int], out: Array, first: int) -> None:
+        parts = [self._part(peer_regions, rank, offsets, out, first) for rank in range(peer_regions.num_ranks)]
         self._reducer.reduce(parts, out, self._scratch)
 
 
@@ -190,14 +194,14 @@ Hosts = Sequence[tuple[int, ...]]
 
 
 def plan_reduction(
-    name: str, signature: int, sink: Any, reducer: Reducer, op: int, box: Outboxes, root: int = -1
+    name: str, signature: int, sink: Any, reducer: Reducer, op: int, peer_regions: PeerRegions, root: int = -1
 ) -> AllReduce:
     """Return the plan of an all_reduce in place on `sink.array`, or of a reduce to position `root`."""
-    if len(box.sites) > 1 and op != AVG:
-        hosts: Hosts = tuple(box.sites.values())
-        if sink.array.nbytes * box.num_ranks > SMALL_BYTES and is_less(hosts, sink.array.nbytes):
-            return HostsAllReduce(name, signature, sink, reducer, box, hosts, root)
-    return AllReduce(name, signature, sink, reducer, box, root)
+    if len(peer_regions.sites) > 1 and op != AVG:
+        hosts: Hosts = tuple(peer_regions.sites.values())
+        if sink.array.nbytes * peer_regions.num_ranks > SMALL_BYTES and is_less(hosts, sink.array.nbytes):
+            return HostsAllReduce(name, signature, sink, reducer, peer_regions, hosts, root)
+    return AllReduce(name, signature, sink, reducer, peer_regions, root)
 
 
 def is_less(hosts: Hosts, nbytes: int) -> bool:
@@ -211,11 +215,11 @@ def plan_reduce_scatter(call: SegmentsOfCall, reducer: Reducer, op: int) -> Redu
 
     The choice depends on the length of the longest segment, which is the same number on all ranks.
     """
-    *_, sink, box, longest = call
-    if len(box.sites) > 1 and op != AVG:
-        hosts: Hosts = tuple(box.sites.values())
-        is_large = longest * sink.array.itemsize * box.num_ranks > SMALL_BYTES
-        if is_large and len(hosts) < box.num_ranks:
+    *_, sink, peer_regions, longest = call
+    if len(peer_regions.sites) > 1 and op != AVG:
+        hosts: Hosts = tuple(peer_regions.sites.values())
+        is_large = longest * sink.array.itemsize * peer_regions.num_ranks > SMALL_BYTES
+        if is_large and len(hosts) < peer_regions.num_ranks:
             return HostsReduceScatter(call, reducer, hosts)
     return ReduceScatter(call, reducer)
 
@@ -226,15 +230,15 @@ class HostsAllReduce(AllReduce):
     one_step_bytes = 0
 
     def __init__(
-        self, name: str, signature: int, sink: Any, reducer: Reducer, box: Outboxes, hosts: Hosts, root: int
+        self, name: str, signature: int, sink: Any, reducer: Reducer, peer_regions: PeerRegions, hosts: Hosts, root: int
     ) -> None:
         self._hosts = hosts
         self._place_of = {rank: (host, at) for host, ranks in enumerate(hosts) for at, rank in enumerate(ranks)}
-        super().__init__(name, signature, sink, reducer, box, root)
+        super().__init__(name, signature, sink, reducer, peer_regions, root)
         self._summed = hosts[self._place_of[self._rank][0]]
 
-    def _plan_two_steps(self, box: Outboxes, count: int, itemsize: int) -> None:
-        rounds = cut(count, itemsize, box.staging_bytes)
+    def _plan_two_steps(self, peer_regions: PeerRegions, count: int, itemsize: int) -> None:
+        rounds = cut(count, itemsize, peer_regions.staging_bytes)
         self._length = length = min(rounds.length, count)
         self._shares = [align_up(-(-length // len(ranks)), ALIGN_BYTES) for ranks in self._hosts]
         self._share = max(self._shares)
@@ -249,13 +253,13 @@ class HostsAllReduce(AllReduce):
         low = min(length, at * share)
         return low, min(length, low + share)
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: only this host reads the values."""
         return ()
 
-    def _fetch(self, box: Outboxes, k: int, offsets: list[int], out: Array) -> None:
+    def _fetch(self, peer_regions: PeerRegions, k: int, offsets: list[int], out: Array) -> None:
         """Reduce the shares of all hosts, between the offsets where a host's share ends."""
-        views = box.views[self._array.dtype]
+        views = peer_regions.views[self._array.dtype]
         ends = sorted({end for rank in self._place_of for end in self._part(k, rank)})
         for low, high in itertools.pairwise(ends):
             parts = []
@@ -271,15 +275,15 @@ class HostsReduceScatter(ReduceScatter):
 
     def __init__(self, call: SegmentsOfCall, reducer: Reducer, hosts: Hosts) -> None:
         super().__init__(call, reducer)
-        *_, sink, box, longest = call
+        *_, sink, peer_regions, longest = call
         self._hosts = hosts
-        self._here = next(ranks for ranks in hosts if box.rank in ranks)
-        self._served = {rank: self._serves(rank) for rank in range(box.num_ranks)}
+        self._here = next(ranks for ranks in hosts if peer_regions.rank in ranks)
+        self._served = {rank: self._serves(rank) for rank in range(peer_regions.num_ranks)}
         self._itemsize = itemsize = sink.array.itemsize
         row_bytes = self._length * itemsize
         most = max(len(served) for served in self._served.values())
-        rounds = cut(longest, itemsize * box.num_ranks, box.staging_bytes)
-        lay_out(self, rounds, row_bytes * box.num_ranks, row_bytes * most, puts=True)
+        rounds = cut(longest, itemsize * peer_regions.num_ranks, peer_regions.staging_bytes)
+        lay_out(self, rounds, row_bytes * peer_regions.num_ranks, row_bytes * most, puts=True)
         self._partial = np.empty(min(self._length, len(sink.array)), sink.array.dtype)
 
     def _serves(self, rank: int) -> list[int]:
@@ -294,11 +298,11 @@ class HostsReduceScatter(ReduceScatter):
         count = len(self._segments[rank])
         return min(k * self._length, count), min((k + 1) * self._length, count)
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: only this host reads the values."""
         return ()
 
-    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the rows of the readers."""
         row_bytes, found = self._length * self._itemsize, []
         for row, peer in enumerate(self._served[self._rank]):
@@ -307,18 +311,18 @@ class HostsReduceScatter(ReduceScatter):
                 found.append((row * row_bytes, (last - first) * self._itemsize))
         return found
 
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+    def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Add up the values of this host for each rank that this one serves."""
-        views = box.views[self._partial.dtype]
+        views = peer_regions.views[self._partial.dtype]
         for row, peer in enumerate(self._served[self._rank]):
             first, last = self._bounds(k, peer)
             if first == last:
                 continue
             place = offset // self._itemsize + row * self._length
-            parts = [self._values(box, rank, offsets[rank], peer, first, last) for rank in self._here]
+            parts = [self._values(peer_regions, rank, offsets[rank], peer, first, last) for rank in self._here]
             self._reducer.reduce(parts, views[self._rank][place : place + last - first], self._scratch)
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Add up the rows of all hosts; `offsets` are those of the shares."""
         first, last = self._bounds(k, self._rank)
         if first >= last:
@@ -327,20 +331,23 @@ class HostsReduceScatter(ReduceScatter):
         half = k % self.num_halves
         back = self.num_halves * self.round_bytes + half * (self.merge_bytes - self.round_bytes)
         own = self._partial[: last - first]
-        parts = [self._values(box, rank, offsets[rank] - back, self._rank, first, last) for rank in self._here]
+        parts = [self._values(peer_regions, rank, offsets[rank] - back, self._rank, first, last) for rank in self._here]
         self._reducer.reduce(parts, own, self._scratch)
-        rows = [own if ranks is self._here else self._row(box, ranks, offsets, last - first) for ranks in self._hosts]
+        rows = [
+            own if ranks is self._here else self._row(peer_regions, ranks, offsets, last - first)
+            for ranks in self._hosts
+        ]
         self._reducer.reduce(rows, out[first:last], self._scratch)
 
-    def _values(self, box: Outboxes, rank: int, offset: int, peer: int, first: int, last: int) -> Array:
+    def _values(self, peer_regions: PeerRegions, rank: int, offset: int, peer: int, first: int, last: int) -> Array:
         """Return the values of a rank of this host for `peer` in the round whose block lies at `offset`."""
         if rank == self._rank:
             return self._segments[peer][first:last]
         place = offset // self._itemsize + peer * self._length
-        return box.views[self._partial.dtype][rank][place : place + last - first]
+        return peer_regions.views[self._partial.dtype][rank][place : place + last - first]
 
-    def _row(self, box: Outboxes, ranks: Sequence[int], offsets: list[int], length: int) -> Array:
+    def _row(self, peer_regions: PeerRegions, ranks: Sequence[int], offsets: list[int], length: int) -> Array:
         """Return the sum of another host for this rank."""
         server = next(rank for rank in ranks if self._rank in self._served[rank])
         place = offsets[server] // self._itemsize + self._served[server].index(self._rank) * self._length
-        return box.views[self._partial.dtype][server][place : place + length]
+        return peer_regions.views[self._partial.dtype][server][place : place + length]

@@ -25,14 +25,14 @@ def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) ->
     """Create the collectives of a group; None if its CUDA tensors go through cpu memory. Opens no device."""
     # Not by the size: a process that joins a grown group must take part in the meeting, to learn that the group is too
     # large.
-    if options.mode not in MODES or size <= 0 or engine.box.exports.spans:
+    if options.mode not in MODES or size <= 0 or engine.peer_regions.exports.spans:
         return None
     if not torch.cuda.device_count():  # asks NVML, which a fork survives, and CUDA only where there is no NVML
         return None
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 
     policy = Policy(options.fault_mode == "mask", options.counts_present)
-    return DeviceHalf(engine, rank, engine.box.staging_bytes, policy)
+    return DeviceHalf(engine, rank, engine.peer_regions.staging_bytes, policy)
 
 
 def make_messages(
@@ -42,8 +42,8 @@ def make_messages(
 
     Served are all modes in which no kernel waits for a decision about a living rank, as for collectives.
     """
-    if options.mode not in MODES or engine.box.exports.spans:
+    if options.mode not in MODES or engine.peer_regions.exports.spans:
         return None
     from .messages.half import MessageHalf
 
-    return MessageHalf(engine, rank, engine.box.staging_bytes, store, check_peer, options.fault_mode == "mask")
+    return MessageHalf(engine, rank, engine.peer_regions.staging_bytes, store, check_peer, options.fault_mode == "mask")

@@ -313,7 +313,7 @@ class DeviceHalf(MeetingHalf):
 
     def _error_of(self, machine: Collectives, report: KernelReport) -> EpeeError:
         error = self._cause_of(machine, report)
-        named(error, self._engine.box.label.text)
+        named(error, self._engine.peer_regions.label.text)
         return error
 
     def _cause_of(self, machine: Collectives, report: KernelReport) -> EpeeError:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...engine import Engine
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Sink
 from ...engine.signature import OP_CODE, pack
 from ..collectives.copying import Spread
@@ -47,7 +47,7 @@ def is_on_gpu(args: Any) -> bool:
     return False
 
 
-def meet(engine: Engine, row: bytes) -> tuple[Outboxes, dict[int, bytes]]:
+def meet(engine: Engine, row: bytes) -> tuple[PeerRegions, dict[int, bytes]]:
     """Send `row`, of the same length on all ranks, to all members; return theirs by rank, and the peer regions used.
 
     Raises:
@@ -56,11 +56,11 @@ def meet(engine: Engine, row: bytes) -> tuple[Outboxes, dict[int, bytes]]:
     mine = np.frombuffer(row, np.uint8)
     places: dict[int, Any] = {}
 
-    def plan(box: Outboxes) -> Spread:
+    def plan(peer_regions: PeerRegions) -> Spread:
         """Plan it over these members."""
         places.clear()
-        places.update({position: Sink(np.empty(len(mine), np.uint8)) for position in range(box.num_ranks)})
-        return Spread(MEETING, pack(OP_CODE[MEETING], count=len(mine)), mine, True, places, box)
+        places.update({position: Sink(np.empty(len(mine), np.uint8)) for position in range(peer_regions.num_ranks)})
+        return Spread(MEETING, pack(OP_CODE[MEETING], count=len(mine)), mine, True, places, peer_regions)
 
-    box = engine.run(plan).box
-    return box, {rank: places[position].array.tobytes() for position, rank in enumerate(box.members)}
+    peer_regions = engine.run(plan).peer_regions
+    return peer_regions, {rank: places[position].array.tobytes() for position, rank in enumerate(peer_regions.members)}

@@ -226,8 +226,8 @@ class MeetingHalf:
         """Send a row to all members; returns the epoch, and their rows."""
         while True:
             try:
-                box, rows = meet(self._engine, own.pack())
-                return box.epoch, {rank: MeetingRow.parse(row) for rank, row in rows.items()}
+                peer_regions, rows = meet(self._engine, own.pack())
+                return peer_regions.epoch, {rank: MeetingRow.parse(row) for rank, row in rows.items()}
             except RankFailedError as exc:
                 if not exc.ranks or not self._told.issuperset(exc.ranks):
                     raise

@@ -31,7 +31,7 @@ from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.shared import SharedRegion
-from ...view.job import Seat, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
+from ...view.job import JobHandle, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import EXITED, LEFT, Member
@@ -40,14 +40,14 @@ from ...view.transport.directory import JobDirectory
 from ..engine import Engine
 from ..limits import MODES
 from ..membership.group_membership import GroupMembership
-from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
+from ..outbox import OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.joining_over_hosts import leave_notes
 from ..replication.links import GroupLinks, NoGroupLinks
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
-from .job_handle import Greeting, take_seat
+from .job_handle import Greeting, take_job_handle
 from .proof import prove, transcript
 from .readiness import await_all
 from .record import Proof, RankRecord, exchange, own_record
@@ -59,7 +59,7 @@ class EngineOptions(NamedTuple):
     Attributes:
         staging_bytes: size of each rank's memory for data.
         mode: the outcome of calls that lose a rank, one of `limits.MODES`.
-        extra_bytes: memory beside it (`Outboxes.extra`), where the ranks run on several hosts.
+        extra_bytes: memory beside it (`PeerRegions.extra`), where the ranks run on several hosts.
     """
 
     staging_bytes: int
@@ -117,7 +117,7 @@ class _Creation:
         self._staging_bytes, self._mode = options.staging_bytes, options.mode
         self._extra_bytes = options.extra_bytes if self._topology is not None else 0
         self._watch = DeathWatch()
-        self._seat: Seat | None = None
+        self._job_handle: JobHandle | None = None
         self._membership: GroupMembership | None = None
         self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._helper: HelperThread | None = None
@@ -133,7 +133,7 @@ class _Creation:
             half_made = contextlib.ExitStack()
             undo.callback(half_made.close)
             try:
-                box = self._make(undo, half_made)
+                peer_regions = self._make(undo, half_made)
             except BaseException as exc:
                 error = self._this.explain(exc if self._topology is None else in_words(exc), watch)
                 self._this.fail(error)
@@ -141,14 +141,14 @@ class _Creation:
                     raise error from exc
                 raise
             undo.pop_all()
-        engine = Engine(box, watch, timeout_s, waiting=self._ways.waiting)
+        engine = Engine(peer_regions, watch, timeout_s, waiting=self._ways.waiting)
         if self._helper is not None:
             self._helper.release()  # the engine has a use of its own
         if self._membership is not None:
             self._membership.attach(engine)
         return engine
 
-    def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> Outboxes:
+    def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> PeerRegions:
         this, greeting = self._this, self._greeting
         capacity = greeting.capacity if greeting is not None else this.num_ranks
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
@@ -163,21 +163,21 @@ class _Creation:
         if greeting is not None:
             self._sit_down(greeting, region, 0 if listener is None else listener.getsockname()[1], half_made)
         records, owners = [], []
-        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._membership)
+        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._job_handle, self._membership)
         if greeting is not None:
             if listener is not None:
                 address, port = listener.getsockname()[:2]
                 mine = replace(mine, address=address, port=port)
-            assert self._seat is not None
-            records = exchange(this, mine, Proof(self._seat.job.directory.token, greeting.told), self._deadline)
-            owners = [self._owner(self._seat, peer, record) for peer, record in enumerate(records)]
+            assert self._job_handle is not None
+            records = exchange(this, mine, Proof(self._job_handle.job.directory.token, greeting.told), self._deadline)
+            owners = [self._owner(self._job_handle, peer, record) for peer, record in enumerate(records)]
         regions = self._map(region, records, owners, undo)
-        if self._seat is not None:
-            self._begin(self._seat, records)
+        if self._job_handle is not None:
+            self._begin(self._job_handle, records)
         mirrors: dict[int, SharedRegion] = {}
         check = StoreLook(this, self._watch, self._lost)
         if self._topology is not None:
-            own = Outboxes(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
+            own = PeerRegions(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
             mirrors = make_mirrors(self._topology, owners, own, undo)
             for peer in self._topology.elsewhere:
                 keeper = self._topology.gateway(peer, self._topology.host)
@@ -185,27 +185,27 @@ class _Creation:
                     peer, keeper, regions[keeper], own, owners[peer], self._deadline, check
                 )
                 undo.callback(regions[peer].close)
-        box = Outboxes(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
-        undo.callback(box.close)
-        if self._topology is not None and listener is not None and self._seat is not None:
+        peer_regions = PeerRegions(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
+        undo.callback(peer_regions.close)
+        if self._topology is not None and listener is not None and self._job_handle is not None:
             assert self._membership is not None
-            box.place(self._topology.host_of)
-            token = self._seat.job.directory.token
+            peer_regions.place(self._topology.host_of)
+            token = self._job_handle.job.directory.token
             args = records, owners, mirrors, token, listener, self._deadline, check, undo
-            self._ways = ways = link(self._topology, box, *args)
+            self._ways = ways = link(self._topology, peer_regions, *args)
             ways.begin(self._membership.epoch, self._membership.since())
             self._membership.use(ways)
-        await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
-        await_told(self._ways, box, self._watch, self._lost, self._deadline)
-        return box
+        await_all(this, peer_regions, self._watch, self._deadline, check if self._topology is not None else _no_more)
+        await_told(self._ways, peer_regions, self._watch, self._lost, self._deadline)
+        return peer_regions
 
     def _lost(self) -> tuple[int, ...]:
         """Return the ranks that left the view by a loss: a rank that fails leaves in order, and reports why."""
-        assert self._seat is not None
-        view = self._seat.job.runtime.view()
+        assert self._job_handle is not None
+        view = self._job_handle.job.runtime.view()
         self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}
         here = self._left | {member.slot for member in view.members}
-        return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
+        return tuple(rank for rank, slot in enumerate(self._job_handle.slots) if slot not in here)
 
     def _sit_down(self, greeting: Greeting, region: SharedRegion, port: int, half_made: contextlib.ExitStack) -> None:
         """Take the job handle, and write the owner into this rank's outbox."""
@@ -222,18 +222,20 @@ class _Creation:
             """Return the listener for the agents of other hosts."""
             return None if topology is None else listen(own_address(this.store))
 
-        self._seat = seat = take_seat(greeting, rank, region.blob, port, enter, listen_to_hosts, half_made)
-        self._leave = seat.job.release
-        OutboxOwner(seat.job.runtime.member.nonce, seat.lane, seat.slots[rank]).sign(region)
-        if not seat.is_founder:
-            self._follow(seat)
+        self._job_handle = job_handle = take_job_handle(
+            greeting, rank, region.blob, port, enter, listen_to_hosts, half_made
+        )
+        self._leave = job_handle.job.release
+        OutboxOwner(job_handle.job.runtime.member.nonce, job_handle.lane, job_handle.slots[rank]).sign(region)
+        if not job_handle.is_founder:
+            self._follow(job_handle)
 
-    def _follow(self, seat: Seat) -> None:
-        self._membership = GroupMembership(seat, self._mode)
+    def _follow(self, job_handle: JobHandle) -> None:
+        self._membership = GroupMembership(job_handle, self._mode)
         self._leave = self._membership.close
 
-    def _owner(self, seat: Seat, peer: int, record: RankRecord) -> OutboxOwner:
-        return OutboxOwner(bytes.fromhex(record.nonce), seat.lane, seat.slots[peer])
+    def _owner(self, job_handle: JobHandle, peer: int, record: RankRecord) -> OutboxOwner:
+        return OutboxOwner(bytes.fromhex(record.nonce), job_handle.lane, job_handle.slots[peer])
 
     def _map(
         self, region: SharedRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
@@ -254,19 +256,19 @@ class _Creation:
             raise ProtocolError(f"rank {peer} greets from host {self._greeting.hellos[peer].host}, not {member.host}")
         return member
 
-    def _begin(self, seat: Seat, records: list[RankRecord]) -> None:
+    def _begin(self, job_handle: JobHandle, records: list[RankRecord]) -> None:
         """Create the job, if this group does, and begin with its view."""
-        if seat.is_founder:
-            start_job(seat, [self._founder(peer, record) for peer, record in enumerate(records)])
-            self._follow(seat)
-            home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
+        if job_handle.is_founder:
+            start_job(job_handle, [self._founder(peer, record) for peer, record in enumerate(records)])
+            self._follow(job_handle)
+            home = Home(job_handle.lane, self._this.num_ranks, self._staging_bytes, self._mode)
             if self._topology is not None:
                 spanning = home._replace(spans=True, link=records[0].link, link_mac=records[0].link_mac)
-                leave_notes(self._this.store, seat.job, self._topology, spanning)
+                leave_notes(self._this.store, job_handle.job, self._topology, spanning)
             elif self._this.rank == 0:
-                seat.job.directory.write_home(pack_home(home))
-                place = pack_place(str(seat.job.directory.path), own_host_key())
-                self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
+                job_handle.job.directory.write_home(pack_home(home))
+                place = pack_place(str(job_handle.job.directory.path), own_host_key())
+                self._this.store.set(FOLDER_KEY, prove(job_handle.job.directory.token, place, FOLDER_KEY.encode()))
         assert self._membership is not None
         self._membership.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ...view.job import Hello, Job, Seat, common_job, jobs, retained
+from ...view.job import Hello, Job, JobHandle, common_job, jobs, retained
 from ...view.transport.directory import JobDirectory
 from ..limits import MAX_RANKS
 from .group_note import pack_extra
@@ -43,12 +43,12 @@ class Greeting(NamedTuple):
         return MAX_RANKS
 
     def withdraw(self) -> None:
-        """Remove a folder that will not be used. After `take_seat` the job does that."""
+        """Remove a folder that will not be used. After `take_job_handle` the job does that."""
         if self.directory is not None:
             self.directory.leave()
 
 
-def take_seat(
+def take_job_handle(
     greeting: Greeting,
     rank: int,
     blob: bytes,
@@ -56,7 +56,7 @@ def take_seat(
     enter: Callable[[], JobDirectory],
     listen: Callable[[], socket.socket | None],
     undo: contextlib.ExitStack,
-) -> Seat:
+) -> JobHandle:
     """Return this rank's job handle, in the common job or in a new one; `blob` is that of its outbox.
 
     Args:
@@ -72,7 +72,7 @@ def take_seat(
     lane = hellos[0].lane
     job = retained(key)
     if job is not None:
-        return Seat(job, [hello.jobs[key] for hello in hellos], lane, False, False)
+        return JobHandle(job, [hello.jobs[key] for hello in hellos], lane, False, False)
     extra = pack_extra(lane, len(hellos), blob, port)
     directory = enter()
     undo.callback(directory.leave)
@@ -80,7 +80,7 @@ def take_seat(
     undo.callback(job.release)
     job.runtime.listen()
     undo.pop_all()
-    return Seat(job, list(range(len(hellos))), lane, True, True)
+    return JobHandle(job, list(range(len(hellos))), lane, True, True)
 
 
 def own_job() -> Job | None:

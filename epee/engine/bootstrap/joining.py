@@ -34,7 +34,7 @@ from ...errors import (
 )
 from ...link.engine import chosen_engine
 from ...memory.shared import BLOB_BYTES, SharedRegion
-from ...view.job import Job, Seat, job_name, retained
+from ...view.job import Job, JobHandle, job_name, retained
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision
@@ -43,7 +43,7 @@ from ..engine import Engine
 from ..limits import MAX_RANKS
 from ..membership.group_membership import GroupMembership
 from ..membership.members import attach_outbox, make_blank, narrow
-from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
+from ..outbox import LIFE, LIFE_READY, OutboxOwner, PeerRegions, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.joining_over_hosts import Entrance, Found, find_over_hosts, tell_contact
 from .attempt import read_fields
@@ -145,7 +145,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
-        membership = GroupMembership(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        membership = GroupMembership(JobHandle(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
         leave = membership.close
         if door is not None:
             membership.span(decision)
@@ -193,10 +193,10 @@ def place_of(engine: Engine, mode: str) -> Place | None:
     """Return the slot of this process in a group that it is in, None in one that takes no joiners."""
     if engine.membership is None:
         return None
-    box, (lane, slots, is_home) = engine.box, engine.membership.place
-    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports.spans else ()
-    num_ranks = box.num_ranks if is_home else len(slots)
-    return Place(Home(lane, num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
+    peer_regions, (lane, slots, is_home) = engine.peer_regions, engine.membership.place
+    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if peer_regions.exports.spans else ()
+    num_ranks = peer_regions.num_ranks if is_home else len(slots)
+    return Place(Home(lane, num_ranks, peer_regions.staging_bytes, mode, *link), slots, peer_regions.rank, is_home)
 
 
 def leave_note(store: Any, place: Place | None) -> None:
@@ -278,7 +278,7 @@ def come_in(
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
-        membership = GroupMembership(Seat(job, founders, home.lane, False, place.is_home), mode, asks=True)
+        membership = GroupMembership(JobHandle(job, founders, home.lane, False, place.is_home), mode, asks=True)
         release = membership.close
         decision = membership.ask(
             Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s
@@ -335,8 +335,8 @@ def _start(
             regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read instead
         elif peer != rank:
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
-    box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)
-    box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
+    peer_regions = PeerRegions(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)
+    peer_regions.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     with contextlib.ExitStack() as undo:
         watch = DeathWatch()
         undo.callback(watch.close)
@@ -344,14 +344,14 @@ def _start(
             if peer != rank and (door is None or door.is_here(part)):
                 watch.watch(peer, part.pid, part.start_time)
         if door is None:
-            engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+            engine = Engine(peer_regions, watch, 300.0, first_number(decision.epoch))
         else:
-            ways = door.enter(membership, decision, parts, box, home)
+            ways = door.enter(membership, decision, parts, peer_regions, home)
             undo.callback(ways.exports.abandon)
-            engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=ways.waiting)
+            engine = Engine(peer_regions, watch, 300.0, first_number(decision.epoch), waiting=ways.waiting)
         membership.attach(engine)
         if door is None:
-            box.exports.publish(box, LIFE, LIFE_READY)
+            peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
         keep(engine)
         undo.pop_all()
         return engine
@@ -363,10 +363,12 @@ def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> En
     region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
     try:
         blank = make_blank(layout.nbytes)
-        box = Outboxes(rank, [region if peer == rank else blank for peer in range(num_ranks)], staging_bytes, 1)
-        box.blanks.update(box.peers)
-        engine = Engine(box, DeathWatch(), timeout_s)
-        engine.members = narrow(box, [rank], 1)
+        peer_regions = PeerRegions(
+            rank, [region if peer == rank else blank for peer in range(num_ranks)], staging_bytes, 1
+        )
+        peer_regions.blanks.update(peer_regions.peers)
+        engine = Engine(peer_regions, DeathWatch(), timeout_s)
+        engine.members = narrow(peer_regions, [rank], 1)
     except BaseException:
         region.close()
         raise

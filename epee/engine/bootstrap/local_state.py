@@ -77,14 +77,14 @@ class LocalState:
         self,
         runtime: Runtime,
         engine: Engine,
-        occupants: RankTable,
+        rank_table: RankTable,
         admission: Admission,
         read_marks: Callable[[], Mapping[int, Mark]],
         publish: Callable[[Mark], None],
     ) -> None:
         self._runtime = runtime
         self._engine = engine
-        self._occupants = occupants
+        self._rank_table = rank_table
         self._admission = admission
         self._read_marks = read_marks
         self._publish = publish
@@ -104,20 +104,20 @@ class LocalState:
     def alive(self, view: Decision) -> dict[int, int]:
         """Return the members of a view that have not left the group and are not known to be dead: rank -> slot."""
         members = {member.slot: member for member in view.members}
-        present, left = self._occupants.present(view), self._left(view)
+        present, left = self._rank_table.present(view), self._left(view)
         return {rank: slot for rank, slot in present.items() if rank not in left and self._is_alive(members[slot])}
 
     def must_be_taken_in(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` without which the next call here would run, or that are dead."""
-        alive, box = self.alive(self._runtime.view()), self._engine.members
+        alive, peer_regions = self.alive(self._runtime.view()), self._engine.members
         since = self._admission.since()
         return [
             rank
             for rank in ranks
             if rank not in alive
             or not self._engine.mask[rank]
-            or rank not in box.members
-            or since.get(rank, 0) > box.epoch
+            or rank not in peer_regions.members
+            or since.get(rank, 0) > peer_regions.epoch
         ]
 
     def note(self) -> set[int]:
@@ -150,9 +150,9 @@ class LocalState:
 
     def _left(self, view: Decision) -> set[int]:
         """Return the ranks that have left the group, of those whose outboxes calls have been planned with."""
-        box, since = self._engine.members, self._occupants.since_in(view)
-        pairs = zip(box.members, box.words, strict=True)
-        return {rank for rank, words in pairs if since.get(rank, 0) <= box.epoch and has_left(words)}
+        peer_regions, since = self._engine.members, self._rank_table.since_in(view)
+        pairs = zip(peer_regions.members, peer_regions.words, strict=True)
+        return {rank for rank, words in pairs if since.get(rank, 0) <= peer_regions.epoch and has_left(words)}
 
     def _is_alive(self, member: Member) -> bool:
         if member.nonce == self._runtime.member.nonce:
@@ -190,9 +190,9 @@ class LocalState:
 
     def _is_called(self, seq: int) -> bool:
         """Return whether a peer has begun call `seq`."""
-        box = self._engine.members
-        cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
-        return any(words[cell] & _SEQ_MASK == seq & _SEQ_MASK for words in box.peer_words)
+        peer_regions = self._engine.members
+        cell = peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS
+        return any(words[cell] & _SEQ_MASK == seq & _SEQ_MASK for words in peer_regions.peer_words)
 
 
 def _bits(ranks: Iterable[int]) -> int:

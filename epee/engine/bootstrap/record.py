@@ -16,7 +16,7 @@ from ... import env
 from ...errors import MismatchError, ProtocolError, expected, shortage
 from ...link.engine import chosen_engine
 from ...memory.shared import BLOB_BYTES, SharedRegion, process_start_time
-from ...view.job import Seat, pack_member
+from ...view.job import JobHandle, pack_member
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
 from ..limits import MODES
@@ -58,7 +58,7 @@ def own_record(
     staging_bytes: int,
     region: SharedRegion,
     mode: str = MODES[0],
-    seat: Seat | None = None,
+    job_handle: JobHandle | None = None,
     membership: GroupMembership | None = None,
 ) -> RankRecord:
     pid = os.getpid()
@@ -78,8 +78,8 @@ def own_record(
         process_start_time(pid),
         region.blob.hex(),
         mode,
-        seat.job.runtime.member.nonce.hex() if seat is not None else bytes(NONCE_BYTES).hex(),
-        pack_member(seat.job.runtime.member) if seat is not None and seat.is_founder else "",
+        job_handle.job.runtime.member.nonce.hex() if job_handle is not None else bytes(NONCE_BYTES).hex(),
+        pack_member(job_handle.job.runtime.member) if job_handle is not None and job_handle.is_founder else "",
         membership.epoch if membership is not None else 1,
         "",
         0,

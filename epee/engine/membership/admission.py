@@ -47,18 +47,18 @@ class Admission:
         self,
         runtime: Runtime,
         engine: Engine,
-        occupants: RankTable,
+        rank_table: RankTable,
         course: Course,
-        boxes: EpochRegions,
+        epoch_regions: EpochRegions,
         intake: Joiners,
         look: Callable[[], None],
         told: Callable[[], Mapping[int, Offer]],
     ) -> None:
         self._runtime = runtime
         self._engine = engine
-        self._occupants = occupants
+        self._rank_table = rank_table
         self._course = course
-        self._boxes = boxes
+        self._epoch_regions = epoch_regions
         self._intake = intake
         self._look = look
         self._told = told
@@ -72,13 +72,16 @@ class Admission:
     def ready(self) -> set[int]:
         """Return the ranks for which a process asks to join, or has been taken into the newest view."""
         asking = self.waiting()  # before the view, see `Loop._decide`
-        return {*asking, *self._occupants.present(self._runtime.view())}
+        return {*asking, *self._rank_table.present(self._runtime.view())}
 
     def joining(self) -> set[int]:
         """Return the ranks for which a process asks to join, or has been taken in and takes part in a later call."""
-        asking, box = self.waiting(), self._engine.members  # asking before the view, see `Loop._decide`
+        asking, peer_regions = self.waiting(), self._engine.members  # asking before the view, see `Loop._decide`
         since = self.since()
-        return {*asking, *(rank for rank, when in since.items() if rank not in box.members or when > box.epoch)}
+        return {
+            *asking,
+            *(rank for rank, when in since.items() if rank not in peer_regions.members or when > peer_regions.epoch),
+        }
 
     def expected(self) -> tuple[set[int], set[int]]:
         """Return the ranks that take part in the newest view or ask to join, and those that have left meanwhile.
@@ -86,25 +89,25 @@ class Admission:
         A rank that has left its outbox is in the view as long as its process is in the job; it makes no calls any more.
         """
         asking = self.waiting()  # before the view, see `Loop._decide`
-        view, full = self._runtime.view(), self._boxes.full
-        parts, known = parts_of(view, self._occupants.lane), dict(self._occupants.since)
+        view, full = self._runtime.view(), self._epoch_regions.full
+        parts, known = parts_of(view, self._rank_table.lane), dict(self._rank_table.since)
         there: set[int] = {*asking}
         left: set[int] = set()
-        for rank, slot in self._occupants.present(view).items():
+        for rank, slot in self._rank_table.present(view).items():
             is_read = known.get(slot) == parts.get(slot)  # else it has joined just now, and its outbox is another
             (left if is_read and rank < full.num_ranks and has_left(full.words[rank]) else there).add(rank)
         return there, left - there
 
     def present(self) -> dict[int, int]:
         """Return the members of the newest view: rank -> slot."""
-        return self._occupants.present(self._runtime.view())
+        return self._rank_table.present(self._runtime.view())
 
     def since(self) -> dict[int, int]:
         """Return since which epoch each rank takes part in the newest view.
 
         Its owner in an earlier one is no member.
         """
-        return self._occupants.since_in(self._runtime.view())
+        return self._rank_table.since_in(self._runtime.view())
 
     def is_joiner(self, rank: int) -> bool:
         """Return whether a process asks to join the job for this rank, and not only the group."""
@@ -112,20 +115,20 @@ class Admission:
 
     def _joiners(self) -> dict[int, int]:
         """Return the processes that ask to join the job, and with it its first group: rank -> slot."""
-        if not self._occupants.is_home:
+        if not self._rank_table.is_home:
             return {}
-        return {self._occupants.rank_of[slot]: slot for slot in self._runtime.waiting()}
+        return {self._rank_table.rank_of[slot]: slot for slot in self._runtime.waiting()}
 
     def _askers(self, view: Decision) -> dict[int, int]:
         """Return the processes of the job that ask to join this group: rank -> slot; of several the lowest.
 
         `view`: a process that has a part in it with its offer asks no more; read before this.
         """
-        occupants, locators = self._occupants, locators_of(view, self._occupants.lane)
-        taking_part = occupants.present(view)
+        rank_table, locators = self._rank_table, locators_of(view, self._rank_table.lane)
+        taking_part = rank_table.present(view)
         found: dict[int, int] = {}
         for slot, offer in sorted(self._told().items(), reverse=True):
-            is_free = occupants.fits(slot, offer.rank) and taking_part.get(offer.rank, slot) == slot
+            is_free = rank_table.fits(slot, offer.rank) and taking_part.get(offer.rank, slot) == slot
             is_in = taking_part.get(offer.rank) == slot and locators.get(slot) == offer.locator
             if offer.state == ASKS and is_free and not is_in:
                 found[offer.rank] = slot
@@ -149,11 +152,11 @@ class Admission:
             self._require_hosts(missing)
             again = set(ranks).intersection(self._askers(self._runtime.view()))  # it has dropped what it joined with
             missing = sorted(again.union(missing))
-            if self._occupants.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
+            if self._rank_table.is_home and time.monotonic() - began < UNSEEN_DEATH_S:
                 there = {member.slot: member.nonce for member in self._runtime.view().members}
-                asked_for = {self._occupants.slot_of[rank] for rank in ranks}.intersection(self._runtime.waiting())
+                asked_for = {self._rank_table.slot_of[rank] for rank in ranks}.intersection(self._runtime.waiting())
                 unseen = {slot for slot in asked_for if slot in there and there[slot] == first.get(slot)}
-                missing = sorted({*missing, *(self._occupants.rank_of[slot] for slot in unseen)})
+                missing = sorted({*missing, *(self._rank_table.rank_of[slot] for slot in unseen)})
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -162,13 +165,13 @@ class Admission:
                     "with is_extension=True for each, and have it ask for this group",
                     missing,
                 )
-            epoch, all_ask = self._occupants.epoch, self._let_in(missing)
+            epoch, all_ask = self._rank_table.epoch, self._let_in(missing)
             self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
 
     def _require_hosts(self, ranks: Collection[int]) -> None:
         """Raise where a process of another host was refused that would have had one of these ranks; once for each."""
         runtime = self._runtime
-        told = {rank: who for rank, who in refused(runtime, self._occupants.lane).items() if rank in ranks}
+        told = {rank: who for rank, who in refused(runtime, self._rank_table.lane).items() if rank in ranks}
         asking = self._askers(runtime.view()) if told else {}
         for rank in sorted(told.keys() - asking.keys()):
             who = told[rank]
@@ -195,7 +198,7 @@ class Admission:
         while (now := time.monotonic()) < until:
             view = self._runtime.view()
             asking = sorted(rank for rank in self._askers(view) if rank in ranks)
-            if set(self._occupants.present(view)).intersection(ranks) - before:
+            if set(self._rank_table.present(view)).intersection(ranks) - before:
                 return
             if not asking:
                 time.sleep(min(ASK_PAUSE_S, until - now))
@@ -218,8 +221,8 @@ class Admission:
             self._runtime.admit(slots)
         coming = {askers[rank] for rank in ranks if rank in askers}
         if coming:
-            strangers = tuple(sorted(coming.intersection(parts_of(view, self._occupants.lane))))
-            members = {*self._occupants.present(view).values()}
+            strangers = tuple(sorted(coming.intersection(parts_of(view, self._rank_table.lane))))
+            members = {*self._rank_table.present(view).values()}
             if strangers:
                 self._want(members - {*strangers}, strangers, view.epoch)
                 return True
@@ -235,9 +238,9 @@ class Admission:
         None: not all of it is here yet. Members that joined the first group with the job are described by their
         endpoints.
         """
-        told, known = self._told(), locators_of(view, self._occupants.lane)
+        told, known = self._told(), locators_of(view, self._rank_table.lane)
         wanted = set(coming)
-        if not self._occupants.is_home:
+        if not self._rank_table.is_home:
             wanted |= {slot for slot in members if slot not in known}
         states = {slot: told[slot].state for slot in wanted if slot in told}
         if any(states.get(slot) != (ASKS if slot in coming else FOUNDER) for slot in wanted):
@@ -254,7 +257,7 @@ class Admission:
         deadline = time.monotonic() + timeout_s
         while True:
             view = self._runtime.view()
-            present = self._occupants.present(view)
+            present = self._rank_table.present(view)
             going = {present[rank] for rank in ranks if rank in present}
             if not going:
                 break
@@ -269,15 +272,15 @@ class Admission:
                 )
             self._want(staying, tuple(sorted(going)), view.epoch)
             self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
-        if self._boxes.full.rank in ranks:
+        if self._epoch_regions.full.rank in ranks:
             return
         self._await_news(deadline)
-        self._engine.look(lambda: self._boxes.show(self._occupants.epoch))
+        self._engine.look(lambda: self._epoch_regions.show(self._rank_table.epoch))
 
     def _want(
         self, members: Collection[int], out: tuple[int, ...], epoch: int, locators: Iterable[Locator] = ()
     ) -> None:
-        want = Want(self._occupants.lane, tuple(sorted(members)), out, locators=tuple(locators))
+        want = Want(self._rank_table.lane, tuple(sorted(members)), out, locators=tuple(locators))
         self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:
@@ -285,7 +288,7 @@ class Admission:
         epoch = self._runtime.view().epoch
         while True:
             self._look()
-            if self._occupants.epoch >= epoch or time.monotonic() > deadline:
+            if self._rank_table.epoch >= epoch or time.monotonic() > deadline:
                 return
             time.sleep(0.001)
 
@@ -297,7 +300,7 @@ class Admission:
         return [
             rank
             for rank in ranks
-            if self._occupants.slot_of[rank] not in present and self._intake.first_call.get(rank, 0) <= seq
+            if self._rank_table.slot_of[rank] not in present and self._intake.first_call.get(rank, 0) <= seq
         ]
 
     def name_later(self, ranks: Sequence[int]) -> str:
@@ -313,7 +316,7 @@ class Admission:
         if not self._intake.join_epoch:
             return ""
         number = max(engine.seq, max(self._intake.first_call.values()) - 1)
-        place = f"epee/later/{self._occupants.lane}/{self._intake.join_epoch}/{number}"
+        place = f"epee/later/{self._rank_table.lane}/{self._intake.join_epoch}/{number}"
         if place != self._later[0]:
             self._later = (place, {})
         counts = self._later[1]
@@ -322,15 +325,15 @@ class Admission:
 
     def is_settled(self) -> bool:
         """Return whether this rank's next call is that of the processes given to `show_joined`, or a later one."""
-        return self._boxes.box.epoch >= self._boxes.shown_epoch
+        return self._epoch_regions.peer_regions.epoch >= self._epoch_regions.shown_epoch
 
     def show_joined(self) -> None:
         """Plan this rank's next call with the processes that have been taken in, if they surely take part.
 
         The lock is held.
         """
-        self._boxes.show(self._intake.join_epoch)
+        self._epoch_regions.show(self._intake.join_epoch)
 
     def set_size(self, size: int) -> None:
         """From this rank's next call on the group counts `size` ranks. The engine's lock is held."""
-        self._boxes.set_size(size)
+        self._epoch_regions.set_size(size)

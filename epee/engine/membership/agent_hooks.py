@@ -47,7 +47,7 @@ class AgentHooks:
         on_asked: called when other processes ask to join.
     """
 
-    def __init__(self, runtime: Runtime, occupants: RankTable, raises: bool, is_joiner: bool) -> None:
+    def __init__(self, runtime: Runtime, rank_table: RankTable, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
         self.hosts: Mapping[int, object] = {}
         self.on_asked: Callable[[], object] | None = None
@@ -56,7 +56,7 @@ class AgentHooks:
         self._since: dict[int, int] = {}  # the ranks that take part, as far as the links have been notified
         self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
-        self._occupants = occupants
+        self._rank_table = rank_table
         self._raises = raises
         self._is_joiner = is_joiner
         self._engine: Engine | None = None
@@ -80,8 +80,8 @@ class AgentHooks:
         """Connect this engine and the links' thread, and report to both what came before."""
         with self._lock:
             self._engine, self._course, self._ways = engine, course, ways
-            self._since = dict(self._occupants.since)
-            self._ranks = {slot: self._occupants.rank_of[slot] for slot in self._since}
+            self._since = dict(self._rank_table.since)
+            self._ranks = {slot: self._rank_table.rank_of[slot] for slot in self._since}
             for decision in self.decisions:
                 self._tell_ways(decision)
             engine.raise_flag(
@@ -94,7 +94,7 @@ class AgentHooks:
     def show_losses(self) -> None:
         """Have the engine's mask show each loss from now on as soon as a decision reports it."""
         with self._lock:
-            since, rank_of = self._occupants.since, self._occupants.rank_of
+            since, rank_of = self._rank_table.since, self._rank_table.rank_of
             self._shown = {slot: (when, rank_of[slot]) for slot, when in since.items()}
             for decision in self.decisions:
                 self._show_lost(self._shown, decision)
@@ -108,7 +108,7 @@ class AgentHooks:
 
     def freeze(self) -> LaneState:
         """Stop the group between two calls and return its progress."""
-        lane = self._occupants.lane
+        lane = self._rank_table.lane
         with self._lock:
             self._is_frozen = True
             engine, course = self._engine, self._course
@@ -136,20 +136,20 @@ class AgentHooks:
         """
         course = copy.deepcopy(course) if self.decisions else course
         for decision in self.decisions:
-            if decision.epoch > self._occupants.epoch:
-                course.add(self._occupants.ours(decision))
+            if decision.epoch > self._rank_table.epoch:
+                course.add(self._rank_table.ours(decision))
         return course.claimed(issued)
 
     def _claimed_unborn(self) -> int:
         """Return the number to report as the last call issued before there is an engine: other ranks may die."""
-        known, lane = self._occupants.known, self._occupants.lane
+        known, lane = self._rank_table.known, self._rank_table.lane
         later = self._runtime.since(known.epoch)
         if self._entry is not None:
             entries = [decision for decision in (known, *later) if self.is_entry(decision)]
             if not entries:
                 return 0  # it is in no view of the group
             known = entries[0]
-        ours = self._occupants.ours
+        ours = self._rank_table.ours
         course = Course(lane, ours(known), self._raises, None, self._is_joiner, self.hosts)
         for decision in later:
             if decision.epoch > known.epoch:
@@ -165,9 +165,9 @@ class AgentHooks:
 
         A decision that rests on an earlier offer that was cancelled does not count.
         """
-        lane, epoch = self._occupants.lane, decision.epoch
+        lane, epoch = self._rank_table.lane, decision.epoch
         told = (p for p in decision.parts if (p.lane, p.since) == (lane, epoch))
-        return any((p.slot, p.locator) == self._entry and p.slot in self._occupants.ranks_in(decision) for p in told)
+        return any((p.slot, p.locator) == self._entry and p.slot in self._rank_table.ranks_in(decision) for p in told)
 
     def begin_with(self, decision: Decision) -> None:
         """Forget the decisions up to that which has taken this process in."""
@@ -200,12 +200,12 @@ class AgentHooks:
         The lock is held.
         """
         assert self._engine is not None, "attach comes first"
-        parts = parts_of(decision, self._occupants.lane)
+        parts = parts_of(decision, self._rank_table.lane)
         gone = {slot: rank for slot, (when, rank) in shown.items() if parts.get(slot) != when}
         since = {slot: when for slot, (when, _) in shown.items() if slot not in gone}
         for slot in gone:
             del shown[slot]
-        for one in self._occupants.newcomers(decision, since):
+        for one in self._rank_table.newcomers(decision, since):
             shown[one.member.slot] = one.since, one.rank
         removed = {removal.slot for removal in decision.removed if removal.cause != LEFT}
         lost = [rank for slot, rank in gone.items() if slot in removed]
@@ -226,7 +226,7 @@ class AgentHooks:
 
     def _tell_lost(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of the remaining members, at once: others wait for its part."""
-        parts = parts_of(decision, self._occupants.lane)
+        parts = parts_of(decision, self._rank_table.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
             rank_of = self._ranks
@@ -238,10 +238,10 @@ class AgentHooks:
     def _tell_new(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of joiners."""
         new = []
-        for member, when, rank, part in self._occupants.newcomers(decision, self._since):
+        for member, when, rank, part in self._rank_table.newcomers(decision, self._since):
             who = Identity(rank, 0, member.nonce)
             partner = Partner(part.address, part.port, who) if part is not None and part.port else None
-            owner = OutboxOwner(member.nonce, self._occupants.lane, member.slot)
+            owner = OutboxOwner(member.nonce, self._rank_table.lane, member.slot)
             new.append((member.slot, when, Newcomer(rank, member.host, partner, owner)))
         if new:
             self._since.update((slot, when) for slot, when, _ in new)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
 from ...view.protocol.outcome import CallState, Course
 from ..operation import Operation
-from ..outbox import Outboxes
+from ..outbox import PeerRegions
 from .epoch_regions import EpochRegions
 from .rank_table import RankTable
 from .unresolved import Past, past_of
@@ -31,11 +31,11 @@ LOSS = "view"  # instead of an operation's name: the error of a loss that fails 
 class CallOutcome:
     """Decides the outcome of the calls of one group."""
 
-    def __init__(self, engine: Engine, occupants: RankTable, course: Course, boxes: EpochRegions) -> None:
+    def __init__(self, engine: Engine, rank_table: RankTable, course: Course, epoch_regions: EpochRegions) -> None:
         self._engine = engine
-        self._occupants = occupants
+        self._rank_table = rank_table
         self._course = course
-        self._boxes = boxes
+        self._epoch_regions = epoch_regions
 
     def heed(self, op: Operation) -> None:
         """Decide the oldest unfinished call by the known decisions. The engine's lock is held."""
@@ -44,13 +44,15 @@ class CallOutcome:
         self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
         place = self._place(past_of(op))
         for epoch in place.via if place.failed else (*place.via, place.epoch):
-            box = self._boxes.box_for(epoch, op.seq)
-            if op.box is box or op.box.epoch > epoch:  # planned in a later one: see `EpochRegions.show`
+            peer_regions = self._epoch_regions.box_for(epoch, op.seq)
+            if (
+                op.peer_regions is peer_regions or op.peer_regions.epoch > epoch
+            ):  # planned in a later one: see `EpochRegions.show`
                 continue
             if op.told is not None:
                 self._leave(op, op.told, place)
             else:
-                self._move(op, box, place.rootless == epoch)
+                self._move(op, peer_regions, place.rootless == epoch)
             if op.done:
                 return
         if place.failed:
@@ -60,7 +62,7 @@ class CallOutcome:
                 self._engine.untold = None  # reported now
             return
         self._mark_lost(op)
-        if op.box.host_of and not op.done and op.lost:
+        if op.peer_regions.host_of and not op.done and op.lost:
             self._end_if_unheard(op)
 
     def _end_if_unheard(self, op: Operation) -> None:
@@ -72,12 +74,12 @@ class CallOutcome:
         past = past_of(op)
         unheard = [
             rank
-            for rank, words in zip(op.box.members, op.box.words, strict=True)
-            if rank in op.lost and rank not in op.box.here and not past.counts_as_settled(words)
+            for rank, words in zip(op.peer_regions.members, op.peer_regions.words, strict=True)
+            if rank in op.lost and rank not in op.peer_regions.here and not past.counts_as_settled(words)
         ]
         if not unheard:
             return
-        told = op.describe(self._boxes.full, peer=_names(unheard))
+        told = op.describe(self._epoch_regions.full, peer=_names(unheard))
         op.fail(
             RankFailedError(
                 f"{told}: lost with its host while its part was on the way; ranks of other hosts may have completed "
@@ -85,7 +87,7 @@ class CallOutcome:
                 unheard,
                 op.name,
                 op.seq,
-                self._occupants.epoch,
+                self._rank_table.epoch,
                 "lost with its host",
             )
         )
@@ -100,8 +102,12 @@ class CallOutcome:
             elif place.failed:
                 self._engine.untold = self._lost_by(past, place)
             else:
-                box = past.box if place.epoch <= past.box.epoch else self._boxes.box_for(place.epoch, past.seq)
-                yield past.moved(box)
+                peer_regions = (
+                    past.peer_regions
+                    if place.epoch <= past.peer_regions.epoch
+                    else self._epoch_regions.box_for(place.epoch, past.seq)
+                )
+                yield past.moved(peer_regions)
 
     def raise_untold(self) -> None:
         """Raise the loss that would fail a call which has ended here already, with another error. Mode "raise".
@@ -117,22 +123,24 @@ class CallOutcome:
         engine.untold = error
 
     def _place(self, past: Past) -> CallState:
-        ran_in: int | None = past.box.epoch
-        if max(past.box.epoch, self._course.base) <= max(self._boxes.joined_in, self._boxes.shown_epoch):
+        ran_in: int | None = past.peer_regions.epoch
+        if max(past.peer_regions.epoch, self._course.base) <= max(
+            self._epoch_regions.joined_in, self._epoch_regions.shown_epoch
+        ):
             ran_in = None  # it was planned in a change that no call has been asked about: ask from before that
 
         def is_whole(slot: int, epoch: int, seq: int) -> bool:
             return self._is_whole(past, slot, epoch)
 
         def has_root(epoch: int) -> bool:
-            is_before = epoch < past.box.epoch  # it was planned later, with the members there
-            return past.root < 0 or is_before or past.root in self._boxes.box_for(epoch, past.seq).members
+            is_before = epoch < past.peer_regions.epoch  # it was planned later, with the members there
+            return past.root < 0 or is_before or past.root in self._epoch_regions.box_for(epoch, past.seq).members
 
         return self._course.place(past.seq, is_whole, ran_in, has_root)
 
     def _mark_lost(self, op: Operation) -> None:
         """Record in a call which of its members read nothing any more."""
-        op.lost = self._occupants.removed_after(op.box.epoch)
+        op.lost = self._rank_table.removed_after(op.peer_regions.epoch)
 
     def _is_whole(self, past: Past, slot: int, epoch: int) -> bool:
         """Return whether a dead slot has contributed all that the call needs of it, as far as its words and ours show.
@@ -140,32 +148,34 @@ class CallOutcome:
         The outboxes of the epoch in question have the memory of the process that died, whichever process has its rank
         now.
         """
-        box = past.box if epoch == past.box.epoch else self._boxes.box_for(epoch, past.seq)
-        rank = self._occupants.rank_at(slot, epoch)
+        peer_regions = (
+            past.peer_regions if epoch == past.peer_regions.epoch else self._epoch_regions.box_for(epoch, past.seq)
+        )
+        rank = self._rank_table.rank_at(slot, epoch)
         return (
             rank is None
-            or rank not in box.members
-            or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
+            or rank not in peer_regions.members
+            or past.moved(peer_regions).counts_as_settled(peer_regions.words[peer_regions.members.index(rank)])
         )
 
-    def _move(self, op: Operation, box: Outboxes, is_rootless: bool) -> None:
+    def _move(self, op: Operation, peer_regions: PeerRegions, is_rootless: bool) -> None:
         """Run a call again with the members of a later epoch; if its root is none of them it ends, for all ranks."""
-        gone = [rank for rank in op.box.members if rank not in box.members]
-        op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
+        gone = [rank for rank in op.peer_regions.members if rank not in peer_regions.members]
+        op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._rank_table.was_put_out(rank)))
         try:
-            plan = op.plan if op.make is None else op.make(box)
+            plan = op.plan if op.make is None else op.make(peer_regions)
         except BaseException as exc:
             if self._engine.is_interrupt(exc):
                 raise
             if is_rootless:
                 op.fail(exc)
                 op.by_view = True
-                self._course.ended_on_the_way(op.seq, box.epoch)
+                self._course.ended_on_the_way(op.seq, peer_regions.epoch)
             else:  # here only, so the others must find a header
-                op.renew(box, op.plan)
-                op.fail(_misfit(op, box, exc) if isinstance(exc, InvalidArgument) else exc)
+                op.renew(peer_regions, op.plan)
+                op.fail(_misfit(op, peer_regions, exc) if isinstance(exc, InvalidArgument) else exc)
         else:
-            op.renew(box, plan)
+            op.renew(peer_regions, plan)
 
     def _leave(self, op: Operation, told: BaseException, place: CallState) -> None:
         """End a call that would move, whose caller has another error: no thread waits for it, its tensors are free.
@@ -184,28 +194,29 @@ class CallOutcome:
 
     def _failure(self, op: Operation, place: CallState) -> PeerError:
         elapsed = time.monotonic() - op.started if op.started else 0.0
-        told = op.describe(self._boxes.full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
+        told = op.describe(self._epoch_regions.full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
         return self._loss(place, f"{told}: {{}}; results are untouched", op.name, op.seq)
 
     def _lost_by(self, past: Past, place: CallState) -> PeerError:
         ranks = self._lost_ranks(place)
-        told = context(LOSS, rank=self._boxes.full.rank, peer=_names(ranks), epoch=place.epoch)
+        told = context(LOSS, rank=self._epoch_regions.full.rank, peer=_names(ranks), epoch=place.epoch)
         return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
 
     def _lost_ranks(self, place: CallState) -> list[int]:
-        ranks = (self._occupants.rank_at(slot, place.epoch - 1) for slot in place.lost)
+        ranks = (self._rank_table.rank_at(slot, place.epoch - 1) for slot in place.lost)
         return [rank for rank in ranks if rank is not None]
 
     def _loss(self, place: CallState, told: str, name: str, seq: int) -> PeerError:
         ranks = self._lost_ranks(place)
-        kind, cause = self._occupants.kind_of_loss(ranks)
+        kind, cause = self._rank_table.kind_of_loss(ranks)
         text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
         return kind(text, ranks, name, seq, place.epoch, cause)
 
 
-def _misfit(op: Operation, box: Outboxes, exc: InvalidArgument) -> MismatchError:
+def _misfit(op: Operation, peer_regions: PeerRegions, exc: InvalidArgument) -> MismatchError:
     return MismatchError(
-        f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts {box.group_size} "
+        f"{op.describe(peer_regions)}: the group has grown with this call, in epoch "
+        f"{peer_regions.epoch}, and counts {peer_regions.group_size} "
         f"ranks (group.num_slots): {exc}"
     )
 

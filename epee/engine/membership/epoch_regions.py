@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...view.protocol.outcome import Course
-from ..outbox import Outboxes
+from ..outbox import PeerRegions
 from .members import narrow
 from .rank_table import RankTable
 from .sizes import Sizes
@@ -31,72 +31,72 @@ class EpochRegions:
 
     Attributes:
         full: peer regions of all ranks that have ever been here.
-        box: of the members with which this rank's next call is planned.
+        peer_regions: of the members with which this rank's next call is planned.
         sizes: the number of ranks that the group counts.
         joined_in: as the argument.
         shown_epoch: of the newest view that `show` was about.
     """
 
     def __init__(
-        self, engine: Engine, occupants: RankTable, course: Course, members: list[int], joined_in: int
+        self, engine: Engine, rank_table: RankTable, course: Course, members: list[int], joined_in: int
     ) -> None:
         self._engine = engine
-        self._occupants = occupants
+        self._rank_table = rank_table
         self._course = course
-        self.full = engine.box
+        self.full = engine.peer_regions
         self.joined_in = joined_in
         self.shown_epoch = 0
-        self.sizes = Sizes(engine.box.group_size)
-        self.box = narrow(engine.box, members, occupants.epoch)
-        self._boxes = {occupants.epoch: [(1, self.box)]}  # see `_of_epoch`
-        engine.members = self.box
+        self.sizes = Sizes(engine.peer_regions.group_size)
+        self.peer_regions = narrow(engine.peer_regions, members, rank_table.epoch)
+        self._epoch_regions = {rank_table.epoch: [(1, self.peer_regions)]}  # see `_of_epoch`
+        engine.members = self.peer_regions
 
-    def all(self) -> Iterator[Outboxes]:
+    def all(self) -> Iterator[PeerRegions]:
         """Yield the peer regions of all epochs that calls are asked about."""
-        for boxes in self._boxes.values():
-            for _, box in boxes:
-                yield box
-        yield self.box
+        for epoch_regions in self._epoch_regions.values():
+            for _, peer_regions in epoch_regions:
+                yield peer_regions
+        yield self.peer_regions
 
     def add(self, epoch: int) -> None:
         """Make the peer regions of an epoch whose members the epoch plan knows."""
-        self._boxes[epoch] = self._of_epoch(epoch)
+        self._epoch_regions[epoch] = self._of_epoch(epoch)
 
-    def _of_epoch(self, epoch: int) -> list[tuple[int, Outboxes]]:
+    def _of_epoch(self, epoch: int) -> list[tuple[int, PeerRegions]]:
         """Return (first call, peer regions) of an epoch: a joiner takes part from a later call than the others."""
         next_seq = self._engine.num_retired + 1  # not that of the pending call: it may move here without them
         firsts = {start for start in self._course.starts(epoch) if start > next_seq} | self.sizes.firsts(next_seq)
-        boxes = []
+        epoch_regions = []
         for first in (1, *sorted(firsts)):
             seq = max(first, next_seq)
-            ranks = sorted(self._occupants.rank_of[slot] for slot in self._course.contributors(seq, epoch))
-            boxes.append((first, narrow(self.full, ranks, epoch, self.sizes.at(seq))))
-        return boxes
+            ranks = sorted(self._rank_table.rank_of[slot] for slot in self._course.contributors(seq, epoch))
+            epoch_regions.append((first, narrow(self.full, ranks, epoch, self.sizes.at(seq))))
+        return epoch_regions
 
-    def box_for(self, epoch: int, seq: int) -> Outboxes:
+    def box_for(self, epoch: int, seq: int) -> PeerRegions:
         """Return the peer regions of the ranks that take part in call `seq` when it runs in `epoch`."""
-        return next(box for first, box in reversed(self._boxes[epoch]) if first <= seq)
+        return next(peer_regions for first, peer_regions in reversed(self._epoch_regions[epoch]) if first <= seq)
 
     def _first_epoch(self) -> int:
         """Return the epoch below which no call is asked about any more."""
         return max(self._course.base, self.joined_in)
 
-    def _next_box(self) -> Outboxes:
+    def _next_regions(self) -> PeerRegions:
         """Return the peer regions with which this rank's next call is planned."""
         seq, epoch = self._engine.seq + 1, self._course.planned_in(self._engine.num_retired + 1)
         epoch, shown = max(epoch, self.joined_in), self.shown_epoch
-        if shown > epoch and shown in self._boxes and self._course.passes(seq, shown):
+        if shown > epoch and shown in self._epoch_regions and self._course.passes(seq, shown):
             epoch = shown
         return self.box_for(epoch, seq)
 
     def _plan_on(self) -> None:
         """Plan calls with the peer regions of the next one from now on, and show their members."""
-        box = self._next_box()
-        if box is not self.box:
-            self._engine.members = self.box = box
+        peer_regions = self._next_regions()
+        if peer_regions is not self.peer_regions:
+            self._engine.members = self.peer_regions = peer_regions
             for rank in range(self.full.group_size):
-                is_in, is_asked = int(rank in box.members), self._occupants.was_put_out(rank)
-                self._engine.mask.put(rank, is_in, is_asked, box.epoch)
+                is_in, is_asked = int(rank in peer_regions.members), self._rank_table.was_put_out(rank)
+                self._engine.mask.put(rank, is_in, is_asked, peer_regions.epoch)
 
     def retired(self, seq: int) -> bool:
         """Note that calls up to `seq` have ended: later ones are planned for the remaining ranks.
@@ -106,9 +106,11 @@ class EpochRegions:
         self.sizes.forget(seq)
         self._plan_on()
         epoch = self._first_epoch()
-        if min(self._boxes) < epoch:
-            self._boxes = {later: boxes for later, boxes in self._boxes.items() if later >= epoch}
-        return self.box is self._boxes[epoch][-1][1] and not self._course.turns
+        if min(self._epoch_regions) < epoch:
+            self._epoch_regions = {
+                later: epoch_regions for later, epoch_regions in self._epoch_regions.items() if later >= epoch
+            }
+        return self.peer_regions is self._epoch_regions[epoch][-1][1] and not self._course.turns
 
     def show(self, epoch: int) -> None:
         """Plan this rank's next call with those taken in by `epoch`, if it is surely theirs. The lock is held."""
@@ -121,12 +123,14 @@ class EpochRegions:
         if self.sizes.at(first) == size:
             return
         self.sizes.put(first, size)
-        for epoch, boxes in self._boxes.items():
-            _, box = next(entry for entry in reversed(boxes) if entry[0] <= first)
-            kept = [entry for entry in boxes if entry[0] != first]
-            self._boxes[epoch] = sorted([*kept, (first, narrow(self.full, box.members, epoch, size))], key=_by_first)
+        for epoch, epoch_regions in self._epoch_regions.items():
+            _, peer_regions = next(entry for entry in reversed(epoch_regions) if entry[0] <= first)
+            kept = [entry for entry in epoch_regions if entry[0] != first]
+            self._epoch_regions[epoch] = sorted(
+                [*kept, (first, narrow(self.full, peer_regions.members, epoch, size))], key=_by_first
+            )
         self._plan_on()
 
 
-def _by_first(entry: tuple[int, Outboxes]) -> int:
+def _by_first(entry: tuple[int, PeerRegions]) -> int:
     return entry[0]

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context, ignored
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
-from ...view.job import Seat
+from ...view.job import JobHandle
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
@@ -50,7 +50,7 @@ from ..bootstrap.local_state import LocalState, Mark
 from ..bootstrap.membership_start import MembershipStart
 from ..entry import CHANGING, ENDED, NEWS
 from ..operation import Operation
-from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, Outboxes, consumed_of
+from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
 from ..replication.gate import Gate, NoGate
 from ..replication.links import GroupLinks, NoGroupLinks
@@ -77,9 +77,9 @@ class GroupMembership(MembershipStart):
     admission: Admission
     local_state: LocalState
 
-    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
+    def __init__(self, job_handle: JobHandle, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Begin as `MembershipStart`; `attach` comes later."""
-        super().__init__(seat, mode, joined_by, asks)
+        super().__init__(job_handle, mode, joined_by, asks)
         self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._settling: LossResolution | NoLossResolution = NoLossResolution()
         self._gate: Gate | NoGate = NoGate()
@@ -92,71 +92,75 @@ class GroupMembership(MembershipStart):
 
     def attach(self, engine: Engine) -> None:
         """Attach the engine. Its number of the last call is set to where this rank joins, if it is a joiner."""
-        occupants, box = self._occupants, engine.box
-        members = occupants.begin(box.members)
-        joined_in = occupants.epoch if self._is_joiner else 0
-        known, hosts = occupants.ours(occupants.known), self._hosts_of_slots(box)
-        self._course = course = Course(occupants.lane, known, self._raises, None, self._is_joiner, hosts)
-        self._arrival = Arrival(box, joined_in)
-        box.exports.publish(box, VIEW, occupants.epoch)
+        rank_table, peer_regions = self._rank_table, engine.peer_regions
+        members = rank_table.begin(peer_regions.members)
+        joined_in = rank_table.epoch if self._is_joiner else 0
+        known, hosts = rank_table.ours(rank_table.known), self._hosts_of_slots(peer_regions)
+        self._course = course = Course(rank_table.lane, known, self._raises, None, self._is_joiner, hosts)
+        self._arrival = Arrival(peer_regions, joined_in)
+        peer_regions.exports.publish(peer_regions, VIEW, rank_table.epoch)
         if joined_in:
             engine.seq = course.first_seq - 1
-            box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
-        self._boxes = EpochRegions(engine, occupants, course, members, joined_in)
-        self._judge = CallOutcome(engine, occupants, course, self._boxes)
-        since = self._since_of_ranks(occupants.since)
-        self._settling, self._gate = self._ways.follow(occupants, since, joined_in, self._all_boxes, self._tell_turned)
+            peer_regions.own[CONSUMED] = peer_regions.own[CONSUMED_TOO] = engine.seq
+        self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
+        self._judge = CallOutcome(engine, rank_table, course, self._epoch_regions)
+        since = self._since_of_ranks(rank_table.since)
+        self._settling, self._gate = self._ways.follow(
+            rank_table, since, joined_in, self._all_regions, self._tell_turned
+        )
         self._is_ready = not (joined_in and self._ways.spans)
-        self._intake = Joiners(engine, occupants, self._boxes, self._ways.host)
+        self._intake = Joiners(engine, rank_table, self._epoch_regions, self._ways.host)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
-        self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look, self._told)
+        self.admission = Admission(
+            self.runtime, engine, rank_table, course, self._epoch_regions, self._intake, look, self._told
+        )
         asked = self.admission, self._read_marks, self._publish_mark
-        self.local_state = LocalState(self.runtime, engine, occupants, *asked)
+        self.local_state = LocalState(self.runtime, engine, rank_table, *asked)
         self._engine = engine
         engine.membership = self
-        own = box.regions[box.rank].blob
+        own = peer_regions.regions[peer_regions.rank].blob
         assert self._row is not None, "`close` comes later"
         state = IN if self._is_joiner else FOUNDER
-        self._offer = Offer(state, box.rank, box.group_size, own, self._ways.port, occupants.epoch)
+        self._offer = Offer(state, peer_regions.rank, peer_regions.group_size, own, self._ways.port, rank_table.epoch)
         self._row.tell(self._offer.pack())
-        for rank in occupants.removed:
+        for rank in rank_table.removed:
             self._leave_out(rank)
         self.hooks.attach(engine, course, self._ways)
         self.hooks.on_asked = self.local_state.note
 
     def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
-        rank_of = self._occupants.rank_of
+        rank_of = self._rank_table.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
 
     def use(self, ways: GroupLinks) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
         self._ways = ways
-        self.hooks.hosts = self._hosts_of_slots(ways.box)
+        self.hooks.hosts = self._hosts_of_slots(ways.peer_regions)
 
-    def _hosts_of_slots(self, box: Outboxes) -> dict[int, int]:
-        ranks = self._occupants.ranks_in(self._occupants.known)
-        return {slot: box.host_of[rank] for slot, rank in ranks.items() if rank < len(box.host_of)}
+    def _hosts_of_slots(self, peer_regions: PeerRegions) -> dict[int, int]:
+        ranks = self._rank_table.ranks_in(self._rank_table.known)
+        return {slot: peer_regions.host_of[rank] for slot, rank in ranks.items() if rank < len(peer_regions.host_of)}
 
-    def _all_boxes(self) -> Iterator[Outboxes]:
+    def _all_regions(self) -> Iterator[PeerRegions]:
         """Yield the outboxes with which calls run that are open, or may be asked about."""
-        yield from self._boxes.all()
+        yield from self._epoch_regions.all()
         yield self._engine.members
-        yield from (op.box for op in self._engine.queue)
-        yield from (past.box for past in self._engine.unsettled.calls)
+        yield from (op.peer_regions for op in self._engine.queue)
+        yield from (past.peer_regions for past in self._engine.unsettled.calls)
 
     def in_view(self, num_ranks: int) -> GroupInView:
         """Return the group's part in the view, for what is built on its first `num_ranks` ranks."""
         return GroupInView(
             self.runtime,
-            self._occupants.lane,
-            tuple(self._occupants.slot_of[:num_ranks]),  # the group may have grown
+            self._rank_table.lane,
+            tuple(self._rank_table.slot_of[:num_ranks]),  # the group may have grown
             self._raises,
             self._on_stall,
-            dict(self._occupants.incarnations),
+            dict(self._rank_table.incarnations),
             self._takes_part,
-            self._is_joiner and self._occupants.is_home,  # buffers of other groups take no joiners
+            self._is_joiner and self._rank_table.is_home,  # buffers of other groups take no joiners
             True,
             self._job,
             self._ways.spans,
@@ -196,7 +200,7 @@ class GroupMembership(MembershipStart):
         """
         while self.hooks.decisions:
             decision = self.hooks.decisions[0]
-            if decision.epoch > self._occupants.epoch:
+            if decision.epoch > self._rank_table.epoch:
                 if not self._may_take(decision):
                     self._engine.raise_flag(CHANGING)  # the thread that drives the group comes back here by `settle`
                     self._engine.lower_flag(NEWS)
@@ -207,28 +211,28 @@ class GroupMembership(MembershipStart):
 
     def _may_take(self, decision: Decision) -> bool:
         """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
-        gate, settling, occupants = self._gate, self._settling, self._occupants
-        parts = parts_of(decision, occupants.lane)
-        own = occupants.slot_of[self._boxes.full.rank]
-        if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision)):
+        gate, settling, rank_table = self._gate, self._settling, self._rank_table
+        parts = parts_of(decision, rank_table.lane)
+        own = rank_table.slot_of[self._epoch_regions.full.rank]
+        if parts.get(own) != rank_table.since[own] or not any(True for _ in rank_table.newcomers(decision)):
             return True
         if gate.begin(decision.epoch):
-            lost = [rank for rank in occupants.remove(decision) if settling.is_here(rank)]
+            lost = [rank for rank in rank_table.remove(decision) if settling.is_here(rank)]
             self._change_hosts(decision)
             for rank in lost:
                 self._leave_out(rank)
             gate.begun(decision)
         for later in list(self.hooks.decisions)[1:]:
-            self._cuts[later.epoch] = cut_of(later, occupants.lane, Removal(0, 0, PUT_OUT))
+            self._cuts[later.epoch] = cut_of(later, rank_table.lane, Removal(0, 0, PUT_OUT))
             gate.hear(later)
         self._look_settled()
         return gate.is_open(self._told)
 
     def _told(self) -> dict[int, Offer]:
         """Return the offers of the members; nothing once this process has no agent, which its calls will raise."""
-        own = {} if self._offer is None else {self._occupants.slot_of[self._offer.rank]: self._offer}
+        own = {} if self._offer is None else {self._rank_table.slot_of[self._offer.rank]: self._offer}
         with ignored(InvalidState):
-            return parse_offers(self.runtime.told(self._occupants.lane)) | own
+            return parse_offers(self.runtime.told(self._rank_table.lane)) | own
         return {}
 
     def _read_marks(self) -> dict[int, Mark]:
@@ -247,42 +251,42 @@ class GroupMembership(MembershipStart):
 
     def _change_hosts(self, decision: Decision) -> None:
         """Have the mirrors of lost ranks settled."""
-        self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
-        parts = parts_of(decision, self._occupants.lane)
-        present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
-        self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
+        self._cuts[decision.epoch] = cut_of(decision, self._rank_table.lane, Removal(0, 0, PUT_OUT))
+        parts = parts_of(decision, self._rank_table.lane)
+        present = [slot for slot, when in self._rank_table.since.items() if parts.get(slot) == when]
+        self._settling.change(decision.epoch, [self._rank_table.rank_of[slot] for slot in present])
         if not self._settling.is_over:
             self._engine.raise_flag(CHANGING)
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
         """Begin a new placement with joiners."""
-        parts = parts_of(decision, self._occupants.lane)
-        staying = {slot: when for slot, when in self._occupants.since.items() if parts.get(slot) == when}
+        parts = parts_of(decision, self._rank_table.lane)
+        staying = {slot: when for slot, when in self._rank_table.since.items() if parts.get(slot) == when}
         since = self._since_of_ranks(staying)
-        rank_of = self._occupants.rank_of
+        rank_of = self._rank_table.rank_of
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
-        owners = {rank_of[one.slot]: one for one in self._occupants.owners(decision, newcomers)}
+        owners = {rank_of[one.slot]: one for one in self._rank_table.owners(decision, newcomers)}
         self._settling.bring_in(decision.epoch, keys, since, owners)
         self._ways.adopted(decision.epoch)
         self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:
         """Apply a decision; the rank table's `epoch` is written last and marks completion."""
-        full = self._boxes.full
+        full = self._epoch_regions.full
         full.exports.publish(full, VIEW, decision.epoch)
-        for rank in self._occupants.remove(decision):
-            if rank == self._boxes.full.rank:
+        for rank in self._rank_table.remove(decision):
+            if rank == self._epoch_regions.full.rank:
                 self._end_here(decision)
                 return
             if self._settling.is_here(rank):
                 self._leave_out(rank)
         self._intake.adopt(decision)
-        new = {slot for slot, when in self._occupants.since.items() if when == decision.epoch}
+        new = {slot for slot, when in self._rank_table.since.items() if when == decision.epoch}
         if new:
-            self._bring_in(decision, {self._occupants.rank_of[slot] for slot in new})
-        turn = self._course.turn_of(self._occupants.ours(decision))
+            self._bring_in(decision, {self._rank_table.rank_of[slot] for slot in new})
+        turn = self._course.turn_of(self._rank_table.ours(decision))
         if turn is not None:
-            self._boxes.add(decision.epoch)  # a reader of the epoch change needs them
+            self._epoch_regions.add(decision.epoch)  # a reader of the epoch change needs them
             self._engine.raise_flag(CHANGING)
             self._course.note(turn)
             for slot, cut in self._limits:
@@ -291,19 +295,19 @@ class GroupMembership(MembershipStart):
         if not new:
             self._change_hosts(decision)
         self._gate.end()
-        self._occupants.is_over(decision)
+        self._rank_table.is_over(decision)
 
     def _end_here(self, decision: Decision) -> None:
         """End this process's calls because it was excluded from the group; later decisions do not concern it.
 
         Calls that a remaining rank has completed are complete here, too: the parts of all ranks are there.
         """
-        rank = self._boxes.full.rank
-        slot = self._occupants.slot_of[rank]
-        cut = cut_of(decision, self._occupants.lane, Removal(slot, 0, PUT_OUT))
+        rank = self._epoch_regions.full.rank
+        slot = self._rank_table.slot_of[rank]
+        cut = cut_of(decision, self._rank_table.lane, Removal(slot, 0, PUT_OUT))
         for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
             try:
-                op.step(op.box)
+                op.step(op.peer_regions)
             except EpeeError as exc:
                 if self._engine.is_interrupt(exc):
                     raise
@@ -318,11 +322,11 @@ class GroupMembership(MembershipStart):
                 cause=PUT_OUT,
             )
         )
-        self._occupants.epoch = FOREVER
+        self._rank_table.epoch = FOREVER
 
     def _leave_out(self, rank: int) -> None:
         """End the messages of a rank that is not in the view."""
-        epoch, cause = self._occupants.removed[rank]
+        epoch, cause = self._rank_table.removed[rank]
         kind, words = kind_of_loss([cause])
         absence = Absence(epoch, words, kind, cause not in (*MAY_LIVE, PUT_OUT))
         self._engine.leave_out(rank, absence, self._raises and cause != LEFT)
@@ -331,17 +335,17 @@ class GroupMembership(MembershipStart):
 
     def show_losses(self) -> None:
         """Have the engine's mask, which has just been made, show losses as soon as they are known here."""
-        occupants, mask = self._occupants, self._engine.mask
-        present = {occupants.rank_of[slot] for slot in occupants.since}
+        rank_table, mask = self._rank_table, self._engine.mask
+        present = {rank_table.rank_of[slot] for slot in rank_table.since}
         for rank in self._engine.members.members:
-            epoch, cause = occupants.removed.get(rank, (0, LEFT))
+            epoch, cause = rank_table.removed.get(rank, (0, LEFT))
             if rank not in present and cause not in (LEFT, PUT_OUT):
                 mask.lose([rank], epoch, is_agreed=True)
         self.hooks.show_losses()
 
     def show_dead(self, ranks: Iterable[int]) -> None:
         """Show ranks of whose death there is proof, before the members have agreed on it."""
-        self._engine.mask.lose(ranks, self._occupants.epoch + 1, is_agreed=False)
+        self._engine.mask.lose(ranks, self._rank_table.epoch + 1, is_agreed=False)
 
     def await_shown(self, ranks: Collection[int]) -> None:
         """Wait a moment until the members have agreed that these ranks are lost, and it is shown. Without the lock."""
@@ -374,7 +378,7 @@ class GroupMembership(MembershipStart):
     def _look_settled(self) -> None:
         settling = self._settling
         for rank, epoch in settling.look():
-            slot = self._occupants.slot_of[rank]
+            slot = self._rank_table.slot_of[rank]
             if epoch:
                 for turn in self._course.turns:
                     turn.limit_to(slot, self._cuts[epoch])
@@ -382,7 +386,7 @@ class GroupMembership(MembershipStart):
                     self._limits.append((slot, self._cuts[epoch]))
             self._leave_out(rank)
         if not self._is_ready and not settling.has_moves:
-            full = self._boxes.full
+            full = self._epoch_regions.full
             full.exports.publish(full, LIFE, LIFE_READY)
             self._is_ready = True
 
@@ -396,13 +400,13 @@ class GroupMembership(MembershipStart):
 
     def insist_on_tellers(self, deadline: float) -> bool:
         """At the timeout of a wait for `settle`: apply the policy to the reporting ranks; True while that may help."""
-        slots = self._occupants.slots_of(self.tellers())
-        told, seq = partial(context, LOSS, rank=self._boxes.full.rank), self._engine.num_retired
-        return self._awaited.insist(slots, told, seq, self._occupants.epoch, deadline)
+        slots = self._rank_table.slots_of(self.tellers())
+        told, seq = partial(context, LOSS, rank=self._epoch_regions.full.rank), self._engine.num_retired
+        return self._awaited.insist(slots, told, seq, self._rank_table.epoch, deadline)
 
     def not_told(self, elapsed: float) -> CommTimeoutError:
         """Return the error of a wait for `settle` that has lasted too long."""
-        told = context(LOSS, rank=self._boxes.full.rank, epoch=self._occupants.epoch, elapsed=elapsed)
+        told = context(LOSS, rank=self._epoch_regions.full.rank, epoch=self._rank_table.epoch, elapsed=elapsed)
         lost, tellers = self.unsettled(), self.tellers()
         return CommTimeoutError(
             f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
@@ -425,9 +429,9 @@ class GroupMembership(MembershipStart):
             return False
         return self._arrival.may_publish(op)
 
-    def unready(self, box: Outboxes) -> list[int]:
-        """Return the joiners among the members of `box` that have not mapped all others' outboxes yet."""
-        return unready(box)
+    def unready(self, peer_regions: PeerRegions) -> list[int]:
+        """Return the joiners among the members of `peer_regions` that have not mapped all others' outboxes yet."""
+        return unready(peer_regions)
 
     def ended_without(self, op: Operation) -> list[int]:
         """Return the ranks that have ended `op`, have put nothing into it, and never will.
@@ -435,31 +439,37 @@ class GroupMembership(MembershipStart):
         They have applied no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
         happens where a rank calls with another root, which is lost: a joiner, or a rank that learned of a loss later.
         """
-        box = op.box
-        through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
-        if not through or any(box.words[peer][VIEW] > self._occupants.epoch for peer in through):
+        peer_regions = op.peer_regions
+        through = [
+            p
+            for p in peer_regions.peers
+            if consumed_of(peer_regions.words[p]) >= op.seq and op.is_missing(peer_regions.words[p])
+        ]
+        if not through or any(peer_regions.words[peer][VIEW] > self._rank_table.epoch for peer in through):
             return []
         self.heed(op)  # the last decision may not have been applied to this call
-        return [box.members[peer] for peer in through] if op.box is box and not op.done else []
+        return (
+            [peer_regions.members[peer] for peer in through] if op.peer_regions is peer_regions and not op.done else []
+        )
 
-    def has_lost_one_of(self, box: Outboxes) -> bool:
-        """Return whether a member of `box` has been removed since."""
-        return not self._occupants.removed_after(box.epoch).isdisjoint(box.members)
+    def has_lost_one_of(self, peer_regions: PeerRegions) -> bool:
+        """Return whether a member of `peer_regions` has been removed since."""
+        return not self._rank_table.removed_after(peer_regions.epoch).isdisjoint(peer_regions.members)
 
     def removed_in(self, epoch: int) -> list[int]:
         """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""
-        return self._occupants.removed_in(epoch)
+        return self._rank_table.removed_in(epoch)
 
     def retired(self, seq: int) -> None:
         """Note that calls up to `seq` have ended here: later ones are planned for the remaining ranks."""
         past = self._engine.unsettled.calls  # of these later decisions are still asked, in the epochs that they ran in
-        boxes = (*(call.box for call in past), *(op.box for op in self._engine.queue))
-        epoch = min((box.epoch for box in boxes), default=FOREVER)
+        epoch_regions = (*(call.peer_regions for call in past), *(op.peer_regions for op in self._engine.queue))
+        epoch = min((peer_regions.epoch for peer_regions in epoch_regions), default=FOREVER)
         self._course.forget(min(seq, past[0].seq - 1) if past else seq, epoch)
-        is_last, box = self._boxes.retired(seq), self._boxes.box
-        is_over = is_last and not self.hooks.decisions and self._arrival.is_over(box)
+        is_last, peer_regions = self._epoch_regions.retired(seq), self._epoch_regions.peer_regions
+        is_over = is_last and not self.hooks.decisions and self._arrival.is_over(peer_regions)
         is_over = is_over and self._settling.is_over
-        if is_over and all(op.box is box for op in self._engine.queue):
+        if is_over and all(op.peer_regions is peer_regions for op in self._engine.queue):
             self._engine.lower_flag(CHANGING)
 
     def insist(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
@@ -468,21 +478,21 @@ class GroupMembership(MembershipStart):
         A decision may have been applied since the call was checked, and ranks that were behind in the epoch before
         would be accused in the new one, in which their time has just begun. So the call is decided by it first.
         """
-        box = op.box
+        peer_regions = op.peer_regions
         self.heed(op)
-        if op.box is not box or op.done:
+        if op.peer_regions is not peer_regions or op.done:
             return True
         ranks = self.tellers() if self.unsettled() else ranks
-        slots = self._occupants.slots_of(ranks)
-        told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
-        epoch = max(self._occupants.epoch, self._gate.newest)
+        slots = self._rank_table.slots_of(ranks)
+        told = partial(op.describe, self._epoch_regions.full, elapsed=now - op.started)
+        epoch = max(self._rank_table.epoch, self._gate.newest)
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
     def found_dead(self, ranks: Collection[int]) -> None:
         """Report that a wait has found ranks dead; the agent's own sources may be later."""
         self.show_dead(ranks)
         for rank in ranks:
-            self.runtime.look_at(self._occupants.slot_of[rank])
+            self.runtime.look_at(self._rank_table.slot_of[rank])
 
     # ---- for hang reports
 
@@ -490,7 +500,7 @@ class GroupMembership(MembershipStart):
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
         if self._engine.flags & ENDED:
             return  # the board may be removed
-        slots = self._occupants.slots_of(ranks).values()
+        slots = self._rank_table.slots_of(ranks).values()
         self._awaited.show(call.name, call.seq, self._engine.members.epoch, slots)
 
     def hide(self) -> None:
@@ -501,7 +511,7 @@ class GroupMembership(MembershipStart):
 
     def remember(self, store: Any) -> None:
         """Let later groups of the job meet through `store`, by what this group knows, if it is the first one."""
-        if self._occupants.is_home:
+        if self._rank_table.is_home:
             self._job.store, self._job.name_later = store, weakref.WeakMethod(self.admission.name_later)
 
     def call_it(self, name: str) -> None:
@@ -515,10 +525,10 @@ class GroupMembership(MembershipStart):
         """
         self.hide()
         if self.hooks.is_attached:
-            for box in self._all_boxes():
-                box.forget_views()  # else mappings would live until a collection
+            for peer_regions in self._all_regions():
+                peer_regions.forget_views()  # else mappings would live until a collection
         with ignored(NoQuorumError):  # the other ranks have left during an agreement: so does this one
-            self.runtime.unregister(self._occupants.lane)
+            self.runtime.unregister(self._rank_table.lane)
         self._awaited.end()
         self._row = None  # it keeps the board
         self._job.release(EXITED if failed else LEFT)

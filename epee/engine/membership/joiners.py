@@ -29,7 +29,7 @@ from ...view.protocol.messages import Decision
 from ...view.protocol.outcome import first_seq
 from ..bootstrap.group_note import OutboxEndpoint
 from ..operation import Operation
-from ..outbox import LIFE, LIFE_BORN, Outboxes
+from ..outbox import LIFE, LIFE_BORN, PeerRegions
 from ..p2p.channel import first_number
 from .epoch_regions import EpochRegions
 from .members import attach_outbox, make_blank, replace
@@ -47,18 +47,18 @@ class Joiners:
         first_call: rank -> call with which the process that last took it begins.
     """
 
-    def __init__(self, engine: Engine, occupants: RankTable, boxes: EpochRegions, host: str) -> None:
+    def __init__(self, engine: Engine, rank_table: RankTable, epoch_regions: EpochRegions, host: str) -> None:
         self._host = host
         self._engine = engine
-        self._occupants = occupants
-        self._boxes = boxes
+        self._rank_table = rank_table
+        self._epoch_regions = epoch_regions
         self.join_epoch = 0
         self.first_call: dict[int, int] = {}
 
     def begin(self, epoch: int, first_call: int) -> None:
         """Note that this process has itself been taken in, by the view of `epoch`."""
         self.join_epoch = epoch
-        self.first_call[self._boxes.full.rank] = first_call
+        self.first_call[self._epoch_regions.full.rank] = first_call
 
     def adopt(self, decision: Decision) -> None:
         """Read the outboxes of processes that have come into this group by `decision`.
@@ -68,21 +68,21 @@ class Joiners:
         Raises:
             ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
         """
-        for one in self._occupants.newcomers(decision):
-            start, rank, part = first_seq(decision, self._occupants.lane), one.rank, one.part
+        for one in self._rank_table.newcomers(decision):
+            start, rank, part = first_seq(decision, self._rank_table.lane), one.rank, one.part
             self._adopt(rank, part, decision.epoch)
             self.join_epoch = decision.epoch
             self.first_call[rank] = start
-            self._boxes.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
-            self._occupants.take_in(one)
+            self._epoch_regions.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
+            self._rank_table.take_in(one)
 
     def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
         """Read the outbox of a process that has taken `rank`: the steps that may fail come first.
 
         None: it has left already.
         """
-        engine, nbytes = self._engine, self._boxes.full.payload_bytes
-        is_here = part is not None and (not self._boxes.full.host_of or part.host == self._host)
+        engine, nbytes = self._engine, self._epoch_regions.full.payload_bytes
+        is_here = part is not None and (not self._epoch_regions.full.host_of or part.host == self._host)
         try:
             region = (is_here and part and attach_outbox(part, nbytes)) or make_blank(nbytes)
             if is_here and part is not None:
@@ -98,8 +98,8 @@ class Joiners:
             message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
             engine.retire(message)
             engine.mail.cancel(message)
-        replace(self._boxes.full, rank, region)
-        engine.waits.count_ranks(self._boxes.full.num_ranks)
+        replace(self._epoch_regions.full, rank, region)
+        engine.waits.count_ranks(self._epoch_regions.full.num_ranks)
         engine.mail.renew(rank, first_number(epoch))
 
 
@@ -111,7 +111,7 @@ class Arrival:
         joined_in: the epoch that took this process in; 0 for initial members.
     """
 
-    def __init__(self, full: Outboxes, joined_in: int) -> None:
+    def __init__(self, full: PeerRegions, joined_in: int) -> None:
         self._full = full
         self._joined_in = joined_in
         self._is_adopted = not joined_in
@@ -121,19 +121,19 @@ class Arrival:
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether all ranks that take part in `op` can read each other's outboxes."""
-        if unready(op.box):
+        if unready(op.peer_regions):
             return False
         if self._is_adopted:
             return True
         index, wanted = self._full.verdict_base[self._full.rank], first_number(self._joined_in) - 1
-        self._is_adopted = all(words[index] >= wanted for words in op.box.peer_words)
+        self._is_adopted = all(words[index] >= wanted for words in op.peer_regions.peer_words)
         return self._is_adopted
 
-    def is_over(self, box: Outboxes) -> bool:
-        """Return whether calls with `box` need not ask any more."""
-        return self._is_adopted and not unready(box)
+    def is_over(self, peer_regions: PeerRegions) -> bool:
+        """Return whether calls with `peer_regions` need not ask any more."""
+        return self._is_adopted and not unready(peer_regions)
 
 
-def unready(box: Outboxes) -> list[int]:
-    """Return the joiners among the members of `box` that have not mapped all others' outboxes yet."""
-    return [box.members[peer] for peer in box.peers if box.words[peer][LIFE] == LIFE_BORN]
+def unready(peer_regions: PeerRegions) -> list[int]:
+    """Return the joiners among the members of `peer_regions` that have not mapped all others' outboxes yet."""
+    return [peer_regions.members[peer] for peer in peer_regions.peers if peer_regions.words[peer][LIFE] == LIFE_BORN]

@@ -21,7 +21,7 @@ from ...memory.shared import SharedRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
 from ..bootstrap.group_note import OutboxEndpoint
-from ..outbox import Outboxes, open_outbox, sites_of
+from ..outbox import PeerRegions, open_outbox, sites_of
 from ..plan import Make, Plan
 from .sizes import Mask
 
@@ -46,35 +46,37 @@ _SHARED = (
 )
 
 
-def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | None = None) -> Outboxes:
+def narrow(peer_regions: PeerRegions, members: Sequence[int], epoch: int, group_size: int | None = None) -> PeerRegions:
     """Return outboxes of `members` (ranks of the group, ascending, this one included) for calls of `epoch`.
 
-    In these calls the group counts `group_size` ranks; None: as many as in `box`.
+    In these calls the group counts `group_size` ranks; None: as many as in `peer_regions`.
 
-    The memory, the staging ring and the cells are those of `box`, which must contain all members and must stay open; a
-    call of the new epoch has the old cell of its number and another tag.
+    The memory, the staging ring and the cells are those of `peer_regions`, which must contain all members and must stay
+    open; a call of the new epoch has the old cell of its number and another tag.
 
     Raises:
-        InvalidState: this rank is not among the members, or a member is not in `box`.
+        InvalidState: this rank is not among the members, or a member is not in `peer_regions`.
     """
-    own = box.members[box.rank]
-    if own not in members or list(members) != sorted(set(members)) or not set(members) <= set(box.members):
-        raise InvalidState(f"rank {own} cannot make outboxes of ranks {list(members)} out of {list(box.members)}")
-    positions = [box.members.index(rank) for rank in members]
-    new: Outboxes = object.__new__(Outboxes)
+    own = peer_regions.members[peer_regions.rank]
+    if own not in members or list(members) != sorted(set(members)) or not set(members) <= set(peer_regions.members):
+        raise InvalidState(
+            f"rank {own} cannot make outboxes of ranks {list(members)} out of {list(peer_regions.members)}"
+        )
+    positions = [peer_regions.members.index(rank) for rank in members]
+    new: PeerRegions = object.__new__(PeerRegions)
     for name in _SHARED:
-        setattr(new, name, getattr(box, name))
-    new.group_size = box.group_size if group_size is None else group_size
+        setattr(new, name, getattr(peer_regions, name))
+    new.group_size = peer_regions.group_size if group_size is None else group_size
     new.members = tuple(members)
-    new.sites = sites_of(new.members, box.host_of)
+    new.sites = sites_of(new.members, peer_regions.host_of)
     new.num_ranks = len(positions)
     new.rank = new.members.index(own)
     new.epoch = epoch
     new.epoch_bits = tag(epoch, 0)
-    new.regions = [box.regions[position] for position in positions]
-    new.words = [box.words[position] for position in positions]
-    new.address = [box.address[position] for position in positions]
-    new.own, new.own_address = box.own, box.own_address
+    new.regions = [peer_regions.regions[position] for position in positions]
+    new.words = [peer_regions.words[position] for position in positions]
+    new.address = [peer_regions.address[position] for position in positions]
+    new.own, new.own_address = peer_regions.own, peer_regions.own_address
     new.peers = tuple(position for position in range(new.num_ranks) if position != new.rank)
     new.peer_words = [new.words[position] for position in new.peers]
     new.cells_free_until = 0  # found out at the first call
@@ -82,16 +84,16 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
     return new
 
 
-def counting(box: Outboxes, group_size: int) -> Outboxes:
+def counting(peer_regions: PeerRegions, group_size: int) -> PeerRegions:
     """Return the same outboxes for the plan of a call with `group_size` entries in its lists, zeros for excluded ranks.
 
     They must be as many as the highest member needs; if they are fewer the plan's own checks fail.
     """
-    if box.num_ranks == box.group_size == group_size:
-        return box
-    new = copy.copy(box)
-    new.group_size = max(group_size, 1 + box.members[-1])
-    new.num_roots = box.group_size
+    if peer_regions.num_ranks == peer_regions.group_size == group_size:
+        return peer_regions
+    new = copy.copy(peer_regions)
+    new.group_size = max(group_size, 1 + peer_regions.members[-1])
+    new.num_roots = peer_regions.group_size
     new.zeroes = True
     return new
 
@@ -109,7 +111,7 @@ class TooShort(InvalidArgument):
         self.members, self.epoch = members, epoch
 
 
-def fitted(make: Make, size: list[int], mask: Mask, box: Outboxes) -> Plan:
+def fitted(make: Make, size: list[int], mask: Mask, peer_regions: PeerRegions) -> Plan:
     """Plan a call of a group whose size follows the ranks that take part, for the length of the given lists.
 
     A program may have asked for the size before a loss was shown or afterwards, and a rank may take part in the call
@@ -121,38 +123,40 @@ def fitted(make: Make, size: list[int], mask: Mask, box: Outboxes) -> Plan:
         size: one element, how many entries are expected; what has fitted is noted, and holds when the call is planned
             again.
         mask: knows who is lost.
-        box: the outboxes with which the call is to run.
+        peer_regions: the outboxes with which the call is to run.
 
     Raises:
         TooShort: the lists end before members that are not known to be lost.
     """
     try:
-        beyond = [rank for rank in box.members if rank >= size[0]] if size[0] <= box.members[-1] else ()
-        is_short = bool(beyond) and mask.has_lost(beyond, box.epoch)
-        return make(_shortened(box, size[0]) if is_short else counting(box, size[0]))
+        beyond = (
+            [rank for rank in peer_regions.members if rank >= size[0]] if size[0] <= peer_regions.members[-1] else ()
+        )
+        is_short = bool(beyond) and mask.has_lost(beyond, peer_regions.epoch)
+        return make(_shortened(peer_regions, size[0]) if is_short else counting(peer_regions, size[0]))
     except InvalidArgument as exc:
         error = exc
-    for longer in range(1 + box.members[-1], 1 + max(box.group_size, size[0])):
+    for longer in range(1 + peer_regions.members[-1], 1 + max(peer_regions.group_size, size[0])):
         with ignored(InvalidArgument):
-            plan = make(counting(box, longer))
+            plan = make(counting(peer_regions, longer))
             size[0] = longer
             return plan
-    own = box.members[box.rank]
-    for shorter in range(box.members[-1], own, -1):
-        beyond = [rank for rank in box.members if rank >= shorter]
+    own = peer_regions.members[peer_regions.rank]
+    for shorter in range(peer_regions.members[-1], own, -1):
+        beyond = [rank for rank in peer_regions.members if rank >= shorter]
         with ignored(InvalidArgument):
-            plan = make(_shortened(box, shorter))
-            if mask.has_lost(beyond, box.epoch):
+            plan = make(_shortened(peer_regions, shorter))
+            if mask.has_lost(beyond, peer_regions.epoch):
                 size[0] = shorter
                 return plan
-            error = TooShort(error, beyond, box.epoch)
+            error = TooShort(error, beyond, peer_regions.epoch)
             break
     raise error
 
 
-def _shortened(box: Outboxes, num_entries: int) -> Outboxes:
+def _shortened(peer_regions: PeerRegions, num_entries: int) -> PeerRegions:
     """Return the same outboxes for the plan of a call whose lists end before the highest members, which are lost."""
-    new = copy.copy(counting(box, box.group_size))
+    new = copy.copy(counting(peer_regions, peer_regions.group_size))
     new.num_entries = num_entries
     new.zeroes = True
     return new
@@ -197,51 +201,51 @@ def make_blank(nbytes: int) -> SharedRegion:
         made.close()
 
 
-def replace(box: Outboxes, rank: int, region: SharedRegion) -> None:
-    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. Regions narrowed before keep the old one.
+def replace(peer_regions: PeerRegions, rank: int, region: SharedRegion) -> None:
+    """Read the outbox of `rank` in `region` from now on; `peer_regions` has all ranks. Narrowed ones keep the old region.
 
-    A rank above those that `box` has makes it longer; ranks between them are blank until a process joins. May be
-    repeated where it was broken off.
+    A rank above those that `peer_regions` has makes it longer; ranks between them are blank until a process joins. May
+    be repeated where it was broken off.
 
     Raises:
         ResourceError: there is no memory for a blank.
     """
-    if rank > box.num_ranks:
+    if rank > peer_regions.num_ranks:
         blank = make_blank(region.nbytes)
-        for hole in range(box.num_ranks, rank):
-            box.blanks.add(hole)
-            _put(box, hole, blank)
-    _put(box, rank, region)
-    box.blanks.discard(rank)
-    box.num_ranks = box.group_size = len(box.regions)
-    box.members = tuple(range(box.num_ranks))
-    box.peers = tuple(peer for peer in box.members if peer != box.rank)
-    box.peer_words = [box.words[peer] for peer in box.peers]
-    box.forget_views()
+        for hole in range(peer_regions.num_ranks, rank):
+            peer_regions.blanks.add(hole)
+            _put(peer_regions, hole, blank)
+    _put(peer_regions, rank, region)
+    peer_regions.blanks.discard(rank)
+    peer_regions.num_ranks = peer_regions.group_size = len(peer_regions.regions)
+    peer_regions.members = tuple(range(peer_regions.num_ranks))
+    peer_regions.peers = tuple(peer for peer in peer_regions.members if peer != peer_regions.rank)
+    peer_regions.peer_words = [peer_regions.words[peer] for peer in peer_regions.peers]
+    peer_regions.forget_views()
 
 
-def _put(box: Outboxes, rank: int, region: SharedRegion) -> None:
-    box.regions[rank : rank + 1] = [region]
-    box.words[rank : rank + 1] = [region.words(0, len(box.own))]
-    box.address[rank : rank + 1] = [region.address]
+def _put(peer_regions: PeerRegions, rank: int, region: SharedRegion) -> None:
+    peer_regions.regions[rank : rank + 1] = [region]
+    peer_regions.words[rank : rank + 1] = [region.words(0, len(peer_regions.own))]
+    peer_regions.address[rank : rank + 1] = [region.address]
 
 
-def position_of(box: Outboxes, rank: int, name: str) -> int:
+def position_of(peer_regions: PeerRegions, rank: int, name: str) -> int:
     """Return where `rank` of the group stands among the members.
 
     Raises:
         RankFailedError: it has been left out of the view.
     """
-    if len(box.members) == box.group_size and rank < box.group_size:
+    if len(peer_regions.members) == peer_regions.group_size and rank < peer_regions.group_size:
         return rank
-    if rank not in box.members:
+    if rank not in peer_regions.members:
         raise RankFailedError(
-            f"{name}: rank {rank} is not in the view any more (epoch {box.epoch}, active ranks "
-            f"{', '.join(map(str, box.members))}); choose one of them",
+            f"{name}: rank {rank} is not in the view any more (epoch {peer_regions.epoch}, active ranks "
+            f"{', '.join(map(str, peer_regions.members))}); choose one of them",
             [rank],
             name,
             0,
-            box.epoch,
+            peer_regions.epoch,
             "left out of the view",
         )
-    return box.members.index(rank)
+    return peer_regions.members.index(rank)

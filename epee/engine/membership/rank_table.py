@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ...errors import PeerError
 from ...view.awaited import kind_of_loss
-from ...view.job import Seat
+from ...view.job import JobHandle
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
 from ..bootstrap.group_note import OutboxEndpoint, OutboxLocator, locators_of, outbox_of
@@ -56,7 +56,7 @@ class RankTable:
     """The processes of one group's ranks.
 
     Args:
-        seat: the job handle of the group; the slots of its initial members are the first ones of it.
+        job_handle: the job handle of the group; the slots of its initial members are the first ones of it.
         known: the view in which the group begins, as far as it is known.
         joined: this process joins the running group.
 
@@ -73,12 +73,12 @@ class RankTable:
         removed: rank -> (epoch that began without it, cause).
     """
 
-    def __init__(self, seat: Seat, known: Decision, joined: bool = False) -> None:
-        self.lane = seat.lane
-        self.is_home = seat.is_home
-        self.founders = () if seat.is_home else tuple(seat.slots)
+    def __init__(self, job_handle: JobHandle, known: Decision, joined: bool = False) -> None:
+        self.lane = job_handle.lane
+        self.is_home = job_handle.is_home
+        self.founders = () if job_handle.is_home else tuple(job_handle.slots)
         nobody = range(MAX_RANKS, 2 * MAX_RANKS)
-        self.slot_of = list(range(MAX_RANKS)) if seat.is_home else [*self.founders, *nobody[len(self.founders) :]]
+        self.slot_of = list(range(MAX_RANKS)) if job_handle.is_home else [*self.founders, *nobody[len(self.founders) :]]
         self.rank_of = {slot: rank for rank, slot in enumerate(self.slot_of) if slot < MAX_RANKS}
         self._had = {slot: [(0, rank)] for slot, rank in self.rank_of.items()}  # since when, which rank; ascending
         self.known = known

@@ -35,7 +35,7 @@ from ..outbox import (
     MERGED,
     NUM_CELLS,
     SIGNATURE,
-    Outboxes,
+    PeerRegions,
     consumed_of,
     count_of,
     failed_by_view,
@@ -49,7 +49,7 @@ class Past(NamedTuple):
 
     Attributes:
         seq: its number; its words begin at `cell`.
-        box: the outboxes with which it ran.
+        peer_regions: the outboxes with which it ran.
         rounds: how many it has; 0: not known here (refused, or ended before all headers had come).
         is_merged: its reduced shares are fetched as well.
         root: the rank that is its root, as far as it is known here; -1: none. Where that is lost, it ends for all.
@@ -57,14 +57,14 @@ class Past(NamedTuple):
 
     seq: int
     cell: int
-    box: Outboxes
+    peer_regions: PeerRegions
     rounds: int
     is_merged: bool
     root: int = -1
 
     def has_ended(self, words: memoryview) -> bool:
         """Return whether the rank of these words contributes nothing more: it has ended or aborted the call."""
-        wanted = tag(self.box.epoch, self.seq)
+        wanted = tag(self.peer_regions.epoch, self.seq)
         if consumed_of(words) >= self.seq or words[self.cell + GAVE_UP] in (wanted, failed_by_view(wanted)):
             return True
         return words[self.cell] == wanted and words[self.cell + SIGNATURE] & 63 == REFUSED
@@ -81,12 +81,16 @@ class Past(NamedTuple):
         has_counts = self.rounds > 1 or self.is_merged  # else the counters are not written
         filled = count_of(words[self.cell + FILLED]) if has_counts else 1
         merged = count_of(words[self.cell + MERGED]) if has_counts else 1
-        wanted = tag(self.box.epoch, self.seq)
+        wanted = tag(self.peer_regions.epoch, self.seq)
         return is_whole(words[self.cell], wanted, filled, merged, self.rounds, self.is_merged)
 
-    def moved(self, box: Outboxes) -> Past:
+    def moved(self, peer_regions: PeerRegions) -> Past:
         """Return the call as it would run with other peer regions, for which it has not been planned here."""
-        return self if box is self.box else self._replace(box=box, rounds=0, is_merged=False)
+        return (
+            self
+            if peer_regions is self.peer_regions
+            else self._replace(peer_regions=peer_regions, rounds=0, is_merged=False)
+        )
 
 
 def past_of(op: Operation) -> Past:
@@ -94,7 +98,7 @@ def past_of(op: Operation) -> Past:
     plan, is_refused = op.plan, isinstance(op.plan, RefusedPlan)
     is_known = op.rounds_known and not is_refused
     root = -1 if is_refused else unpack(plan.signature).root
-    return Past(op.seq, op.cell, op.box, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
+    return Past(op.seq, op.cell, op.peer_regions, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
 
 
 class UnresolvedCalls:
@@ -114,16 +118,20 @@ class UnresolvedCalls:
         """Replace the record of these calls."""
         self.calls = deque(calls, NUM_CELLS)
 
-    def behind(self, box: Outboxes, lost: Collection[int] = ()) -> list[int]:
-        """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls.
+    def behind(self, peer_regions: PeerRegions, lost: Collection[int] = ()) -> list[int]:
+        """Return the ranks of `peer_regions`, with which a later call runs, that have not settled all of these calls.
 
         Ranks in `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
         """
-        return sorted({rank for past in self.calls for rank in _behind(past, box) if rank not in lost})
+        return sorted({rank for past in self.calls for rank in _behind(past, peer_regions) if rank not in lost})
 
 
-def _behind(past: Past, box: Outboxes) -> Iterator[int]:
-    for position in past.box.peers:
-        rank, words = past.box.members[position], past.box.words[position]
-        if rank in box.members and box.words[box.members.index(rank)] is words and not past.is_settled(words):
+def _behind(past: Past, peer_regions: PeerRegions) -> Iterator[int]:
+    for position in past.peer_regions.peers:
+        rank, words = past.peer_regions.members[position], past.peer_regions.words[position]
+        if (
+            rank in peer_regions.members
+            and peer_regions.words[peer_regions.members.index(rank)] is words
+            and not past.is_settled(words)
+        ):
             yield rank

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from ...errors import PeerError
 from ..operation import Block
-from ..outbox import Outboxes
+from ..outbox import PeerRegions
 from ..ranges import let_begin
 from .message import ANY, MATCHED, STAYS_OPEN, Absence, Message
 from .recv import Receiver
@@ -69,15 +69,15 @@ class Mailroom:
         out: the ranks that are not in the newest view, and why.
     """
 
-    def __init__(self, box: Outboxes, first: int = 1) -> None:
-        self._box = box
+    def __init__(self, peer_regions: PeerRegions, first: int = 1) -> None:
+        self._peer_regions = peer_regions
         self.finished: list[Message] = []
         self.held: list[Message] = []
         self.unfinished: dict[Message, None] = {}  # in the order of issue
         books = self.finished, self.unfinished
-        self._sender = Sender(box, books, first)
+        self._sender = Sender(peer_regions, books, first)
         self.out: dict[int, Absence] = {}
-        self._receiver = Receiver(box, books, first, self.out)
+        self._receiver = Receiver(peer_regions, books, first, self.out)
         self.ends = (self._receiver, self._sender)
 
     def step(self, message: Message) -> Block | None:
@@ -115,7 +115,7 @@ class Mailroom:
             return None
         names = sorted(self.out) if is_any else [message.wanted]
         last = max((self.out[name] for name in names), key=lambda absence: absence.epoch)
-        told = message.describe(self._box, peer=", ".join(map(str, names)))
+        told = message.describe(self._peer_regions, peer=", ".join(map(str, names)))
         return last.error(
             f"{told}: {last.cause}; not in the view since epoch {last.epoch}: nothing of it is delivered any more",
             names,
@@ -134,7 +134,7 @@ class Mailroom:
         for message in self.pending():
             error = self.absence(message)
             if error is None and message.wanted == ANY and is_told:
-                told = message.describe(self._box, peer=rank)
+                told = message.describe(self._peer_regions, peer=rank)
                 text = f"{told}: {absence.cause}; the receive is given up; it may be posted again, for the other ranks"
                 error = absence.error(text, [rank], message.name, message.seq, absence.epoch, absence.cause)
             if error is not None:

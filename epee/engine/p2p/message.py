@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import EpeeError, MismatchError, PeerError, context, expected
-from ..outbox import Outboxes
+from ..outbox import PeerRegions
 from ..plan import NOTHING, Tensors
 from ..ranges import holdups
 from ..signature import unpack
@@ -103,12 +103,12 @@ class Message:
         content: Any = self.data
         return hashlib.blake2b(content, digest_size=16, salt=self.signature.to_bytes(16, "little")).digest()
 
-    def describe(self, box: Outboxes, **facts: object) -> str:
+    def describe(self, peer_regions: PeerRegions, **facts: object) -> str:
         """Name the call and its position for a message."""
         other: object = "any" if self.wanted == ANY else self.wanted
         ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
         facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
-        return context(self.name, rank=box.rank, **ends, tag=self.user_tag, epoch=box.epoch, **facts)
+        return context(self.name, rank=peer_regions.rank, **ends, tag=self.user_tag, epoch=peer_regions.epoch, **facts)
 
     def label(self) -> str:
         """Name the message for the error of another call."""
@@ -120,11 +120,11 @@ class Message:
 _NOWHERE = Target(np.empty(0, BYTE))  # a send has nothing to finish
 
 
-def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) -> MismatchError:
+def mismatch(message: Message, peer_regions: PeerRegions, peer: int, here: int, there: int) -> MismatchError:
     """Return the error for a message whose two ends differ in dtype or size."""
     sizes = [f"{call.num_elements} elements of {call.dtype}" for call in (unpack(here), unpack(there))]
     return MismatchError(
-        f"{message.describe(box)}: rank {box.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
+        f"{message.describe(peer_regions)}: rank {peer_regions.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
         "the tensor is untouched and later messages work; make sender and receiver agree"
     )
 
@@ -145,8 +145,8 @@ class Books:
         entry: a change of the state that was begun: a function that may be run again, and its arguments.
     """
 
-    def __init__(self, box: Outboxes, finished: list[Message], unfinished: dict[Message, None]) -> None:
-        self._box = box
+    def __init__(self, peer_regions: PeerRegions, finished: list[Message], unfinished: dict[Message, None]) -> None:
+        self._peer_regions = peer_regions
         self._ended = finished
         self._open = unfinished
         self.entry: tuple[Callable[..., None], tuple[Any, ...]] | None = None

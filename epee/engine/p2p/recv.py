@@ -32,7 +32,7 @@ from ..outbox import (
     SLOT_MESSAGE,
     TAKEN_BACK,
     VERDICT_WORDS,
-    Outboxes,
+    PeerRegions,
 )
 from ..signature import unpack
 from ..tensors import CARRIERS, Array
@@ -76,17 +76,21 @@ class Receiver(Books):
     """All channels that this rank reads, and the receives that wait for them."""
 
     def __init__(
-        self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int, out: Container[int]
+        self,
+        peer_regions: PeerRegions,
+        books: tuple[list[Message], dict[Message, None]],
+        first: int,
+        out: Container[int],
     ) -> None:
         """Read the messages to this rank from all but those in `out`; channels begin at number `first`."""
-        super().__init__(box, *books)
+        super().__init__(peer_regions, *books)
         self._first = first
         self._out = out
         self._lanes: dict[int, RecvLane] = {}
         self._posted: list[Message] = []
-        self._base = box.lane_base[box.rank]  # of the channel to this rank; the same in every outbox
+        self._base = peer_regions.lane_base[peer_regions.rank]  # of the channel to this rank; the same in every outbox
         self._marks = self._base + TAKEN_BACK
-        self._data = box.lane_data[box.rank]
+        self._data = peer_regions.lane_data[peer_regions.rank]
 
     def post(self, message: Message) -> None:
         """Take a new receive: it gets the oldest match in private memory, else the channels are read."""
@@ -99,7 +103,7 @@ class Receiver(Books):
 
     def sources(self) -> list[int]:
         """Return the ranks from which messages are taken."""
-        return [peer for peer in self._box.peers if peer not in self._out]
+        return [peer for peer in self._peer_regions.peers if peer not in self._out]
 
     def pending(self) -> list[Message]:
         """Return the receives that are not done."""
@@ -124,11 +128,11 @@ class Receiver(Books):
                     incoming.is_decided = incoming.is_answered
                     incoming.message = None
         if message.number:
-            index = self._box.verdict_base[message.peer] + CLAIM
-            if self._box.own[index] == message.number:
-                self._box.own[index] = 0  # it is not taken now, and a later receive checks again
+            index = self._peer_regions.verdict_base[message.peer] + CLAIM
+            if self._peer_regions.own[index] == message.number:
+                self._peer_regions.own[index] = 0  # it is not taken now, and a later receive checks again
         if message.wanted == ANY:
-            self._box.own[BELL] = 0
+            self._peer_regions.own[BELL] = 0
 
     def put_back(self, message: Message) -> None:
         """Keep the message of a receive whose call raises: the next receive that matches gets it, before all others."""
@@ -149,7 +153,7 @@ class Receiver(Books):
     def renew(self, peer: int, first: int) -> None:
         """Begin the channel at number `first`: another process has taken the rank of `peer`."""
         self._lanes[peer] = RecvLane(first)
-        self._box.own[self._box.verdict_base[peer]] = first - 1
+        self._peer_regions.own[self._peer_regions.verdict_base[peer]] = first - 1
 
     def close(self) -> None:
         """Forget everything."""
@@ -167,24 +171,24 @@ class Receiver(Books):
             if lane is None:
                 lane = self._lanes[wanted] = RecvLane(self._first)
             index = self._pull(wanted, lane)
-            return None if message.done else Block(wanted, index, self._box.epoch_bits | lane.next_slot)
-        self._box.own[BELL] = 1  # before the read, so that a sender either is seen here or sees it
-        for peer in self._box.peers if not self._out else self.sources():
+            return None if message.done else Block(wanted, index, self._peer_regions.epoch_bits | lane.next_slot)
+        self._peer_regions.own[BELL] = 1  # before the read, so that a sender either is seen here or sees it
+        for peer in self._peer_regions.peers if not self._out else self.sources():
             self._pull(peer, self._lanes.setdefault(peer, RecvLane(self._first)))
             if message.done:
                 return None
-        return Block(self._box.rank, BELL, 2)
+        return Block(self._peer_regions.rank, BELL, 2)
 
     # ---- reading
 
     def _pull(self, peer: int, lane: RecvLane) -> int:
         """Read the fragments that have arrived from `peer`; return the index of the word of the next one."""
-        box = self._box
-        words = box.words[peer]
+        peer_regions = self._peer_regions
+        words = peer_regions.words[peer]
         while True:
             number = lane.next_slot
             index = self._base + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS
-            if words[index] != box.epoch_bits | number or (lane.current is None and not self._posted):
+            if words[index] != peer_regions.epoch_bits | number or (lane.current is None and not self._posted):
                 return index
             head = _HEADER.unpack_from(words, 8 * (index + SLOT_MESSAGE))
             if lane.current is None:
@@ -227,7 +231,7 @@ class Receiver(Books):
             message.peer, message.number = peer, number  # from here on it is decided
             if total:
                 place = offset // array.itemsize  # slots are aligned for every dtype
-                array[:] = self._box.views[array.dtype][peer][place : place + len(array)]
+                array[:] = self._peer_regions.views[array.dtype][peer][place : place + len(array)]
             message.target.finish()
             self._answer(peer, message, number, MATCHED)
         lane.next_message = number + 1
@@ -280,7 +284,7 @@ class Receiver(Books):
                 return  # the receive waits for the next one
             incoming.is_decided = True
         message.peer, message.number = peer, incoming.number
-        message.fail(mismatch(message, self._box, peer, message.signature, incoming.signature))
+        message.fail(mismatch(message, self._peer_regions, peer, message.signature, incoming.signature))
         self._answer(peer, message, 0 if incoming.is_answered else incoming.number, REFUSED)
 
     def _fragment(self, peer: int, lane: RecvLane, head: FragmentHeader) -> None:
@@ -302,7 +306,9 @@ class Receiver(Books):
             )
         offset = self._data + slot * LANE_SLOT_BYTES
         if incoming.buffer is not None:
-            incoming.buffer[incoming.bytes_seen : seen] = self._box.views[BYTE][peer][offset : offset + head.nbytes]
+            incoming.buffer[incoming.bytes_seen : seen] = self._peer_regions.views[BYTE][peer][
+                offset : offset + head.nbytes
+            ]
         place = (offset, head.nbytes)
         self.book(self._fragmented, (peer, lane, incoming, lane.next_slot + used, seen, place, head.kind))
 
@@ -377,23 +383,23 @@ class Receiver(Books):
     # ---- claims
 
     def _is_taken_back(self, peer: int, number: int) -> bool:
-        return self._box.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] == number
+        return self._peer_regions.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] == number
 
     def _claim(self, peer: int, lane: RecvLane, number: int) -> bool:
         """Publish that a message is being taken, and check then. False: its sender has aborted it before."""
         if lane.declined != number:  # else run again; the sender may be using its mark for a later message already
-            box = self._box
-            box.own[box.verdict_base[peer] + CLAIM] = number
+            peer_regions = self._peer_regions
+            peer_regions.own[peer_regions.verdict_base[peer] + CLAIM] = number
             fence()
-            if box.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] != number:
+            if peer_regions.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] != number:
                 return True
             lane.declined = number
         self._decline(peer, number)
         return False
 
     def _decline(self, peer: int, number: int) -> None:
-        index = self._box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
-        self._box.exports.publish(self._box, index, number << 2 | DECLINED)
+        index = self._peer_regions.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+        self._peer_regions.exports.publish(self._peer_regions, index, number << 2 | DECLINED)
 
     # ---- results
 
@@ -412,7 +418,7 @@ class Receiver(Books):
 
     def _gather(self, peer: int, incoming: IncomingMessage, out: Array) -> None:
         """Copy the fragments that lie in the channel, one behind the other."""
-        data = self._box.views[BYTE][peer]
+        data = self._peer_regions.views[BYTE][peer]
         done = 0
         for offset, nbytes in incoming.fragments:
             out[done : done + nbytes] = data[offset : offset + nbytes]
@@ -420,16 +426,16 @@ class Receiver(Books):
 
     def _answer(self, peer: int, message: Message, number: int, verdict: int) -> None:
         """Write the verdict that the sender waits for (number 0: it has got it long ago), and end the receive."""
-        box = self._box
+        peer_regions = self._peer_regions
         if number:
-            index = box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+            index = peer_regions.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
             if verdict == REFUSED:
-                box.exports.publish(box, index + 1, message.signature)
-            box.exports.publish(box, index, number << 2 | verdict)
+                peer_regions.exports.publish(peer_regions, index + 1, message.signature)
+            peer_regions.exports.publish(peer_regions, index, number << 2 | verdict)
         if message in self._posted:
             self._posted.remove(message)
         if message.wanted == ANY:
-            box.own[BELL] = 0  # another one that waits sets it again at its next step
+            peer_regions.own[BELL] = 0  # another one that waits sets it again at its next step
         message.done = True
         if message.on_done:
             self._ended.append(message)
@@ -440,14 +446,14 @@ class Receiver(Books):
 
         The sender sleeps on that when the channel is full.
         """
-        box = self._box
+        peer_regions = self._peer_regions
         freed = lane.next_slot - 1
         if freed - lane.woken > NUM_LANE_SLOTS // 4:
-            box.exports.publish(box, box.verdict_base[peer], freed)
+            peer_regions.exports.publish(peer_regions, peer_regions.verdict_base[peer], freed)
             lane.woken = freed
         else:
-            box.own[box.verdict_base[peer]] = freed
-            box.exports.later(box.verdict_base[peer])
+            peer_regions.own[peer_regions.verdict_base[peer]] = freed
+            peer_regions.exports.later(peer_regions.verdict_base[peer])
 
     def _to_private(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         """Move the fragments of a message out of the channel: its receive was aborted."""

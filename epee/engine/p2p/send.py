@@ -25,7 +25,7 @@ from ..outbox import (
     SLOT_MESSAGE,
     TAKEN_BACK,
     VERDICT_WORDS,
-    Outboxes,
+    PeerRegions,
     ring,
 )
 from .message import (
@@ -71,11 +71,11 @@ class _Fragment(NamedTuple):
 class Sender(Books):
     """All channels that this rank writes."""
 
-    def __init__(self, box: Outboxes, books: tuple[list[Message], dict[Message, None]], first: int) -> None:
-        super().__init__(box, *books)
+    def __init__(self, peer_regions: PeerRegions, books: tuple[list[Message], dict[Message, None]], first: int) -> None:
+        super().__init__(peer_regions, *books)
         self._first = first
         self._lanes: dict[int, SendLane] = {}
-        self._verdicts = box.verdict_base[box.rank]  # the same in every outbox
+        self._verdicts = peer_regions.verdict_base[peer_regions.rank]  # the same in every outbox
 
     def post(self, message: Message) -> None:
         """Take a new send and write as much of it as there is room for."""
@@ -108,9 +108,9 @@ class Sender(Books):
         lane = self._lanes.get(message.peer)
         if lane is None or lane.waiting.get(message.number) is not message:
             return message.heir_of is not None  # else it is not written, and the receiver never delivers it
-        box, number = self._box, message.number
-        mark = box.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
-        box.exports.publish(box, mark, number)  # with a fence
+        peer_regions, number = self._peer_regions, message.number
+        mark = peer_regions.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
+        peer_regions.exports.publish(peer_regions, mark, number)  # with a fence
         return self._outcome(message.peer, lane, message) == CLAIMED
 
     def cancel(self, message: Message) -> None:
@@ -182,7 +182,7 @@ class Sender(Books):
     def _verdict(self, peer: int, lane: SendLane, message: Message) -> Block | None:
         number = message.number
         index = self._verdicts + 8 + number % NUM_VERDICTS * VERDICT_WORDS
-        words = self._box.words[peer]
+        words = self._peer_regions.words[peer]
         wanted = number << 2 | MATCHED
         verdict = words[index]
         was_done = message.done
@@ -222,9 +222,9 @@ class Sender(Books):
 
     def _words_behind(self, peer: int, indices: tuple[int, int], number: int) -> Mapping[int, int] | memoryview | None:
         """Return words of a rank as they are behind this rank's mark on a message; None: its host has not answered."""
-        exports = self._box.exports
+        exports = self._peer_regions.exports
         if exports.is_here(peer):
-            return self._box.words[peer]
+            return self._peer_regions.words[peer]
         found: Mapping[int, int] | None = exports.looks.at(peer, indices, ("message", peer, number))
         return found
 
@@ -248,7 +248,8 @@ class Sender(Books):
         if is_delivered and not is_same and not old.is_known:
             message.fail(
                 InvalidState(
-                    f"{message.describe(self._box)}: the message of this tag before it, whose send raised, has been "
+                    f"{message.describe(self._peer_regions)}: the message of this tag before it, "
+                    "whose send raised, has been "
                     "delivered after all; this one is another and was not sent; send it again if it shall follow"
                 )
             )
@@ -263,7 +264,7 @@ class Sender(Books):
             lane.open.remove(old)
 
     def _refused(self, message: Message, peer: int, expected: int) -> MismatchError:
-        return mismatch(message, self._box, peer, message.signature, expected)
+        return mismatch(message, self._peer_regions, peer, message.signature, expected)
 
     def _collect(self, peer: int, lane: SendLane) -> None:
         """Take all verdicts that have arrived: numbers may be used again only then."""
@@ -275,7 +276,7 @@ class Sender(Books):
 
     def _send_whole(self, message: Message, lane: SendLane) -> bool:
         """Send a message that fits one slot on an idle channel, the usual case, in one go. False: not that case."""
-        lane.freed_seen = freed = max(self._box.words[message.peer][self._verdicts], lane.first - 1)
+        lane.freed_seen = freed = max(self._peer_regions.words[message.peer][self._verdicts], lane.first - 1)
         nbytes = message.nbytes
         if nbytes > LANE_SLOT_BYTES or not 0 <= lane.next_slot - 1 - freed < NUM_LANE_SLOTS:
             return False
@@ -297,7 +298,7 @@ class Sender(Books):
 
     def _push_fragment(self, peer: int, lane: SendLane, message: Message) -> bool:
         """Write the next fragment; False when there is no free slot."""
-        lane.freed_seen = freed = max(self._box.words[peer][self._verdicts], lane.first - 1)
+        lane.freed_seen = freed = max(self._peer_regions.words[peer][self._verdicts], lane.first - 1)
         if freed >= lane.next_slot:
             raise ProtocolError(f"rank {peer} freed slot {freed}, only {lane.next_slot - 1} were sent")
         slots = min(
@@ -315,20 +316,27 @@ class Sender(Books):
         return True
 
     def _write(self, peer: int, lane: SendLane, message: Message, nbytes: int, used: int, kind: int) -> None:
-        box = self._box
+        peer_regions = self._peer_regions
         slot = (lane.next_slot - 1) % NUM_LANE_SLOTS
         number = message.number or lane.next_message
         done, total = message.bytes_done, message.nbytes
         if nbytes == total:
             array = message.array
-            place = (box.lane_data[peer] + slot * LANE_SLOT_BYTES) // array.itemsize  # slots suit every dtype
-            box.views[array.dtype][box.rank][place : place + len(array)] = array
+            place = (peer_regions.lane_data[peer] + slot * LANE_SLOT_BYTES) // array.itemsize  # slots suit every dtype
+            peer_regions.views[array.dtype][peer_regions.rank][place : place + len(array)] = array
         elif nbytes:
-            offset = box.lane_data[peer] + slot * LANE_SLOT_BYTES
-            box.views[BYTE][box.rank][offset : offset + nbytes] = message.data[done : done + nbytes]
-        index = box.lane_base[peer] + slot * LANE_SLOT_WORDS
+            offset = peer_regions.lane_data[peer] + slot * LANE_SLOT_BYTES
+            peer_regions.views[BYTE][peer_regions.rank][offset : offset + nbytes] = message.data[done : done + nbytes]
+        index = peer_regions.lane_base[peer] + slot * LANE_SLOT_WORDS
         _HEADER.pack_into(
-            box.own, 8 * (index + SLOT_MESSAGE), number, message.user_tag, message.signature, total, nbytes, kind
+            peer_regions.own,
+            8 * (index + SLOT_MESSAGE),
+            number,
+            message.user_tag,
+            message.signature,
+            total,
+            nbytes,
+            kind,
         )
         fragment = _Fragment(number, done + nbytes, nbytes, kind, index, lane.next_slot, used)
         self.entry = (self._written, (peer, lane, message, fragment))
@@ -337,7 +345,7 @@ class Sender(Books):
 
     def _written(self, peer: int, lane: SendLane, message: Message, fragment: _Fragment) -> None:
         """Publish a fragment and book it."""
-        box = self._box
+        peer_regions = self._peer_regions
         number, bytes_done, _, kind, first_word, slot_number, used = fragment
         message.number = number
         message.bytes_done = bytes_done
@@ -347,8 +355,8 @@ class Sender(Books):
         elif kind == CANCELLED:
             message.written = True
         lane.next_message = number + 1
-        tag = box.epoch_bits | slot_number
-        box.exports.publish_fragment(box, first_word, tag, peer, slot_number, fragment.nbytes)
+        tag = peer_regions.epoch_bits | slot_number
+        peer_regions.exports.publish_fragment(peer_regions, first_word, tag, peer, slot_number, fragment.nbytes)
         lane.next_slot = slot_number + used
-        if box.words[peer][BELL]:
-            ring(box, peer)
+        if peer_regions.words[peer][BELL]:
+            ring(peer_regions, peer)

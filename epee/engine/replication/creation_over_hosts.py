@@ -41,7 +41,7 @@ from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.job_handle import Greeting
 from ..bootstrap.record import RankRecord
-from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
+from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, OutboxOwner, PeerRegions, open_outbox
 from .links import GroupLinks, NoGroupLinks
 from .mirror import FROM_BIRTH
 
@@ -127,7 +127,7 @@ def _warn() -> None:
 
 
 def make_mirrors(
-    topology: Topology, owners: list[OutboxOwner], layout: Outboxes, undo: contextlib.ExitStack
+    topology: Topology, owners: list[OutboxOwner], layout: PeerRegions, undo: contextlib.ExitStack
 ) -> dict[int, SharedRegion]:
     """Make the mirrors that this rank keeps, and announce them to the ranks of its host.
 
@@ -151,7 +151,7 @@ def map_mirror(
     peer: int,
     keeper: int,
     region: SharedRegion,
-    layout: Outboxes,
+    layout: PeerRegions,
     owner: OutboxOwner,
     deadline: float,
     check: Callable[[], None],
@@ -179,7 +179,7 @@ def map_mirror(
 
 def link(
     topology: Topology,
-    box: Outboxes,
+    peer_regions: PeerRegions,
     records: list[RankRecord],
     owners: list[OutboxOwner],
     mirrors: dict[int, SharedRegion],
@@ -206,16 +206,16 @@ def link(
         undo.callback(connected.connection.close)
     for peer, partner in others.items():
         meeting.admit(peer, partner)
-    ways = GroupLinks(topology, box, Links([]), meeting, dict(enumerate(owners)), maker)
+    ways = GroupLinks(topology, peer_regions, Links([]), meeting, dict(enumerate(owners)), maker)
     undo.callback(ways.exports.abandon)
-    box.exports = ways.exports
+    peer_regions.exports = ways.exports
     ways.start(met, mirrors)
     return ways
 
 
 def await_told(
     ways: GroupLinks | NoGroupLinks,
-    box: Outboxes,
+    peer_regions: PeerRegions,
     watch: DeathWatch,
     lost: Callable[[], tuple[int, ...]],
     deadline: float,
@@ -228,10 +228,14 @@ def await_told(
     Raises:
         CommTimeoutError: one has not in time.
     """
-    while not ways.is_told and not watch.dead() and all(box.words[peer][LIFE] == LIFE_READY for peer in box.peers):
+    while (
+        not ways.is_told
+        and not watch.dead()
+        and all(peer_regions.words[peer][LIFE] == LIFE_READY for peer in peer_regions.peers)
+    ):
         if lost():
             return
         if time.monotonic() > deadline:
-            told = f"init (rank={box.rank}): a gateway of another host has not asked for our words"
+            told = f"init (rank={peer_regions.rank}): a gateway of another host has not asked for our words"
             raise CommTimeoutError(told, has_job=False)
         time.sleep(_PAUSE_S)

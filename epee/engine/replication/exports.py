@@ -44,7 +44,7 @@ from ..outbox import (
     SLOT_MESSAGE,
     SOURCE_WORDS,
     TAKEN_BACK,
-    Outboxes,
+    PeerRegions,
     has_left,
     publish_word,
 )
@@ -65,7 +65,7 @@ class Exports:
 
     Args:
         topology: the host of each rank.
-        box: the peer regions of all ranks, mirrors among them.
+        peer_regions: the peer regions of all ranks, mirrors among them.
         links: to the partners.
         ears: readers of the partners' frames.
 
@@ -77,20 +77,22 @@ class Exports:
 
     spans = True
 
-    def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, LinkReader]) -> None:
+    def __init__(
+        self, topology: Topology, peer_regions: PeerRegions, links: Links, ears: dict[int, LinkReader]
+    ) -> None:
         self.topology = topology
         self.links = links
         self.routes: dict[int, int] = {}
         self.looks = RemoteReads(self, ears)
-        self._box = box
+        self._peer_regions = peer_regions
         self._ears = ears
-        self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
+        self._bytes = memoryview(peer_regions.regions[peer_regions.rank].mapping)[HEADER_BYTES:]
         self._told: dict[int, int] = {}  # by gateway: this rank's progress, as it knows
         self._held: dict[int, dict[int, bytes]] = {}  # by gateway, offset: bytes that go out with the next word
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not sent yet
         # the routes with which bytes were sent whose word is to come, and how to send them again
         self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
-        self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
+        self._verdicts, self._lanes = peer_regions.verdict_base[0], peer_regions.lane_base[0]
         self.on_close: Callable[[], object] = int  # further resources to release
         self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
 
@@ -104,7 +106,7 @@ class Exports:
         """Return whether a rank shares this rank's host."""
         return self.topology.is_here(rank)
 
-    def placement(self, outboxes: Outboxes) -> tuple[tuple[int, ...], ...]:
+    def placement(self, outboxes: PeerRegions) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each host that has any."""
         return self.topology.placement
 
@@ -129,20 +131,20 @@ class Exports:
 
     # ---- words
 
-    def publish(self, outboxes: Outboxes, index: int, value: int) -> None:
+    def publish(self, outboxes: PeerRegions, index: int, value: int) -> None:
         """Store `value` in word `index` of this rank's outbox, send it, and wake the waiters of this host."""
         outboxes.own[index] = value
         self.word(index, value)
         publish_word(outboxes, index, outboxes.own[index])  # a signal handler may have ended the group meanwhile
 
-    def publish_call(self, outboxes: Outboxes, cell: int, tag: int, plan: Plan, base: int) -> None:
+    def publish_call(self, outboxes: PeerRegions, cell: int, tag: int, plan: Plan, base: int) -> None:
         """Publish a call: its header in the cell at word `cell`, its first block at byte `base`, and the tag."""
         self.call(outboxes, plan, cell, base)
         outboxes.own[cell] = tag
         self.word(cell, tag)
         publish_word(outboxes, cell, outboxes.own[cell])
 
-    def publish_block(self, outboxes: Outboxes, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
+    def publish_block(self, outboxes: PeerRegions, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
         """Publish the block of round `k`, which lies at byte `offset`, with its counter."""
         if plan.put_bytes:
             self._drop_held()
@@ -150,7 +152,7 @@ class Exports:
                 self._send(gateway, offset, plan.exports(outboxes, k, readers))
         self.publish(outboxes, index, value)
 
-    def publish_share(self, outboxes: Outboxes, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
+    def publish_share(self, outboxes: PeerRegions, index: int, value: int, plan: Plan, k: int, offset: int) -> None:
         """Publish this rank's reduced share of round `k`, which lies at byte `offset`, with its counter."""
         self._drop_held()
         for gateway, readers in self._readers(outboxes):
@@ -158,7 +160,7 @@ class Exports:
         self.publish(outboxes, index, value)
 
     def publish_fragment(
-        self, outboxes: Outboxes, index: int, value: int, peer: int, slot_number: int, nbytes: int
+        self, outboxes: PeerRegions, index: int, value: int, peer: int, slot_number: int, nbytes: int
     ) -> None:
         """Publish a fragment for `peer` in a slot of its channel, whose words begin at `index`."""
         start = outboxes.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
@@ -202,7 +204,7 @@ class Exports:
     def _tell(self, gateway: int, index: int, value: int) -> None:
         """Send a word, and the bytes held for it, in one frame."""
         pieces = self._held.get(gateway, _NO_PIECES)
-        note = self._told[gateway] = self._box.own[CONSUMED]
+        note = self._told[gateway] = self._peer_regions.own[CONSUMED]
         if len(pieces) > 1:
             self.links.write_pieces(gateway, list(pieces.items()), index, value, note)
         else:
@@ -232,13 +234,13 @@ class Exports:
 
     # ---- bytes
 
-    def call(self, box: Outboxes, plan: Plan, cell: int, base: int) -> None:
+    def call(self, peer_regions: PeerRegions, plan: Plan, cell: int, base: int) -> None:
         """Send the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows.
 
-        `box`: the peer regions with which the call runs.
+        `peer_regions`: the peer regions with which the call runs.
         """
         self._drop_held()
-        self._prepared = self.routes, Exports.call, (box, plan, cell, base)
+        self._prepared = self.routes, Exports.call, (peer_regions, plan, cell, base)
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
@@ -249,8 +251,8 @@ class Exports:
                 self._held.setdefault(gateway, {})[first] = header
             return
         is_inside = first < base < 8 * (cell + CELL_WORDS)
-        for gateway, readers in self._readers(box):
-            ranges = plan.exports(box, 0, readers)
+        for gateway, readers in self._readers(peer_regions):
+            ranges = plan.exports(peer_regions, 0, readers)
             last = end
             if is_inside:
                 last = max([end, *(base + start + nbytes for start, nbytes in ranges)])
@@ -258,18 +260,18 @@ class Exports:
                 self._send(gateway, base, ranges)
             self._hold(gateway, first, last - first)
 
-    def _readers(self, box: Outboxes) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the gateways of the hosts in `box`, and the positions for which each of them receives."""
+    def _readers(self, peer_regions: PeerRegions) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the gateways of the hosts in `peer_regions`, and the positions for which each of them receives."""
         routes = self.routes
-        return [(routes[host], positions) for host, positions in box.sites.items() if host in routes]
+        return [(routes[host], positions) for host, positions in peer_regions.sites.items() if host in routes]
 
-    def call_again(self, box: Outboxes, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
+    def call_again(self, peer_regions: PeerRegions, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
         """Send a call that is published once more, its counts as well: an exception may have come before it was sent.
 
         The data that the counts announce has been sent before they were stored.
         """
-        own = self._box.own
-        self.call(box, plan, cell, base)
+        own = self._peer_regions.own
+        self.call(peer_regions, plan, cell, base)
         for word in (FILLED, MERGED, DRAINED) if has_counts else ():
             self.word(cell + word, own[cell + word])
         self.word(cell, own[cell])
@@ -286,7 +288,7 @@ class Exports:
             self._hold(gateway, 8 * first_word, 8 * (end_word - first_word))
 
     def _send(self, gateway: int, base: int, ranges: Any) -> None:
-        note = self._box.own[CONSUMED]
+        note = self._peer_regions.own[CONSUMED]
         for start, nbytes in ranges:
             first = base + start
             if 0 < nbytes <= _PIECE_BYTES:
@@ -311,7 +313,7 @@ class Exports:
 
     def tell_progress(self) -> None:
         """Send this rank's progress to the hosts that do not know it yet."""
-        own = self._box.own
+        own = self._peer_regions.own
         for gateway in list(self._late):
             self._tell_late(gateway, own[CONSUMED])
             self.links.flush(gateway)
@@ -325,17 +327,17 @@ class Exports:
 
     def tell_ends(self, seq: int) -> None:
         """Send how the last calls have ended here, up to call `seq`: for ranks that ask after this rank has left."""
-        box, own = self._box, self._box.own
-        for number in range(max(box.least_consumed(), seq - NUM_CELLS) + 1, seq + 1):
-            mark = box.first_cell + number % NUM_CELLS * CELL_WORDS + GAVE_UP
+        peer_regions, own = self._peer_regions, self._peer_regions.own
+        for number in range(max(peer_regions.least_consumed(), seq - NUM_CELLS) + 1, seq + 1):
+            mark = peer_regions.first_cell + number % NUM_CELLS * CELL_WORDS + GAVE_UP
             self.word(mark, own[mark])
 
     def say_goodbye(self) -> None:
         """Send that nothing more comes from this rank, behind everything it has sent."""
         for gateway in self.routes.values():
-            self.links.say(gateway, END, self._box.rank, FINAL)
+            self.links.say(gateway, END, self._peer_regions.rank, FINAL)
 
-    def end(self, outboxes: Outboxes) -> None:
+    def end(self, outboxes: PeerRegions) -> None:
         """Leave the memory to the thread of the links, for as long as others of this host receive through this rank."""
         self.links.end(lambda: not self._is_needed(), self._close)
 
@@ -346,16 +348,20 @@ class Exports:
 
     def _close(self) -> None:
         self._prepared = None
-        self._box.exports = NO_EXPORTS  # else the two would keep each other, and the mappings, until a collection
+        self._peer_regions.exports = (
+            NO_EXPORTS  # else the two would keep each other, and the mappings, until a collection
+        )
         for ear in self._ears.values():
             ear.close()
         self.on_close()
         self.on_close, self.kept_words = int, tuple  # they refer to objects that refer to this one
         self._bytes.release()
-        self._box.close()
+        self._peer_regions.close()
 
     def _is_needed(self) -> bool:
         """Return whether ranks of this host may still receive through this one."""
-        box = self._box
-        others = [rank for rank in self.topology.here if rank != box.rank and not has_left(box.words[rank])]
+        peer_regions = self._peer_regions
+        others = [
+            rank for rank in self.topology.here if rank != peer_regions.rank and not has_left(peer_regions.words[rank])
+        ]
         return bool(others) and any(not has_left(words) for words in self.kept_words())

@@ -64,10 +64,10 @@ class Gate:
         late: the ranks that have not turned.
     """
 
-    def __init__(self, occupants: RankTable, settling: LossResolution, tell: Callable[[int], None]) -> None:
+    def __init__(self, rank_table: RankTable, settling: LossResolution, tell: Callable[[int], None]) -> None:
         self.epoch = self.newest = 0
         self.late: tuple[int, ...] = ()
-        self._occupants, self._settling, self._tell = occupants, settling, tell
+        self._rank_table, self._settling, self._tell = rank_table, settling, tell
         self._staying: dict[int, int] = {}  # slot -> since when
         self._has_turned = False
 
@@ -75,7 +75,7 @@ class Gate:
         """Wait with the view of an epoch from now on; True: it is new, or its consequences were interrupted."""
         if self.epoch == epoch:
             return False
-        self._staying, self._has_turned, self.newest = dict(self._occupants.since), False, epoch
+        self._staying, self._has_turned, self.newest = dict(self._rank_table.since), False, epoch
         return True
 
     def begun(self, decision: Decision) -> None:
@@ -85,7 +85,7 @@ class Gate:
 
     def _leave(self, decision: Decision) -> list[int]:
         """Stop waiting for the ranks that a decision removes; return their slots."""
-        parts = parts_of(decision, self._occupants.lane)
+        parts = parts_of(decision, self._rank_table.lane)
         gone = [slot for slot, when in self._staying.items() if parts.get(slot) != when]
         self._staying = {slot: when for slot, when in self._staying.items() if slot not in gone}
         return gone
@@ -95,7 +95,7 @@ class Gate:
         if decision.epoch <= self.newest:
             return
         gone = self._leave(decision)
-        self._settling.hear(decision.epoch, [self._occupants.rank_of[slot] for slot in gone])
+        self._settling.hear(decision.epoch, [self._rank_table.rank_of[slot] for slot in gone])
         self.newest = decision.epoch
 
     def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
@@ -105,7 +105,7 @@ class Gate:
         if not self._has_turned:
             self._tell(self.epoch)
             self._has_turned = True
-        rank_of, told = self._occupants.rank_of, offers()
+        rank_of, told = self._rank_table.rank_of, offers()
         own = self._settling.roles.topology.rank
         late = [
             rank_of[s] for s in self._staying if rank_of[s] != own and (s not in told or told[s].turned < self.epoch)

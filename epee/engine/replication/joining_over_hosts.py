@@ -54,7 +54,7 @@ from ..bootstrap.group_note import (
 from ..bootstrap.proof import prove, proved
 from ..limits import MAX_RANKS
 from ..membership.group_membership import GroupMembership
-from ..outbox import Outboxes
+from ..outbox import PeerRegions
 from .links import GroupLinks
 
 _HOME_KEY = "home"
@@ -184,7 +184,7 @@ class Entrance:
         membership: GroupMembership,
         decision: Decision,
         parts: Mapping[int, OutboxEndpoint],
-        box: Outboxes,
+        peer_regions: PeerRegions,
         home: Home,
     ) -> GroupLinks:
         """Begin this rank's part between hosts, in the view that took it in.
@@ -192,8 +192,8 @@ class Entrance:
         Raises:
             ResourceError: no memory, descriptor or thread is left.
         """
-        rank, token = box.rank, membership.token
-        topology = Topology(rank, [parts[peer].host if peer in parts else "" for peer in range(box.num_ranks)])
+        rank, token = peer_regions.rank, membership.token
+        topology = Topology(rank, [parts[peer].host if peer in parts else "" for peer in range(peer_regions.num_ranks)])
         owners = {peer: part.owner for peer, part in parts.items()}
         lane = token.derive(b"links", home.lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
         others = {
@@ -201,7 +201,7 @@ class Entrance:
             for peer in topology.elsewhere
             if parts[peer].port
         }
-        box.place(topology.host_of, decision.epoch)
+        peer_regions.place(topology.host_of, decision.epoch)
         with contextlib.ExitStack() as undo:
             meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), {}, self._listener, stays=True)
             undo.callback(meeting.close)
@@ -212,12 +212,14 @@ class Entrance:
             meeting.listen()
             mirrors = {}
             for peer in topology.sources():
-                region = mirrors[peer] = SharedRegion.create(box.payload_bytes, f"mirror{peer}", only_owner_writes=True)
+                region = mirrors[peer] = SharedRegion.create(
+                    peer_regions.payload_bytes, f"mirror{peer}", only_owner_writes=True
+                )
                 undo.callback(region.close)
                 owners[peer].sign(region)
-            ways = GroupLinks(topology, box, Links([]), meeting, owners, maker)
+            ways = GroupLinks(topology, peer_regions, Links([]), meeting, owners, maker)
             undo.callback(ways.exports.abandon)
-            box.exports = ways.exports
+            peer_regions.exports = ways.exports
             ways.begin(decision.epoch, membership.since(), joined=True)
             ways.start({}, mirrors)
             membership.use(ways)

@@ -64,8 +64,8 @@ from ..outbox import (
     MIRROR_CUT,
     MIRROR_MADE,
     MIRROR_SETTLED,
-    Outboxes,
     OutboxOwner,
+    PeerRegions,
     has_left,
 )
 from ..waiting import Waiting
@@ -136,14 +136,14 @@ class GroupLinks:
 
     Args:
         topology: the host of each rank.
-        box: the peer regions of all ranks; this rank's own, and those of its host, are mapped.
+        peer_regions: the peer regions of all ranks; this rank's own, and those of its host, are mapped.
         links: without a link so far.
         meeting: makes connections.
         owners: per rank the owner named in its outbox and mirrors.
         maker: makes a link of each connection.
 
     Attributes:
-        box, owners: as the arguments.
+        peer_regions, owners: as the arguments.
         exports: sends stores to the others.
         mirrors: that this rank keeps, by source.
         epoch: of the newest view whose roles are played.
@@ -157,7 +157,7 @@ class GroupLinks:
     def __init__(
         self,
         topology: Topology,
-        box: Outboxes,
+        peer_regions: PeerRegions,
         links: Links,
         meeting: Meeting,
         owners: dict[int, OutboxOwner],
@@ -166,7 +166,7 @@ class GroupLinks:
         self.port = meeting.port
         self.mirrors: dict[int, Mirror] = {}
         self.epoch = 1
-        self.box, self.owners = box, owners
+        self.peer_regions, self.owners = peer_regions, owners
         self._links, self._meeting, self._maker = links, meeting, maker
         self._roles = Roles(topology, [rank for rank, host in enumerate(topology.host_of) if host >= 0])
         self._ahead: Roles | None = None  # roles by which lost ranks are answered for, while a view with joiners waits
@@ -178,9 +178,9 @@ class GroupLinks:
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
         self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
-        self._own = box.own
+        self._own = peer_regions.own
         self._retry_at = 0.0
-        self.exports = exports = Exports(topology, box, links, self._ears)
+        self.exports = exports = Exports(topology, peer_regions, links, self._ears)
         self.waiting: Callable[..., Waiting] = partial(LinkedWaiting, exports=exports)
         exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
 
@@ -191,7 +191,7 @@ class GroupLinks:
             ResourceError: the system has no thread left.
         """
         for source, region in mirrors.items():
-            self.mirrors[source] = Mirror(source, region, self.box, is_from_birth=True)
+            self.mirrors[source] = Mirror(source, region, self.peer_regions, is_from_birth=True)
             self._questions[source] = _Question(source, self.epoch, None)
         for peer, connected in met.items():
             self._take(peer, connected)
@@ -217,17 +217,17 @@ class GroupLinks:
 
     def follow(
         self,
-        occupants: RankTable,
+        rank_table: RankTable,
         since: Mapping[int, int],
         joined_in: int,
-        boxes: Callable[[], Iterable[Outboxes]],
+        epoch_regions: Callable[[], Iterable[PeerRegions]],
         tell: Callable[[int], None],
     ) -> tuple[LossResolution, Gate]:
         """Return the parts of the membership that follow the data of other hosts, from the present placement on."""
-        settling = LossResolution(self.box, Roles(self.topology, [*since], since), self.owners, boxes)
+        settling = LossResolution(self.peer_regions, Roles(self.topology, [*since], since), self.owners, epoch_regions)
         if joined_in:
             settling.begin(joined_in)
-        return settling, Gate(occupants, settling, tell)
+        return settling, Gate(rank_table, settling, tell)
 
     def adopted(self, epoch: int) -> None:
         """Note that the engine has applied a view with joiners; the engine's lock is held."""
@@ -248,8 +248,10 @@ class GroupLinks:
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
         """Note a request for the whole state of a source."""
-        if not 0 <= source < self.box.capacity:
-            raise ProtocolError(f"rank {peer} asks for rank {source} of {self.box.capacity}; the connection ends")
+        if not 0 <= source < self.peer_regions.capacity:
+            raise ProtocolError(
+                f"rank {peer} asks for rank {source} of {self.peer_regions.capacity}; the connection ends"
+            )
         self._fetches[peer, source] = epoch  # a newer question about the same is asked because the older is void
         self._links.ring()
 
@@ -281,7 +283,7 @@ class GroupLinks:
 
     def _complete(self, mirror: Mirror, epoch: int = 0) -> None:
         """Announce the mirror of a source to the ranks of this host; `epoch`: made for this view, 0: for the last."""
-        base, blob = self.box.mirror_base[mirror.source], mirror.region.blob
+        base, blob = self.peer_regions.mirror_base[mirror.source], mirror.region.blob
         if mirror.is_whole and self._own[base + MIRROR_MADE] >= self._own[GENERATION]:
             return  # else all was requested again as a rank has joined here
         mirror.is_whole = True
@@ -294,7 +296,7 @@ class GroupLinks:
     def _settle(self, source: int, epoch: int) -> None:
         """Announce to the ranks of this host that the mirror of a source has all that counts of it in a view."""
         fence()
-        index = self.box.mirror_base[source] + MIRROR_SETTLED
+        index = self.peer_regions.mirror_base[source] + MIRROR_SETTLED
         if self._own[index] < epoch:
             self._own[index] = epoch
 
@@ -419,7 +421,7 @@ class GroupLinks:
         self.owners[rank], self._joined[rank] = one.owner, epoch
         if one.partner is not None:
             self._meeting.admit(rank, one.partner)
-        row = self.box.mirror_base[rank]
+        row = self.peer_regions.mirror_base[rank]
         self._own[row + MIRROR_MADE] = self._own[row + MIRROR_SETTLED] = self._own[row + MIRROR_CUT] = 0
 
     def _discard(self, source: int) -> None:
@@ -432,10 +434,10 @@ class GroupLinks:
         mirror.region.hide()
 
     def _make(self, source: int, question: _Question) -> None:
-        region = SharedRegion.create(self.box.payload_bytes, f"mirror{source}", only_owner_writes=True)
+        region = SharedRegion.create(self.peer_regions.payload_bytes, f"mirror{source}", only_owner_writes=True)
         self.owners[source].sign(region)
         with self._links.lock:
-            self.mirrors[source] = Mirror(source, region, self.box)
+            self.mirrors[source] = Mirror(source, region, self.peer_regions)
             self._questions[source] = question
 
     def _says_goodbye(self, source: int) -> bool:
@@ -445,7 +447,7 @@ class GroupLinks:
 
     def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool) -> None:
         """Ensure that the mirror of a lost source gets all that counts; `is_new`: it is lost in `epoch`."""
-        row, question = self.box.mirror_base[source], self._questions.get(source)
+        row, question = self.peer_regions.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
         settled = self._own[row + MIRROR_SETTLED]
         if settled and (settled == FINAL or not is_new):
@@ -477,9 +479,9 @@ class GroupLinks:
 
         Any of this host in the present placement: its successor may have left before it received anything.
         """
-        row = self.box.mirror_base[source]
+        row = self.peer_regions.mirror_base[source]
         for rank in self.topology.here:
-            words = self.box.words[rank]
+            words = self.peer_regions.words[rank]
             is_former = rank != self.topology.rank and words[GENERATION] == self._own[GENERATION]
             if is_former and words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT]:
                 return words
@@ -491,9 +493,9 @@ class GroupLinks:
         False: this rank does not read that one. It is as if that gateway had sent all to this one. The lock of the
         links is held.
         """
-        region, first = self.box.regions[source], self.box.mirror_base[source] + MIRROR_BLOB
+        region, first = self.peer_regions.regions[source], self.peer_regions.mirror_base[source] + MIRROR_BLOB
         blob = words[first : first + BLOB_BYTES // 8].tobytes()
-        if not words[self.box.mirror_base[source] + MIRROR_MADE] or region.blob != blob:
+        if not words[self.peer_regions.mirror_base[source] + MIRROR_MADE] or region.blob != blob:
             return False
         if source not in self.mirrors:
             self._make(source, _Question(source, epoch, None))
@@ -508,7 +510,7 @@ class GroupLinks:
             if word != NO_WORD:
                 mirror.words[word] = value
 
-        tell_all(write, self.box, source, region, self._roles.living(self.topology.host), self._joined)
+        tell_all(write, self.peer_regions, source, region, self._roles.living(self.topology.host), self._joined)
         self._complete(mirror, epoch)
         return True
 
@@ -534,7 +536,7 @@ class GroupLinks:
     def _take(self, peer: int, connected: Connected) -> None:
         """Use a connection with a peer, replacing the previous one."""
         with self._links.lock:
-            ear = LinkReader(peer, self.box, self._links, self)
+            ear = LinkReader(peer, self.peer_regions, self._links, self)
             link = self._maker.make(peer, connected, ear)
             if peer in self._ears:
                 self._unlink(peer)
@@ -595,7 +597,7 @@ class GroupLinks:
             self.exports.route(host, peer)  # first: stores from here on are sent behind the answer
         self._links.say(peer, BEGIN, source, epoch)
         try:
-            tell_all(write, self.box, source, self.box.regions[source], readers, self._joined)
+            tell_all(write, self.peer_regions, source, self.peer_regions.regions[source], readers, self._joined)
         except BaseException:
             self._links.drop(peer)
             self._lost(peer)

@@ -31,8 +31,8 @@ from ..outbox import (
     MIRROR_CUT,
     MIRROR_MADE,
     MIRROR_SETTLED,
-    Outboxes,
     OutboxOwner,
+    PeerRegions,
     open_outbox,
 )
 
@@ -68,10 +68,10 @@ class LossResolution:
     """The mirrors of one rank's host, as far as a change of the view concerns them.
 
     Args:
-        box: the peer regions of all ranks.
+        peer_regions: the peer regions of all ranks.
         roles: of the view in which the group begins.
         owners: per rank the owner named in its mirrors.
-        boxes: returns all peer regions with which calls run, or may.
+        epoch_regions: returns all peer regions with which calls run, or may.
 
     Attributes:
         roles: of the newest view that was applied.
@@ -79,12 +79,16 @@ class LossResolution:
     """
 
     def __init__(
-        self, box: Outboxes, roles: Roles, owners: dict[int, OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
+        self,
+        peer_regions: PeerRegions,
+        roles: Roles,
+        owners: dict[int, OutboxOwner],
+        epoch_regions: Callable[[], Iterable[PeerRegions]],
     ) -> None:
         self.roles = roles
         self._newest = 0  # epoch of the last decision that was applied
         self.unsettled: dict[int, int] = {}
-        self._box, self._owners, self._boxes = box, owners, boxes
+        self._peer_regions, self._owners, self._epoch_regions = peer_regions, owners, epoch_regions
         self._moves: dict[int, int] = {}  # source -> the view since which it has another gateway
         self._ahead: Roles | None = None  # by which lost ranks are answered for, while a view with joiners waits
         self._generation = 0
@@ -124,8 +128,8 @@ class LossResolution:
             owners: by joiner, the owner named in its mirrors.
         """
         roles = Roles(self.roles.topology.moved(keys), [*since], {**self.roles.since, **since})
-        self._box.place(roles.topology.host_of, epoch)
-        self._box.exports.move(roles.topology)
+        self._peer_regions.place(roles.topology.host_of, epoch)
+        self._peer_regions.exports.move(roles.topology)
         self._owners.update(owners)
         before = self.roles if epoch > self._generation else None
         self._newest = self._generation = epoch
@@ -137,7 +141,7 @@ class LossResolution:
             if source in owners or is_moved:
                 self._moves[source] = epoch
         self.roles, self._ahead = roles, None
-        self._box.exports.looks.gone = frozenset(range(len(roles.topology.host_of))) - roles.present
+        self._peer_regions.exports.looks.gone = frozenset(range(len(roles.topology.host_of))) - roles.present
 
     def change(self, epoch: int, present: Iterable[int]) -> None:
         """Apply a view; may be run again."""
@@ -150,7 +154,7 @@ class LossResolution:
             if is_needed and after.keeper(source) != before.keeper(source):
                 self._moves[source] = epoch
         self.roles = after
-        self._box.exports.looks.gone = frozenset(range(len(after.topology.host_of))) - after.present
+        self._peer_regions.exports.looks.gone = frozenset(range(len(after.topology.host_of))) - after.present
 
     @property
     def is_over(self) -> bool:
@@ -192,7 +196,7 @@ class LossResolution:
     def _row(self, source: int) -> tuple[memoryview, int]:
         keeper = self._keeper(source)
         assert keeper is not None, "this rank is in the view"
-        return self._box.words[keeper], self._box.mirror_base[source]
+        return self._peer_regions.words[keeper], self._peer_regions.mirror_base[source]
 
     def _keeper(self, source: int) -> int | None:
         roles = self._ahead if self._ahead is not None and source in self.unsettled else self.roles
@@ -219,17 +223,19 @@ class LossResolution:
 
     def _is_leaving(self, source: int) -> bool:
         """Return whether the gateway of a source is leaving: its death will be noticed."""
-        region = self._box.regions[self._keeper(source) or 0]
+        region = self._peer_regions.regions[self._keeper(source) or 0]
         return is_leaving(region.owner_pid, region.owner_start_time)
 
     def _use(self, source: int, region: SharedRegion) -> None:
         """Read a source in this memory from now on, in all peer regions in which it was read in the old one."""
-        old = self._box.regions[source]
-        words = region.words(0, len(self._box.own))
-        for box in {id(box): box for box in (*self._boxes(), self._box)}.values():
-            for position, rank in enumerate(box.members):
-                if rank == source and box.regions[position] is old:
-                    box.regions[position], box.words[position] = region, words
-                    box.address[position] = region.address
-                    box.peer_words = [box.words[peer] for peer in box.peers]
-                    box.forget_views()
+        old = self._peer_regions.regions[source]
+        words = region.words(0, len(self._peer_regions.own))
+        for peer_regions in {
+            id(peer_regions): peer_regions for peer_regions in (*self._epoch_regions(), self._peer_regions)
+        }.values():
+            for position, rank in enumerate(peer_regions.members):
+                if rank == source and peer_regions.regions[position] is old:
+                    peer_regions.regions[position], peer_regions.words[position] = region, words
+                    peer_regions.address[position] = region.address
+                    peer_regions.peer_words = [peer_regions.words[peer] for peer in peer_regions.peers]
+                    peer_regions.forget_views()

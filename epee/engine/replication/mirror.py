@@ -39,7 +39,7 @@ from ...link.frames import (
 from ...link.poller import Links
 from ...memory.shared import HEADER_BYTES, SharedRegion
 from ...memory.signals import fence, futex_wake
-from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, Outboxes
+from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, VIEW, PeerRegions
 
 if TYPE_CHECKING:
     from .links import GroupLinks
@@ -53,7 +53,7 @@ class Mirror:
     Args:
         source: the rank.
         region: the memory, signed as the source's.
-        box: the outboxes of the group, for their layout.
+        peer_regions: the outboxes of the group, for their layout.
         is_from_birth: all ranks of this host have mapped it when the group was made.
 
     Attributes:
@@ -61,15 +61,17 @@ class Mirror:
         is_from_birth: as the argument.
     """
 
-    def __init__(self, source: int, region: SharedRegion, box: Outboxes, is_from_birth: bool = False) -> None:
+    def __init__(
+        self, source: int, region: SharedRegion, peer_regions: PeerRegions, is_from_birth: bool = False
+    ) -> None:
         self.is_from_birth = is_from_birth
         self.source = source
         self.region = region
         self.is_whole = False
-        self.words = region.words(0, len(box.own))
-        self.bytes = memoryview(region.mapping)[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
-        self._first_word, self._end_word = box.first_cell, len(self.words)
-        self._first_byte, self._end_byte = 8 * box.first_cell, box.payload_bytes
+        self.words = region.words(0, len(peer_regions.own))
+        self.bytes = memoryview(region.mapping)[HEADER_BYTES : HEADER_BYTES + peer_regions.payload_bytes]
+        self._first_word, self._end_word = peer_regions.first_cell, len(self.words)
+        self._first_byte, self._end_byte = 8 * peer_regions.first_cell, peer_regions.payload_bytes
 
     def checked(self, offset: int, nbytes: int, word: int) -> memoryview:
         """Return the bytes at an offset where its source may write, and a word behind them."""
@@ -94,7 +96,7 @@ class LinkReader:
 
     Args:
         peer: the rank at its other end.
-        box: the peer regions of the group.
+        peer_regions: the peer regions of the group.
         links: through which questions are answered.
         keeper: has the mirrors.
 
@@ -103,12 +105,12 @@ class LinkReader:
         told: answers (number -> values), until they are taken.
     """
 
-    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: GroupLinks) -> None:
+    def __init__(self, peer: int, peer_regions: PeerRegions, links: Links, keeper: GroupLinks) -> None:
         self.peer = peer
         self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}
-        self._box = box
-        self._lanes = box.lane_base[0]
+        self._peer_regions = peer_regions
+        self._lanes = peer_regions.lane_base[0]
         self._links, self._keeper = links, keeper
         self._mirror: Mirror | None = None  # of the incoming frames
         self._is_void = False  # the incoming frames are not wanted
@@ -171,22 +173,28 @@ class LinkReader:
     def _wake(self, mirror: Mirror, word: int) -> None:
         """Wake the ranks of this host that sleep on a word of the mirror, or on BELL where a message came."""
         fence()
-        box = self._box
-        for rank in box.here:
-            if box.words[rank][SLEEPERS]:
+        peer_regions = self._peer_regions
+        for rank in peer_regions.here:
+            if peer_regions.words[rank][SLEEPERS]:
                 futex_wake(mirror.region.address + 8 * word)
                 break
         if word >= self._lanes:
             rank = (word - self._lanes) // LANE_WORDS
-            if rank in box.here and box.words[rank][BELL]:
-                futex_wake(box.address[rank] + 8 * BELL)
+            if rank in peer_regions.here and peer_regions.words[rank][BELL]:
+                futex_wake(peer_regions.address[rank] + 8 * BELL)
 
     def _answer(self, number: int, payload: bytes) -> None:
-        asked, box = parse_asked(payload), self._box
+        asked, peer_regions = parse_asked(payload), self._peer_regions
         for rank, word in asked:
-            is_elsewhere = rank >= box.capacity or (rank < len(box.host_of) and rank not in box.here)
-            if is_elsewhere or word >= len(box.own):
+            is_elsewhere = rank >= peer_regions.capacity or (
+                rank < len(peer_regions.host_of) and rank not in peer_regions.here
+            )
+            if is_elsewhere or word >= len(peer_regions.own):
                 raise ProtocolError(f"rank {self.peer} asks for word {word} of rank {rank}; it must not")
         fence()  # data before the question is stored, and visible, before these are loaded
         # of a rank that has just joined, and is not known to this rank yet, there is nothing
-        self._links.tell(self.peer, number, [box.words[rank][word] if rank in box.here else 0 for rank, word in asked])
+        self._links.tell(
+            self.peer,
+            number,
+            [peer_regions.words[rank][word] if rank in peer_regions.here else 0 for rank, word in asked],
+        )

@@ -39,7 +39,7 @@ from ..outbox import (
     TAG,
     TAKEN_BACK,
     VIEW,
-    Outboxes,
+    PeerRegions,
     consumed_of,
     unsealed,
 )
@@ -61,7 +61,7 @@ class _Slot(NamedTuple):
 
 def tell_all(
     write: Write,
-    box: Outboxes,
+    peer_regions: PeerRegions,
     source: int,
     region: SharedRegion,
     readers: Sequence[int],
@@ -70,29 +70,29 @@ def tell_all(
     """Send all of `source`'s outbox, mapped as `region`, that ranks of one host may need.
 
     Args:
-        box: peer regions of all ranks, for the layout and for the readers' progress.
+        peer_regions: peer regions of all ranks, for the layout and for the readers' progress.
         readers: the ranks of that host.
         joined: the epoch of each rank that joined after the group was created.
     """
-    words = region.words(0, len(box.own))
+    words = region.words(0, len(peer_regions.own))
     data = memoryview(region.mapping)[HEADER_BYTES:]
     try:
         consumed = consumed_of(words)
-        least = min(consumed_of(box.words[reader]) for reader in readers)
-        cells = list(_cells(words, box.first_cell, least))
-        slots = [slot for reader in readers for slot in _slots(words, box, source, reader, joined or {})]
+        least = min(consumed_of(peer_regions.words[reader]) for reader in readers)
+        cells = list(_cells(words, peer_regions.first_cell, least))
+        slots = [slot for reader in readers for slot in _slots(words, peer_regions, source, reader, joined or {})]
         small = [bytes(data[8 * (cell + _HEADER_WORDS) : 8 * (cell + CELL_WORDS)]) for cell, _ in cells]
         starts = [unsealed(header[OFFSET]) for _, header in cells]
-        end = box.ring.start + box.ring.nbytes
-        low = min((start for start in starts if box.ring.start <= start < end), default=end)
+        end = peer_regions.ring.start + peer_regions.ring.nbytes
+        low = min((start for start in starts if peer_regions.ring.start <= start < end), default=end)
         for start, nbytes in region.written(low, end - low) if low < end else ():
             write(start, data[start : start + nbytes], NO_WORD, 0, 0)
         for (cell, header), payload in zip(cells, small, strict=True):
             write(8 * (cell + _HEADER_WORDS), payload, NO_WORD, 0, 0)
             write(8 * (cell + 1), _packed(header[1:]), cell, header[TAG], 0)
         for reader in readers:
-            _tell_marks(write, words, box.lane_base[reader])
-            first = box.verdict_base[reader]
+            _tell_marks(write, words, peer_regions.lane_base[reader])
+            first = peer_regions.verdict_base[reader]
             write(8 * first, bytes(data[8 * first : 8 * (first + SOURCE_WORDS)]), NO_WORD, 0, 0)
         for slot in slots:
             write(slot.start, data[slot.start : slot.start + slot.nbytes], NO_WORD, 0, 0)
@@ -118,18 +118,20 @@ def _cells(words: memoryview, first: int, least: int) -> Iterator[tuple[int, lis
             yield cell, header
 
 
-def _slots(words: memoryview, box: Outboxes, source: int, reader: int, joined: Mapping[int, int]) -> Iterator[_Slot]:
+def _slots(
+    words: memoryview, peer_regions: PeerRegions, source: int, reader: int, joined: Mapping[int, int]
+) -> Iterator[_Slot]:
     """Yield the fragments for `reader` that it has not freed, as far as is known, in order."""
     came = max(joined.get(source, 0), joined.get(reader, 0))
-    number = max(box.words[reader][box.verdict_base[source]] + 1, first_number(came) if came else 1)
+    number = max(peer_regions.words[reader][peer_regions.verdict_base[source]] + 1, first_number(came) if came else 1)
     while True:
         slot = (number - 1) % NUM_LANE_SLOTS
-        index = box.lane_base[reader] + slot * LANE_SLOT_WORDS
+        index = peer_regions.lane_base[reader] + slot * LANE_SLOT_WORDS
         header = words[index : index + LANE_SLOT_WORDS].tolist()
         used = max(1, -(-header[SLOT_BYTES] // LANE_SLOT_BYTES))
-        if header[0] != box.epoch_bits | number or used > NUM_LANE_SLOTS - slot:
+        if header[0] != peer_regions.epoch_bits | number or used > NUM_LANE_SLOTS - slot:
             return
-        yield _Slot(index, header, box.lane_data[reader] + slot * LANE_SLOT_BYTES, header[SLOT_BYTES])
+        yield _Slot(index, header, peer_regions.lane_data[reader] + slot * LANE_SLOT_BYTES, header[SLOT_BYTES])
         number += used
 
 

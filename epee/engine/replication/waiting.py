@@ -44,7 +44,7 @@ class LinkedWaiting(Waiting):
 
     def spin(self, block: Block) -> bool:
         """Poll, and pump; True when the block's word is there."""
-        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        words, index, value = self._guarded.peer_regions.words[block.rank], block.word, block.value
         pump = self._links.pump
         for _ in range(_PUMPS if self._own_core else 2):
             if words[index] >= value:
@@ -57,7 +57,7 @@ class LinkedWaiting(Waiting):
 
         As long as bytes come they are moved here: to hand the sockets to the thread costs two switches.
         """
-        return self._move_until(self._guarded.box.words[block.rank], block.word, block.value, now)
+        return self._move_until(self._guarded.peer_regions.words[block.rank], block.word, block.value, now)
 
     def _move_until(self, words: memoryview, index: int, value: int, now: float) -> bool:
         guarded, pump = self._guarded, self._links.pump

@@ -19,7 +19,7 @@ while one of them knows of the joiner: the members of every view that a rank has
 timeout has expired reports that, and the meeting ends for all without the ranks that have not requested admission yet.
 
 Placement: from the joiner's first call on hosts, gateways and sums are those of the ranks that the view has
-(`Outboxes.host_of`, `placed_in`). `CallPlacement` computes from that the topology with which a step is planned, with
+(`PeerRegions.host_of`, `placed_in`). `CallPlacement` computes from that the topology with which a step is planned, with
 hosts numbered by their lowest rank, so it is the same on all ranks, whatever numbers the engines use.
 
 After a crash: of a rank that requests admission, its offer disappears with its membership, so no rank waits for it any
@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable
 
 from ...engine import Engine
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...link.topology import Topology
 from ...view.group import GroupInView
 from ..control.messages import ControlPlaneOver
@@ -60,19 +60,19 @@ class CallPlacement:
         self._num_ranks = num_ranks
         self._known: tuple[int, Topology] = -1, topology
 
-    def of(self, box: Outboxes) -> Topology:
+    def of(self, peer_regions: PeerRegions) -> Topology:
         """Return the placement of a call."""
-        if not box.host_of:
+        if not peer_regions.host_of:
             return self._known[1]
-        if self._known[0] != box.placed_in:
-            self._known = box.placed_in, placement_of(box, self._num_ranks)
+        if self._known[0] != peer_regions.placed_in:
+            self._known = peer_regions.placed_in, placement_of(peer_regions, self._num_ranks)
         return self._known[1]
 
 
-def placement_of(box: Outboxes, num_ranks: int) -> Topology:
+def placement_of(peer_regions: PeerRegions, num_ranks: int) -> Topology:
     """Return the placement of the ranks; hosts are numbered by their lowest rank."""
-    host_of = [box.host_of[rank] if rank < len(box.host_of) else -1 for rank in range(num_ranks)]
-    return Topology(box.members[box.rank], [str(host) if host >= 0 else "" for host in host_of])
+    host_of = [peer_regions.host_of[rank] if rank < len(peer_regions.host_of) else -1 for rank in range(num_ranks)]
+    return Topology(peer_regions.members[peer_regions.rank], [str(host) if host >= 0 else "" for host in host_of])
 
 
 class Assembly:
@@ -81,13 +81,13 @@ class Assembly:
     Args:
         control: of the buffer.
         engine: of the buffer.
-        seat: job handle of its group.
+        job_handle: job handle of its group.
     """
 
-    def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, seat: GroupInView) -> None:
+    def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, job_handle: GroupInView) -> None:
         self._control, self._exchange = control, control.exchange
         self._engine = engine
-        self._seat = seat
+        self._job_handle = job_handle
 
     def meet(self, data: bytes, deadline: float, is_loss: Callable[[Exception], bool]) -> list[bytes]:
         """Meet, and admit joiners; return the `data` of all ranks, in rank order.
@@ -132,12 +132,12 @@ class Assembly:
         """Return the ranks in the engine's group or requesting admission, and those in the process group, as bit
         masks.
         """
-        membership, seat = self._engine.membership, self._seat
-        if not seat.is_open or membership is None:
+        membership, job_handle = self._engine.membership, self._job_handle
+        if not job_handle.is_open or membership is None:
             return 0, 0
         there, left = membership.admission.expected()
         ready = [rank for rank in there if rank < self._control.config.num_ranks]
-        awaited = set(present_ranks(seat, seat.runtime.view())) - left
+        awaited = set(present_ranks(job_handle, job_handle.runtime.view())) - left
         return sum(1 << rank for rank in ready), sum(1 << rank for rank in awaited)
 
     def _take_in(self, ranks: set[int], deadline: float) -> None:

@@ -30,7 +30,7 @@ from ...errors import CommTimeoutError, EpeeError, UnsupportedError
 from ...view.group import GroupInView
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
-from ..membership.group_view import seat_of
+from ..membership.group_view import job_handle_of
 from .latency.region import latency_layout
 from .layout import staging_bytes
 from .notices import BufferNotice, tell
@@ -69,7 +69,9 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
 
 
-def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: BufferNotice, timeout_s: float) -> Engine:
+def come_into(
+    job_handle: GroupInView, rank: int, config: BufferConfig, notice: BufferNotice, timeout_s: float
+) -> Engine:
     """Make this rank's part of a running buffer; returns when the members have admitted this process.
 
     Raises:
@@ -78,7 +80,7 @@ def come_into(seat: GroupInView, rank: int, config: BufferConfig, notice: Buffer
     """
     global _newest
     _newest = max(_newest, notice.number)
-    place = Place(notice.home, list(seat.slots), rank, False)
+    place = Place(notice.home, list(job_handle.slots), rank, False)
     try:
         engine = come_in(place, config.num_ranks, timeout_s, _mode_of(config), None, _extra_of(config))
     except CommTimeoutError as error:
@@ -101,11 +103,11 @@ def tell_of(
     Raises:
         InvalidState: this process has too many buffers of the group.
     """
-    seat, place = seat_of(group, config.num_ranks), place_of(engine, _mode_of(config))
-    if not seat.spans or place is None or not place.home.spans:
+    job_handle, place = job_handle_of(group, config.num_ranks), place_of(engine, _mode_of(config))
+    if not job_handle.spans or place is None or not place.home.spans:
         return _nothing
     number, epoch = (_newest, engine.members.epoch) if running is None else (running.number, running.epoch)
-    return tell(seat, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
+    return tell(job_handle, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
 
 
 def _mode_of(config: BufferConfig) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...engine import Engine
 from ...engine.operation import Operation
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Make
 from ...errors import NoQuorumError, ProtocolError, context, ignored
 from ..config import BufferConfig
@@ -57,7 +57,7 @@ class HostsExchange:
         take_back: removes this rank's notice of the buffer from the group.
 
     Attributes:
-        box: the outboxes with which the last call ran.
+        peer_regions: the outboxes with which the last call ran.
         epoch: handles of another one are stale. Of the view in the last call, so the same on all ranks between the same
             two calls; in a `LatencyBuffer` it is set by `sync`.
         members: ranks with a part in the last call.
@@ -81,7 +81,7 @@ class HostsExchange:
         self.membership = Membership(0)
         self.end = NothingOpen()
         self.epoch = 0 if config.is_latency else engine.members.epoch
-        self.box: Outboxes = engine.members
+        self.peer_regions: PeerRegions = engine.members
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._interrupt, self._take_back = interrupt, take_back
@@ -91,7 +91,7 @@ class HostsExchange:
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the last call, ascending."""
-        return self.box.members
+        return self.peer_regions.members
 
     @property
     def seq(self) -> int:
@@ -112,7 +112,7 @@ class HostsExchange:
             CommTimeoutError, RankFailedError: a rank did not take part.
             ProtocolError: a row cannot be right.
         """
-        last = self.box
+        last = self.peer_regions
         row, patience = self._row(header, counts, text), CallPatience.until(deadline)
         met = self._read(row, self.run(row.plan, patience))
         if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
@@ -133,9 +133,9 @@ class HostsExchange:
         """Run a call of the engine to its end."""
         self._interrupt()
         op = self.engine.run(make, patience)
-        self.box = op.box
+        self.peer_regions = op.peer_regions
         if not self.config.is_latency:
-            self.epoch = op.box.epoch
+            self.epoch = op.peer_regions.epoch
         return op
 
     def _row(self, header: Header, counts: Ints | None, text: bytes) -> OwnRow:
@@ -143,7 +143,7 @@ class HostsExchange:
 
     def _read(self, row: OwnRow, op: Operation) -> MemberRows:
         """Return the rows of the members of a call, checked and agreed on."""
-        members, seq = op.box.members, op.seq
+        members, seq = op.peer_regions.members, op.seq
         if row.found[self.rank].tobytes() != row.data:
             raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
         raw, texts, told = self._format.split(row.found.tobytes())
@@ -152,14 +152,16 @@ class HostsExchange:
             parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
             for src, words in enumerate(raw)
         ]
-        check_agreed(headers, texts, members, seq, op.box.epoch)
+        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
         told = told[:, : len(self._owners)]
         if len(members) < self.config.num_ranks:
             lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
             told = told.copy()
             told[lost] = 0
             told[:, np.isin(self._owners, lost)] = 0
-        return MemberRows(ExchangedRows(headers, told, texts, members), members, op.box.epoch, seq, op.box)
+        return MemberRows(
+            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
+        )
 
     def release(self) -> None:
         """End the engine; idempotent."""

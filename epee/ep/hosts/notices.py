@@ -113,13 +113,13 @@ class _NoPlaceLeft(InvalidState):
     """A process has published as many notices of a group as it can."""
 
 
-def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
+def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     """Publish the notice of a buffer of this process; return the function that removes it (idempotent).
 
     Raises:
         InvalidState: this process has too many buffers of the group.
     """
-    runtime, lane = seat.runtime, seat.lane
+    runtime, lane = job_handle.runtime, job_handle.lane
     with _lock:
         taken = _taken.setdefault(runtime, {}).setdefault(lane, set())
         place = next((place for place in range(MAX_NOTICES) if place not in taken), None)
@@ -151,7 +151,7 @@ def tell(seat: GroupInView, notice: BufferNotice) -> Callable[[], None]:
 
 
 def tell_of_one_host(
-    seat: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
+    job_handle: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
 ) -> Callable[[], None]:
     """Publish the notice of a buffer that stays on its host; return the function that removes it.
 
@@ -160,10 +160,10 @@ def tell_of_one_host(
         like: the notice by which this process has joined the buffer, if it has.
         first: the epoch in which all ranks have made it together; 0 otherwise.
     """
-    epoch = like.epoch if like is not None else first or seat.runtime.view().epoch
+    epoch = like.epoch if like is not None else first or job_handle.runtime.view().epoch
     home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
     try:
-        return tell(seat, BufferNotice(number, 1, epoch, home, config.words()))
+        return tell(job_handle, BufferNotice(number, 1, epoch, home, config.words()))
     except _NoPlaceLeft as error:  # the buffer works all the same; only a joiner from another host waits in vain
         logger.info("a buffer of one host is not told to processes that come: %s", error)
         return _nothing
@@ -193,38 +193,38 @@ class OnOneHost(NamedTuple):
 
 
 def find_on_one_host(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, is_cuda: bool, timeout_s: float
 ) -> OnOneHost | None:
     """Return the running buffer of one host that this process would take part in, or None. Local.
 
     Args:
-        seat: the job handle of a process that joins a group over several hosts.
+        job_handle: the job handle of a process that joins a group over several hosts.
         is_cuda: the buffer is to be one of GPUs, whatever `config` says so far.
         Others as of `find_running`, which raises the same.
     """
-    runtime, own = seat.runtime, config.words()
+    runtime, own = job_handle.runtime, config.words()
     had = _had.get(runtime, set())
     device = CONFIG_NAMES.index("device")
     names = _SHAPE if config.is_latency else _KIND
     like = [CONFIG_NAMES.index(name) for name in names]
-    for notice, rank in _running(seat, group.rank(), timeout_s):
+    for notice, rank in _running(job_handle, group.rank(), timeout_s):
         theirs = notice.words
         is_like = all(theirs[at] == own[at] for at in like) and (theirs[device] > 0) == is_cuda
         if is_like and notice.home.lane not in had:  # a joiner takes part in the oldest one
             is_alone = notice.num_hosts == 1
-            host = runtime.host_of(seat.slots[rank])
+            host = runtime.host_of(job_handle.slots[rank])
             return OnOneHost(notice, rank, host, runtime.member.host) if is_alone else None
     return None
 
 
 def find_running(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
     """Return the running buffer over hosts that this process has to take part in, or None. Local.
 
     Args:
         group: of the buffer.
-        seat: its job handle, of a process that joins a group over several hosts.
+        job_handle: its job handle, of a process that joins a group over several hosts.
         config: of the buffer that is made.
         timeout_s: how long to wait until the notices of all members have arrived.
 
@@ -234,10 +234,10 @@ def find_running(
     """
     if config.is_cuda:
         return None
-    had = _had.get(seat.runtime, set())
+    had = _had.get(job_handle.runtime, set())
     running = [
         (notice, rank)
-        for notice, rank in _running(seat, group.rank(), timeout_s)
+        for notice, rank in _running(job_handle, group.rank(), timeout_s)
         if notice.num_hosts > 1 and notice.home.lane not in had
     ]
     for notice, rank in running:
@@ -246,14 +246,14 @@ def find_running(
     return None
 
 
-def awaited_room(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> int:
+def awaited_room(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> int:
     """As `membership.birth.awaited_bytes`, for buffers over hosts; raises as `find_running`."""
-    if not seat.is_joiner or not seat.spans or config.is_cuda:
+    if not job_handle.is_joiner or not job_handle.spans or config.is_cuda:
         return 0
     at, own = CONFIG_NAMES.index("room_bytes"), config.words()
-    had = _had.get(seat.runtime, set())
+    had = _had.get(job_handle.runtime, set())
     found = []
-    for notice, _ in _running(seat, group.rank(), timeout_s):
+    for notice, _ in _running(job_handle, group.rank(), timeout_s):
         theirs = notice.words
         is_like = theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :]
         if notice.num_hosts > 1 and is_like and theirs[at] and notice.home.lane not in had:
@@ -261,23 +261,27 @@ def awaited_room(group: dist.ProcessGroup, seat: GroupInView, config: BufferConf
     return own[at] if own[at] in found else found[0] if found else 0
 
 
-def _running(seat: GroupInView, own_rank: int, timeout_s: float) -> list[tuple[BufferNotice, int]]:
+def _running(job_handle: GroupInView, own_rank: int, timeout_s: float) -> list[tuple[BufferNotice, int]]:
     """Return the running buffers, oldest first, each with a rank that has it."""
-    _await_words(seat.runtime, own_rank, timeout_s)
-    view = seat.runtime.view()
-    present = present_ranks(seat, view)
-    told = _told(seat)
+    _await_words(job_handle.runtime, own_rank, timeout_s)
+    view = job_handle.runtime.view()
+    present = present_ranks(job_handle, view)
+    told = _told(job_handle)
     since = {member.slot: member.incarnation for member in view.members}
     found: dict[int, tuple[BufferNotice, int]] = {}
     for rank in present:
-        for notice in told.get(seat.slots[rank], {}).values():
+        for notice in told.get(job_handle.slots[rank], {}).values():
             found.setdefault(notice.home.lane, (notice, rank))
     running = []
     host_of = {member.slot: member.host for member in view.members}
     for notice, rank in found.values():
-        may = [p for p in present if notice.num_hosts > 1 or host_of[seat.slots[p]] == host_of[seat.slots[rank]]]
-        should = [peer for peer in may if peer != own_rank and since[seat.slots[peer]] <= notice.epoch]
-        if all(notice.home.lane in told.get(seat.slots[peer], {}) for peer in should):
+        may = [
+            p
+            for p in present
+            if notice.num_hosts > 1 or host_of[job_handle.slots[p]] == host_of[job_handle.slots[rank]]
+        ]
+        should = [peer for peer in may if peer != own_rank and since[job_handle.slots[peer]] <= notice.epoch]
+        if all(notice.home.lane in told.get(job_handle.slots[peer], {}) for peer in should):
             running.append((notice, rank))
     return sorted(running, key=lambda found: found[0].number)
 
@@ -296,27 +300,27 @@ def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _told(seat: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:
+def _told(job_handle: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:
     """Return the notices of each slot, by group id of the buffer."""
     found: dict[int, dict[int, BufferNotice]] = {}
     for place in range(MAX_NOTICES):
-        for slot, data in seat.runtime.told(notice_lane(seat.lane, place)).items():
+        for slot, data in job_handle.runtime.told(notice_lane(job_handle.lane, place)).items():
             notice = parse_notice(data)
             if notice is not None:
                 found.setdefault(slot, {})[notice.home.lane] = notice
     return found
 
 
-def present_ranks(seat: GroupInView, view: Decision) -> list[int]:
+def present_ranks(job_handle: GroupInView, view: Decision) -> list[int]:
     """Return the ranks with a process that takes part in the group in a view, ascending."""
     members = {member.slot: member for member in view.members}
-    parts = parts_of(view, seat.lane)
+    parts = parts_of(view, job_handle.lane)
     found = []
-    for rank, slot in enumerate(seat.slots):
+    for rank, slot in enumerate(job_handle.slots):
         member = members.get(slot)
         if member is None or slot not in parts:
             continue
-        if seat.known.get(slot) == member.incarnation or seat.takes_part(member):
+        if job_handle.known.get(slot) == member.incarnation or job_handle.takes_part(member):
             found.append(rank)
     return found
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from ...arrays import array_of, plain_tensors, writing
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Range
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -59,15 +59,17 @@ class RowBlock:
         self._weights_at = align_up(length * self.row_bytes, 8)
         self.nbytes = align_up(self._weights_at + length * self.weight_bytes, 64)
 
-    def rows(self, box: Outboxes, rank: int, base: int, count: int) -> torch.Tensor:
+    def rows(self, peer_regions: PeerRegions, rank: int, base: int, count: int) -> torch.Tensor:
         """Return `[count, hidden]` of the section at byte `base` of a rank's outbox."""
-        return _tensor(box, rank, base, count * self.row_bytes, self.dtype).view(count, self.hidden)
+        return _tensor(peer_regions, rank, base, count * self.row_bytes, self.dtype).view(count, self.hidden)
 
-    def weights(self, box: Outboxes, rank: int, base: int, count: int) -> torch.Tensor:
+    def weights(self, peer_regions: PeerRegions, rank: int, base: int, count: int) -> torch.Tensor:
         """Return `[count, num_topk]` of it."""
         assert self._weights is not None
         num_topk, dtype = self._weights
-        return _tensor(box, rank, base + self._weights_at, count * self.weight_bytes, dtype).view(count, num_topk)
+        return _tensor(peer_regions, rank, base + self._weights_at, count * self.weight_bytes, dtype).view(
+            count, num_topk
+        )
 
     def ranges(self, base: int, count: int) -> list[Range]:
         """Return the bytes that are used of the section at byte `base`."""
@@ -77,8 +79,8 @@ class RowBlock:
         return used if count else []
 
 
-def _tensor(box: Outboxes, rank: int, first: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    part = box.views[_BYTE][rank][first : first + nbytes]
+def _tensor(peer_regions: PeerRegions, rank: int, first: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    part = peer_regions.views[_BYTE][rank][first : first + nbytes]
     part.flags.writeable = True  # torch warns of read-only memory; a peer's memory is never written
     return torch.from_numpy(part).view(dtype)
 
@@ -133,15 +135,15 @@ class PartialsPlan(Plan):
 
     # ---- a rank's rows
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Lend this rank's rows of round `k` for sources that others serve, a section for each."""
         for index, source in enumerate(self._parts.lent[self._topology.rank]):
             rows, weights = self._mine(source, k)
             if len(rows):
                 base = offset + index * self._lent.nbytes
-                self._lent.rows(box, box.rank, base, len(rows)).copy_(rows)
+                self._lent.rows(peer_regions, peer_regions.rank, base, len(rows)).copy_(rows)
                 if weights is not None:
-                    self._lent.weights(box, box.rank, base, len(rows)).copy_(weights)
+                    self._lent.weights(peer_regions, peer_regions.rank, base, len(rows)).copy_(weights)
 
     def _mine(self, source: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's rows for a source's tokens of round `k`, a row for each of its records, and weights."""
@@ -178,20 +180,20 @@ class PartialsPlan(Plan):
         back[index, k_of] = self._y_weights[rows]
         return sums, back
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: rows are lent to one's own host alone."""
         return ()
 
     # ---- a host's sums
 
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+    def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Sum the rows of this host for the sources that this rank serves."""
         for index, source in enumerate(self._parts.served[self._topology.rank]):
             low, high = self._handle.received[source].chunk(k, self._length)
             if low < high:
-                self._sum(box, k, source, offsets, offset + index * self._summed.nbytes)
+                self._sum(peer_regions, k, source, offsets, offset + index * self._summed.nbytes)
 
-    def _sum(self, box: Outboxes, k: int, source: int, offsets: list[int], base: int) -> None:
+    def _sum(self, peer_regions: PeerRegions, k: int, source: int, offsets: list[int], base: int) -> None:
         records = self._handle.received[source]
         low, high = records.chunk(k, self._length)
         rows, tokens, backs = [], [], []
@@ -206,17 +208,17 @@ class PartialsPlan(Plan):
             else:
                 place = self._at[rank]
                 first = offsets[place] + self._parts.lent[rank].index(source) * self._lent.nbytes
-                rows.append(self._lent.rows(box, place, first, len(who)))
-                weights = self._lent.weights(box, place, first, len(who)) if self._lent.weight_bytes else None
+                rows.append(self._lent.rows(peer_regions, place, first, len(who)))
+                weights = self._lent.weights(peer_regions, place, first, len(who)) if self._lent.weight_bytes else None
             backs.append(weights)
-        add_up(rows, tokens, self._summed.rows(box, box.rank, base, high - low))
+        add_up(rows, tokens, self._summed.rows(peer_regions, peer_regions.rank, base, high - low))
         if self._y_weights is not None:
-            total = self._summed.weights(box, box.rank, base, high - low).zero_()
+            total = self._summed.weights(peer_regions, peer_regions.rank, base, high - low).zero_()
             for index, part in zip(tokens, backs, strict=True):
                 if part is not None:
                     total.index_add_(0, index, part)
 
-    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the sums for the readers' own tokens."""
         found: list[Range] = []
         for index, source in enumerate(self._parts.served[self._topology.rank]):
@@ -227,7 +229,7 @@ class PartialsPlan(Plan):
 
     # ---- a source's tokens
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Add up the hosts' sums of this rank's tokens of round `k`."""
         first = k * self._length
         out = self.out[first : first + self._length]
@@ -240,12 +242,12 @@ class PartialsPlan(Plan):
                 continue
             low, high, which = self._answered(host, k)
             base = offsets[self._at[rank]] + self._parts.served[rank].index(self._topology.rank) * self._summed.nbytes
-            rows = self._summed.rows(box, self._at[rank], base, high - low)
+            rows = self._summed.rows(peer_regions, self._at[rank], base, high - low)
             parts.append(rows if which is None else rows[which])
             mine = torch.from_numpy(self._handle.sent[host].tokens[low:high] - first)
             tokens.append(mine if which is None else mine[which])
             if self.weights is not None:
-                back = self._summed.weights(box, self._at[rank], base, high - low)
+                back = self._summed.weights(peer_regions, self._at[rank], base, high - low)
                 self.weights[first : first + self._length].index_add_(0, mine, back)
         add_up(parts, tokens, out, [item[first : first + len(out)] for item in self._bias])
 

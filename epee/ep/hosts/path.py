@@ -106,7 +106,7 @@ class HostsPath(PathOverHosts):
         control: the buffer's CPU side.
         buffer_id: goes into handles.
         topology: the placement of the ranks, as far as the outboxes do not name it.
-        seat: job handle of the group.
+        job_handle: job handle of the group.
         poison: fill results with 0xFF before they are written.
     """
 
@@ -115,7 +115,7 @@ class HostsPath(PathOverHosts):
         control: ControlPlaneOver[HostsExchange],
         buffer_id: int,
         topology: Topology,
-        seat: GroupInView,
+        job_handle: GroupInView,
         poison: bool,
     ) -> None:
         self.config = config = control.config
@@ -124,8 +124,8 @@ class HostsPath(PathOverHosts):
         self.exchange = exchange = control.exchange
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
-        self._assembly = Assembly(control, exchange.engine, seat)
-        self.takes_replacements = seat.is_open
+        self._assembly = Assembly(control, exchange.engine, job_handle)
+        self.takes_replacements = job_handle.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
         self._kept: torch.Tensor | None = None
@@ -134,9 +134,9 @@ class HostsPath(PathOverHosts):
 
     def _count(self) -> None:
         """Record how much memory this rank lends to others, or keeps for them."""
-        box = self._engine.box
-        topology = self._places.of(box)
-        self._nbytes = sum(box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
+        peer_regions = self._engine.peer_regions
+        topology = self._places.of(peer_regions)
+        self._nbytes = sum(peer_regions.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
 
     # ---- calls that move no rows
 
@@ -246,7 +246,7 @@ class HostsPath(PathOverHosts):
         may_lose = self.config.fault_mode == "mask" or len(met.members) < self.config.num_ranks
         handle = new_handle(TwoLevelHandle, call, met.rows, place, self.config, may_lose)
         handle.num_source_tokens = [header.num_tokens for header in met.rows.headers]
-        handle.topology = topology = self._places.of(met.box)
+        handle.topology = topology = self._places.of(met.peer_regions)
         handle.sent = records_of(handle, topology)
         handle.members = met.members
         handle.position = topology.here.index(self.rank)
@@ -273,10 +273,10 @@ class HostsPath(PathOverHosts):
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
         is_fresh = call.handle is None
-        meta, topology = None, self._places.of(met.box)
+        meta, topology = None, self._places.of(met.peer_regions)
         if is_fresh or call.topk_weights is not None:
             meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
-        length = dispatch_length(self.config, topology.num_hosts, met.box.staging_bytes)
+        length = dispatch_length(self.config, topology.num_hosts, met.peer_regions.staging_bytes)
         return RecordsPlan(
             Roles(topology, met.members),
             handle,
@@ -332,7 +332,9 @@ class HostsPath(PathOverHosts):
         while True:
             met = step.met
             is_among = self.config.fault_mode == "mask" and set(met.members) <= set(handle.members)
-            if not is_among or handle.epoch < met.box.placed_in:  # then a member may be another process than it was
+            if (
+                not is_among or handle.epoch < met.peer_regions.placed_in
+            ):  # then a member may be another process than it was
                 self._check_epoch(handle, met)
             plan = self._planned("combine", partial(self._plan_partials, call, handle, met))
             if step.move(plan):
@@ -342,7 +344,7 @@ class HostsPath(PathOverHosts):
         """Plan a combine; a result that must not be seen before the end is made in retained memory."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
-        roles = Roles(self._places.of(met.box), met.members)
+        roles = Roles(self._places.of(met.peer_regions), met.members)
         return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
 
     def _combined(self, call: CombineCall, handle: TwoLevelHandle, plan: PartialsPlan, met: MemberRows) -> Combined:

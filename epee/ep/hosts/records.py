@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import array_of
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Range
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -132,15 +132,15 @@ class RecordsPlan(Plan):
 
     # ---- send
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Lay out this rank's records of round `k`."""
         for host, sent in enumerate(self._laid):
             low, high = sent.chunk(k, self._length)
-            self._lay(box, offset + host * self._room, sent, low, high)
+            self._lay(peer_regions, offset + host * self._room, sent, low, high)
 
-    def _lay(self, box: Outboxes, base: int, sent: Records, low: int, high: int) -> None:
+    def _lay(self, peer_regions: PeerRegions, base: int, sent: Records, low: int, high: int) -> None:
         layout, payload, count = self._layout, self._payload, high - low
-        words = box.views[_WORD][box.rank]
+        words = peer_regions.views[_WORD][peer_regions.rank]
         tokens = sent.tokens[low:high]
         if payload.meta is not None:
             at, width = layout.meta_at(base), layout.meta_words
@@ -152,38 +152,38 @@ class RecordsPlan(Plan):
         np.take(payload.rows, tokens, axis=0, out=words[at : at + count * width].reshape(count, width), mode="clip")
         if payload.scales is not None:
             at, width = layout.scales_at(base, count), layout.scale_words
-            place = box.views[_HALF][box.rank][at : at + count * width].reshape(count, width)
+            place = peer_regions.views[_HALF][peer_regions.rank][at : at + count * width].reshape(count, width)
             np.take(payload.scales, tokens, axis=0, out=place, mode="clip")
         words[base // 8] = count
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the section of the readers' host, as far as it is filled."""
-        host = self._topology.host_of[box.members[readers[0]]]
+        host = self._topology.host_of[peer_regions.members[readers[0]]]
         low, high = self._laid[host].chunk(k, self._length)
         return ((host * self._room, self._layout.nbytes(high - low)),)
 
     # ---- receive
 
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy this rank's rows of round `k` out of the records of all ranks, and its own out of the payload."""
         for place, source in enumerate(self._members):
             if source == self._topology.rank:
                 self._take_own(k, source)
                 continue
             base = offsets[place] + self._topology.host * self._room
-            count = int(box.views[_WORD][place][base // 8])
+            count = int(peer_regions.views[_WORD][place][base // 8])
             if not 0 <= count <= self._length:
                 raise self._damaged(source, k, f"{count} records, at most {self._length} can be")
             if self._layout.meta_words:
                 at, width = self._layout.meta_at(base), self._layout.meta_words
-                meta = box.views[_WORD][place][at : at + count * width].reshape(count, width).copy()
+                meta = peer_regions.views[_WORD][place][at : at + count * width].reshape(count, width).copy()
                 self.meta[source][k:] = [meta]  # repeated after an interrupt: the same
             if self._is_fresh:
                 self._check_tokens(source, k, meta[:, 1])
                 records, rows = self._places(source, k, meta)
             else:
                 records, rows = self._known_places(source, k, count)
-            self._copy(box, place, base, count, records, rows)
+            self._copy(peer_regions, place, base, count, records, rows)
 
     def _take_own(self, k: int, source: int) -> None:
         sent, payload = self._handle.sent[self._topology.host], self._payload
@@ -230,15 +230,17 @@ class RecordsPlan(Plan):
         which = taken.among(low, high)
         return taken.records[which] - low, taken.rows[which]
 
-    def _copy(self, box: Outboxes, place: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
+    def _copy(
+        self, peer_regions: PeerRegions, place: int, base: int, count: int, records: Ints, rows: slice | Ints
+    ) -> None:
         """Copy the rows of some records of a section, in the outbox with index `place`, to their final offsets."""
         layout = self._layout
         at, width = layout.rows_at(base, count), layout.row_words
-        found = box.views[_WORD][place][at : at + count * width].reshape(count, width)
+        found = peer_regions.views[_WORD][place][at : at + count * width].reshape(count, width)
         _place(found, records, self._result.rows, rows)
         if self._result.scales is not None:
             at, width = layout.scales_at(base, count), layout.scale_words
-            found = box.views[_HALF][place][at : at + count * width].reshape(count, width)
+            found = peer_regions.views[_HALF][place][at : at + count * width].reshape(count, width)
             _place(found, records, self._result.scales, rows)
 
     # ---- checks

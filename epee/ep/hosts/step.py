@@ -29,7 +29,7 @@ import numpy as np
 
 from ...backend.collectives.copying import Spread
 from ...engine.operation import Operation
-from ...engine.outbox import Outboxes
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -54,11 +54,11 @@ class CallPatience(NamedTuple):
 class RowsPlan(Spread):
     """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row."""
 
-    def __init__(self, row: bytes, found: Array, box: Outboxes) -> None:
+    def __init__(self, row: bytes, found: Array, peer_regions: PeerRegions) -> None:
         self.row = row
-        sinks = {place: Sink(found[rank]) for place, rank in enumerate(box.members)}
+        sinks = {place: Sink(found[rank]) for place, rank in enumerate(peer_regions.members)}
         signature = pack_signature(OP_CODE[_ROWS], count=len(row))
-        super().__init__(_ROWS, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, box)
+        super().__init__(_ROWS, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, peer_regions)
 
     def is_like(self, other: Plan) -> bool:
         """As `Plan.is_like`."""
@@ -77,9 +77,9 @@ class OwnRow:
         self.data = data
         self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
 
-    def plan(self, box: Outboxes) -> RowsPlan:
+    def plan(self, peer_regions: PeerRegions) -> RowsPlan:
         """Plan their exchange."""
-        return RowsPlan(self.data, self.found, box)
+        return RowsPlan(self.data, self.found, peer_regions)
 
 
 class MemberRows(NamedTuple):
@@ -90,18 +90,18 @@ class MemberRows(NamedTuple):
         members: ascending.
         epoch: of the view.
         seq: number of the engine call that has exchanged them; it names the step.
-        box: the outboxes with which that call ran; they contain the placement of the ranks.
+        peer_regions: the outboxes with which that call ran; they contain the placement of the ranks.
     """
 
     rows: ExchangedRows
     members: tuple[int, ...]
     epoch: int
     seq: int
-    box: Outboxes
+    peer_regions: PeerRegions
 
-    def serves(self, box: Outboxes) -> bool:
+    def serves(self, peer_regions: PeerRegions) -> bool:
         """Return whether a call with these outboxes belongs to the step as it is planned."""
-        return box.epoch == self.epoch and box.members == self.members
+        return peer_regions.epoch == self.epoch and peer_regions.members == self.members
 
 
 class Step:
@@ -125,7 +125,7 @@ class Step:
     def move(self, plan: Plan) -> bool:
         """Run a plan that was made by `met`; False: the members have changed, `met` is another, plan anew."""
         met, row = self.met, self._row
-        op = self._run(lambda box: plan if met.serves(box) else row.plan(box))
+        op = self._run(lambda peer_regions: plan if met.serves(peer_regions) else row.plan(peer_regions))
         if op.plan is plan:
             return True
         self.met = self._read(row, op)

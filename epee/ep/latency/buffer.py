@@ -25,7 +25,7 @@ from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..membership.birth import awaited_bytes
-from ..membership.group_view import seat_of
+from ..membership.group_view import job_handle_of
 from ..paths import Making, Path, PathOverHosts
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCalls
@@ -110,10 +110,10 @@ class LatencyBuffer(SharedBuffer):
             raise on_several_hosts("a LatencyBuffer on GPUs", topology.hosts)
         return replace(config, num_hosts=topology.num_hosts)
 
-    def _make_path_over_hosts(self, topology: Topology, seat: GroupInView, poison: bool) -> PathOverHosts:
+    def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
         from ..hosts.latency.path import LatencyHostsPath
 
-        self._rows = path = LatencyHostsPath(self._control, topology, seat, poison, self._turns.closing)
+        self._rows = path = LatencyHostsPath(self._control, topology, job_handle, poison, self._turns.closing)
         self._make_plans(self.config)
         return path
 
@@ -167,12 +167,12 @@ class LatencyBuffer(SharedBuffer):
         """
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
-        seat = seat_of(group, config.num_ranks)
-        if not seat.spans:
+        job_handle = job_handle_of(group, config.num_ranks)
+        if not job_handle.spans:
             return awaited_bytes(group, config)
         from ..hosts.notices import awaited_room
 
-        return awaited_room(group, seat, config, timeout_of(group))
+        return awaited_room(group, job_handle, config, timeout_of(group))
 
     def of_sizes(self, *, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> LatencyBuffer:
         """Return a buffer for calls of other sizes in the memory of this one. Local.

@@ -33,7 +33,7 @@ from ..control.messages import ControlPlaneOver
 from ..paths import Path
 from ..streams import Lane
 from ..throughput.placement import Ints
-from .flight import Flight, Flights, NoFreeSlot
+from .pending_call import NoFreeSlot, PendingCall, PendingCalls
 from .region import SectionCut
 from .rows import FP8, Floats, Placed, Source, WireRows, expand, lost_weight, num_scales, place_rows
 from .types import (
@@ -80,16 +80,16 @@ class LatencyCalls(Path, ABC):
     Args:
         control: the buffer's CPU side.
         wire: of the buffer.
-        flights: over it.
+        pending_calls: over it.
         poison: fill memory with 0xFF before each use.
     """
 
     _handle_type = CpuLatencyHandle
 
-    def __init__(self, control: ControlPlaneOver[Any], wire: Wire, flights: Flights, poison: bool) -> None:
+    def __init__(self, control: ControlPlaneOver[Any], wire: Wire, pending_calls: PendingCalls, poison: bool) -> None:
         self.config, self.rank = control.config, control.rank
         self.control = control
-        self._wire, self._flights = wire, flights
+        self._wire, self._pending_calls = wire, pending_calls
         self._poison = poison
 
     # -- what every path has
@@ -107,13 +107,13 @@ class LatencyCalls(Path, ABC):
         if op == OP_GATHER:
             self.control.refuse(op, error, deadline)
             return
-        self._flights.require_slot()
+        self._pending_calls.require_slot()
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         last_seq = self._wire.seq
         try:
-            self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
+            self._pending_calls.give_up(self._pending_calls.begin(SectionHeader(op, 0, 0, 0), options), error)
         except BaseException as raised:
-            self._flights.abandon(last_seq, raised)
+            self._pending_calls.abandon(last_seq, raised)
             raise
 
     # -- dispatch
@@ -122,8 +122,8 @@ class LatencyCalls(Path, ABC):
         """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
         options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         self._require_place(options)
-        self._flights.check()
-        self._flights.require_slot()
+        self._pending_calls.check()
+        self._pending_calls.require_slot()
         with plain_tensors():  # a hook may write them in another mode
             handle = self._new_handle(call)
             got = self._empty_result(call.facts.quantisation, handle)
@@ -131,15 +131,17 @@ class LatencyCalls(Path, ABC):
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         last_seq = self._wire.seq
         try:
-            flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options)
-            handle.seq = flight.seq
-            with self._flights.sending(flight):
-                self._send_tokens(flight, call, handle)
-            return self._flights.finish(
-                flight, got, lambda: self._receive_tokens(flight, call.facts.quantisation, got, handle)
+            pending_call = self._pending_calls.begin(
+                SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options
+            )
+            handle.seq = pending_call.seq
+            with self._pending_calls.sending(pending_call):
+                self._send_tokens(pending_call, call, handle)
+            return self._pending_calls.finish(
+                pending_call, got, lambda: self._receive_tokens(pending_call, call.facts.quantisation, got, handle)
             )
         except BaseException as error:
-            self._flights.abandon(last_seq, error)
+            self._pending_calls.abandon(last_seq, error)
             raise
 
     def _new_handle(self, call: LatencyDispatchCall) -> CpuLatencyHandle:
@@ -239,8 +241,8 @@ class LatencyCalls(Path, ABC):
         handle = call.handle
         assert isinstance(handle, CpuLatencyHandle)
         self._require_place(options)
-        self._flights.check()
-        self._flights.require_slot()
+        self._pending_calls.check()
+        self._pending_calls.require_slot()
         out = call.out
         with plain_tensors():  # a hook may write them in another mode
             if out is None:
@@ -253,14 +255,16 @@ class LatencyCalls(Path, ABC):
         head = SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code)
         last_seq = self._wire.seq
         try:
-            flight = self._flights.begin(head, options)
-            with self._flights.sending(flight):
-                self._send_partials(flight, call, handle)
-            return self._flights.finish(
-                flight, result, lambda: self._receive_partials(flight, call.facts.partial_dtype, result, handle)
+            pending_call = self._pending_calls.begin(head, options)
+            with self._pending_calls.sending(pending_call):
+                self._send_partials(pending_call, call, handle)
+            return self._pending_calls.finish(
+                pending_call,
+                result,
+                lambda: self._receive_partials(pending_call, call.facts.partial_dtype, result, handle),
             )
         except BaseException as error:
-            self._flights.abandon(last_seq, error)
+            self._pending_calls.abandon(last_seq, error)
             raise
 
     def _owners(self, handle: CpuLatencyHandle) -> Ints:
@@ -277,22 +281,22 @@ class LatencyCalls(Path, ABC):
     # -- how rows move
 
     @abstractmethod
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
+    def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         """Send the rows of a dispatch to all reachable ranks."""
 
     @abstractmethod
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         """Read the received messages: rows to their offsets, and `handle.sources`."""
 
     @abstractmethod
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
+    def _send_partials(self, pending_call: PendingCall, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
         """Send the sums of a combine to all reachable ranks."""
 
     @abstractmethod
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         """Add up the received sums."""
 

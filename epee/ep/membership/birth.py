@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
 from ...memory.claim import OwnerEndedError, has_ended
-from ...view.founding import GroupSeat, find_place
+from ...view.founding import GroupHandle, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
 from ...view.process.machine import KEY_DIGITS
@@ -54,7 +54,7 @@ from ...view.protocol.messages import DEAD, EXITED
 from ...view.transport.wire import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
-from .group_view import Roster, process_of, seat_at, seat_of
+from .group_view import Roster, job_handle_at, job_handle_of, process_of
 from .registry import NUMBER, Line, Registry, find
 
 logger = logging.getLogger("epee")
@@ -118,7 +118,7 @@ class Begun:
         except EpeeError as problem:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
-            self.roster.seat.job.release()
+            self.roster.job_handle.job.release()
 
 
 class Entrant(Protocol):
@@ -136,7 +136,7 @@ class Entrant(Protocol):
 
 def begin(
     group: dist.ProcessGroup,
-    seat: GroupInView,
+    job_handle: GroupInView,
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
@@ -144,7 +144,7 @@ def begin(
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
     Args:
-        seat: the group's job handle.
+        job_handle: the group's job handle.
         enter: makes the object that enters the first epoch.
 
     Raises:
@@ -153,24 +153,24 @@ def begin(
         ResourceError: memory or permission is missing on some rank.
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
-    if not seat.slots:
+    if not job_handle.slots:
         place = _find_place(group, config)
         try:
-            return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
+            return _make(group, job_handle_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
         finally:
-            place.seat.job.release()  # the buffer owns it now, or creation failed
+            place.job_handle.job.release()  # the buffer owns it now, or creation failed
     if not config.takes_replacements:
-        if seat.is_joiner:
-            _refuse_to_join(group, seat, config)
-        seat = replace(seat, takes_part=lambda _: False)
-    elif seat.is_joiner:
-        begun = _join(group, seat, config, timeout_s)
+        if job_handle.is_joiner:
+            _refuse_to_join(group, job_handle, config)
+        job_handle = replace(job_handle, takes_part=lambda _: False)
+    elif job_handle.is_joiner:
+        begun = _join(group, job_handle, config, timeout_s)
         if begun is not None:
             return begun
-    return _make(group, seat, config, timeout_s, enter)
+    return _make(group, job_handle, config, timeout_s, enter)
 
 
-def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
+def registry_of(group: dist.ProcessGroup, job_handle: GroupInView) -> Registry:
     """Return this process's registry for a group, made at the first call.
 
     It lives as long as the group, so that a joiner sees which buffers have been closed; if no process can join, as long
@@ -178,9 +178,9 @@ def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
     """
     with _lock:
         registry = _known_registry(group)
-        if registry is None or registry.lane != seat.lane:
-            registry = Registry.make(seat.lane)
-            if seat.is_open:
+        if registry is None or registry.lane != job_handle.lane:
+            registry = Registry.make(job_handle.lane)
+            if job_handle.is_open:
                 _registries[group] = registry
             else:
                 _elsewhere[group] = weakref.ref(registry)
@@ -192,7 +192,7 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
     return _registries.get(group) if found is None else found()
 
 
-def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupSeat:
+def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupHandle:
     """Compare the arguments of the ranks of another backend's group, and find their slots in a job."""
     host, refusal = bytes(KEY_DIGITS), None
     try:
@@ -210,14 +210,14 @@ def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupSeat:
 
 def _make(
     group: dist.ProcessGroup,
-    seat: GroupInView,
+    job_handle: GroupInView,
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
 ) -> Begun:
     registry, roster, host, extra, refusal = None, None, bytes(KEY_DIGITS), b"", None
     try:
-        registry, roster, host = registry_of(group, seat), Roster(seat), host_id()
+        registry, roster, host = registry_of(group, job_handle), Roster(job_handle), host_id()
         extra = _EXTRA.pack(registry.newest, roster.newest)
     except EpeeError as exc:
         refusal = exc
@@ -317,7 +317,7 @@ def _open(
     first: int,
     timeout_s: float,
 ) -> Begun:
-    job = roster.seat.job
+    job = roster.job_handle.job
     job.retain()
     line = None
     try:
@@ -335,9 +335,9 @@ def _open(
         raise
 
 
-def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
+def _join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; return None if there is none."""
-    mine, roster = registry_of(group, seat), Roster(seat)
+    mine, roster = registry_of(group, job_handle), Roster(job_handle)
     number = _running(mine, roster, group.rank(), config)
     return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
 
@@ -348,26 +348,26 @@ def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
     Of those that equal `config` except in their bytes, one with the same, or else the oldest; 0 if there is none.
     Local.
     """
-    seat = seat_of(group, config.num_ranks)
-    if not seat.is_joiner or not config.takes_replacements:
+    job_handle = job_handle_of(group, config.num_ranks)
+    if not job_handle.is_joiner or not config.takes_replacements:
         return 0
     at = CONFIG_NAMES.index("room_bytes")
     own = config.words()
     found = []
-    for _, _, line in _open_lines(registry_of(group, seat), Roster(seat), group.rank(), config):
+    for _, _, line in _open_lines(registry_of(group, job_handle), Roster(job_handle), group.rank(), config):
         theirs = line.config(len(CONFIG_NAMES))
         if theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :] and theirs[at]:
             found.append(theirs[at])
     return own[at] if own[at] in found else found[0] if found else 0
 
 
-def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig) -> None:
+def _refuse_to_join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> None:
     """Raise if a buffer runs that this process would have to take part in, and cannot.
 
     Raises:
         UnsupportedError: there is one. MismatchError: it was made with other arguments.
     """
-    if _running(registry_of(group, seat), Roster(seat), group.rank(), config) is not None:
+    if _running(registry_of(group, job_handle), Roster(job_handle), group.rank(), config) is not None:
         raise UnsupportedError(
             "Buffer: a buffer of the group runs whose memory is lent by cudaIpc, which cannot be mapped where a lost "
             "rank's was: this process cannot take part; close that buffer on all ranks and make it again with this "
@@ -388,7 +388,7 @@ def _open_lines(mine: Registry, roster: Roster, own_rank: int, config: BufferCon
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)
-        found = find(roster.seat.lane, endpoint.pid, endpoint.start_time) if rank != own_rank else None
+        found = find(roster.job_handle.lane, endpoint.pid, endpoint.start_time) if rank != own_rank else None
         if found is not None:
             others[rank] = found
     lines = {rank: _of_kind(registry.numbers(), config) for rank, registry in others.items()}

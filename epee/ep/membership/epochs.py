@@ -148,7 +148,7 @@ class EpochLane(BufferLane):
             return False
         heard = self.roster.heard  # first: it is written after the version
         deadline = self._renewed(seq, deadline)
-        late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
+        late_s, evicts = time.monotonic() - deadline, self.roster.job_handle.on_stall == "evict"
         if late_s < 0:
             return True
         lines = {rank: peer.line for rank, peer in self._peers.items() if peer.line.number == self._number}
@@ -206,7 +206,7 @@ class EpochLane(BufferLane):
         Until `patience`, a lack of quorum is no error: other ranks may have ended the call.
         """
         started = time.monotonic()
-        settings = self.roster.seat.runtime.settings
+        settings = self.roster.job_handle.runtime.settings
         last = max(patience, started + settings.no_quorum_s + settings.patience_s + self._timeout_s)
         while not self._calls.await_thaw(THAW_S):
             self._interrupt()
@@ -227,12 +227,12 @@ class EpochLane(BufferLane):
 
     def _is_whole(self, slot: int, epoch: int, seq: int) -> bool:
         """Return whether a rank has contributed to a call; none has in an epoch that this rank has not entered."""
-        rank = self.roster.seat.slots.index(slot)
+        rank = self.roster.job_handle.slots.index(slot)
         return epoch == self._exchange.epoch and rank in self._peers and self._exchange.has_row_of(rank, seq)
 
     def _parties(self, place: CallState) -> Parties:
         """Return the ranks with a part in a call of the buffer's epoch."""
-        without = {self.roster.seat.slots.index(slot) for slot in place.without}
+        without = {self.roster.job_handle.slots.index(slot) for slot in place.without}
         gone = frozenset(rank for rank in self._exchange.members if self.is_gone(rank))
         return Parties(tuple(rank for rank in self._exchange.members if rank not in without), gone)
 
@@ -373,7 +373,7 @@ class EpochLane(BufferLane):
         return True
 
     def _members(self, seq: int, epoch: int) -> dict[int, Member]:
-        slots = self.roster.seat.slots
+        slots = self.roster.job_handle.slots
         return {slots.index(slot): member for slot, member in self._calls.members(seq, epoch).items()}
 
     def _await_ready(self, deadline: float) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...view.awaited import Awaited, kind_of_loss
-from ...view.founding import GroupSeat
+from ...view.founding import GroupHandle
 from ...view.group import GroupInView, in_no_view
 from ...view.process.detector import is_leaving
 from ...view.protocol.decision import BLANK, parts_of
@@ -40,31 +40,31 @@ NEWS_LOOK_S = 0.005
 _LANE_SALT = 0x9E3779B97F4A7C15
 
 
-def seat_of(group: Any, num_ranks: int) -> GroupInView:
+def job_handle_of(group: Any, num_ranks: int) -> GroupInView:
     """Return the job handle of a group; `NO_VIEW` for groups of other backends than "epee" and of one rank."""
     found: GroupInView = getattr(group, "in_view", in_no_view)(num_ranks)
     return found
 
 
-def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:
+def job_handle_at(place: GroupHandle, fault_mode: str, on_stall: str) -> GroupInView:
     """Return the job handle of a buffer on a group of another backend, which no process can join.
 
     Args:
         place: found by the group's ranks.
         fault_mode, on_stall: policies of the buffer.
     """
-    seat = place.seat
+    job_handle = place.job_handle
     return GroupInView(
-        seat.job.runtime,
-        seat.lane,
-        tuple(seat.slots),
+        job_handle.job.runtime,
+        job_handle.lane,
+        tuple(job_handle.slots),
         fault_mode == "raise",
         on_stall,
-        dict(zip(seat.slots, place.incarnations, strict=True)),
+        dict(zip(job_handle.slots, place.incarnations, strict=True)),
         lambda _: False,
         False,
         False,
-        seat.job,
+        job_handle.job,
     )
 
 
@@ -97,21 +97,21 @@ class Roster:
 
     Attributes:
         lane: the id of the buffer's stream, once it is watched.
-        seat: job handle of the buffer's group.
+        job_handle: job handle of the buffer's group.
         state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
         newest: epoch of the view.
         lock: for steps that a new view must not interrupt.
         calls: the epoch plan of the calls, once `watch` has been called; None if the buffer's calls have none.
     """
 
-    def __init__(self, seat: GroupInView) -> None:
+    def __init__(self, job_handle: GroupInView) -> None:
         """Begin with the decisions that the runtime stores; `watch` follows."""
-        self.seat = seat
+        self.job_handle = job_handle
         self.lock = threading.Lock()
         self.lane = 0
-        self._awaited = Awaited(seat.runtime, seat.on_stall)
-        self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
-        self._host = seat.runtime.member.host
+        self._awaited = Awaited(job_handle.runtime, job_handle.on_stall)
+        self._rank_of = {slot: rank for rank, slot in enumerate(job_handle.slots)}
+        self._host = job_handle.runtime.member.host
         self._elsewhere: set[tuple[int, int]] = set()  # processes of other hosts: slot, incarnation
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self.calls: CallCourse | None = None
@@ -136,10 +136,10 @@ class Roster:
         Raises:
             InvalidState: the decision that admitted this replacement is no longer stored.
         """
-        runtime = self.seat.runtime
+        runtime = self.job_handle.runtime
         if runtime.view().epoch < first:
             runtime.await_decision(first - 1, timeout_s)
-        self.lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
+        self.lane = (self.job_handle.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
         known = (*runtime.since(0), runtime.view())
         past = [decision.epoch for decision in known if self.lane in decision.met]
         with self.lock:
@@ -150,9 +150,9 @@ class Roster:
                 heard = {decision.epoch: decision for decision in known if decision.epoch <= self.heard}
                 self.calls = CallCourse(
                     self.lane,
-                    self.seat.slots,
-                    self.seat.slots[rank],
-                    self.seat.raises,
+                    self.job_handle.slots,
+                    self.job_handle.slots[rank],
+                    self.job_handle.raises,
                     self._is_ours,
                     self.lock,
                     [heard[epoch] for epoch in sorted(heard)],
@@ -172,7 +172,7 @@ class Roster:
 
     def _replay(self) -> None:
         """Apply the decisions made so far; one made meanwhile arrives twice and counts once."""
-        runtime = self.seat.runtime
+        runtime = self.job_handle.runtime
         for decision in (*runtime.since(0), runtime.view()):
             self.decided(decision)
 
@@ -182,7 +182,7 @@ class Roster:
             self._is_over = True
             self._awaited.end()
             if self._is_registered:
-                self.seat.runtime.unregister(self.lane)
+                self.job_handle.runtime.unregister(self.lane)
 
     # ---- on the agent thread
 
@@ -190,7 +190,7 @@ class Roster:
         """Apply a decision, and those before it that came while the stream was being registered."""
         heard = self.heard
         if 0 < heard < decision.epoch - 1:
-            for missed in self.seat.runtime.since(heard):
+            for missed in self.job_handle.runtime.since(heard):
                 if missed.epoch < decision.epoch:
                     self._take(missed)
         self._take(decision)
@@ -250,9 +250,9 @@ class Roster:
         if member.host != self._host:
             self._note_elsewhere(member)
             return False
-        if self.seat.known.get(member.slot) == member.incarnation:
+        if self.job_handle.known.get(member.slot) == member.incarnation:
             return True
-        return self.seat.takes_part(member)
+        return self.job_handle.takes_part(member)
 
     def _note_elsewhere(self, member: Member) -> None:
         """Log once that the process that now has a rank is of another host."""
@@ -281,11 +281,11 @@ class Roster:
 
     def check(self) -> None:
         """Raise the reason why a call cannot succeed: `EvictedError` is permanent, `NoQuorumError` temporary."""
-        error = self.seat.runtime.error
+        error = self.job_handle.runtime.error
         until = time.monotonic() + NO_QUORUM_PAUSE_S  # so that calls repeated without a quorum do not spin
         while isinstance(error, NoQuorumError) and time.monotonic() < until:
             time.sleep(NEWS_LOOK_S)
-            error = self.seat.runtime.error
+            error = self.job_handle.runtime.error
         if error is not None:
             raise _renewed(error)
         if self._trouble is not None:
@@ -317,8 +317,8 @@ class Roster:
             used: the last number that calls of these members have used.
             heard: the newest epoch of the job when the request was computed.
         """
-        taking, going = (tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out))
-        self.seat.runtime.want(Want(self.lane, taking, going, least, used), heard)
+        taking, going = (tuple(sorted(self.job_handle.slots[rank] for rank in ranks)) for ranks in (members, out))
+        self.job_handle.runtime.want(Want(self.lane, taking, going, least, used), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return whether the process that had `rank` is no longer a member."""
@@ -327,7 +327,7 @@ class Roster:
 
     def show(self, op: str, seq: int, ranks: Sequence[int]) -> None:
         """Show in hang reports that a call waits for ranks."""
-        self._awaited.show(op, seq, self.view.epoch, map(self.seat.slots.__getitem__, ranks))
+        self._awaited.show(op, seq, self.view.epoch, map(self.job_handle.slots.__getitem__, ranks))
 
     def hide(self) -> None:
         """Show that no call waits."""
@@ -339,7 +339,7 @@ class Roster:
 
     def look_at(self, rank: int) -> None:
         """Report to the agent that a rank's process seems to have ended; the agent checks for itself."""
-        self.seat.runtime.look_at(self.seat.slots[rank])
+        self.job_handle.runtime.look_at(self.job_handle.slots[rank])
 
     def is_alive(self, rank: int) -> bool:
         """Return whether the process of a member is alive; a dying process has no descriptors, but ends in a moment."""
@@ -361,7 +361,7 @@ class Roster:
 
         Returns True while waiting longer may help.
         """
-        slots = {rank: self.seat.slots[rank] for rank in ranks}
+        slots = {rank: self.job_handle.slots[rank] for rank in ranks}
         return self._awaited.insist(slots, lambda: what, seq, heard, deadline)
 
 

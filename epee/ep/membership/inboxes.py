@@ -215,7 +215,7 @@ class Inboxes:
         if line is not None and line.number == self._number:
             return line
         self._lines.pop(process, None)  # it has closed the buffer; another may have the line now
-        registry = find(self._roster.seat.lane, *process)
+        registry = find(self._roster.job_handle.lane, *process)
         line = None if registry is None else registry.numbers().get(self._number)
         if line is not None:
             self._check_config(rank, line)
@@ -224,7 +224,7 @@ class Inboxes:
 
     def has_closed(self, member: Member) -> bool:
         """Return whether a member had this buffer and has closed it; called if `line_of` finds none."""
-        registry = find(self._roster.seat.lane, *process_of(member))
+        registry = find(self._roster.job_handle.lane, *process_of(member))
         return registry is not None and registry.has_closed(self._number)
 
     def _find(self, rank: int, member: Member, wait: Wait) -> Line | None:

@@ -130,7 +130,7 @@ class Sync:
             EvictedError: this process cannot continue.
         """
         self._started = time.monotonic()
-        settings = self._roster.seat.runtime.settings
+        settings = self._roster.job_handle.runtime.settings
         last = max(deadline, self._started) + settings.no_quorum_s + settings.patience_s  # enough for the agents
         try:
             while True:
@@ -287,12 +287,12 @@ class BufferLane(Membership):
     @property
     def raises(self) -> bool:  # type: ignore[override]
         """Whether a loss is an error."""
-        return self.roster.seat.raises
+        return self.roster.job_handle.raises
 
     @property
     def takes_replacements(self) -> bool:  # type: ignore[override]
         """Whether a process that replaces a lost rank is admitted."""
-        return self.roster.seat.is_open and self._config.takes_replacements
+        return self.roster.job_handle.is_open and self._config.takes_replacements
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class SyncedLane(BufferLane):
         """Return whether nothing has changed that `has_turned`, `require_place` and `require_members` check since all
         of them passed (`note_calm`).
         """
-        is_same = self.roster.state is self._calm and self.roster.seat.runtime.error is None
+        is_same = self.roster.state is self._calm and self.roster.job_handle.runtime.error is None
         return is_same and self._is_whole()
 
     def state(self) -> object:
@@ -212,7 +212,7 @@ class SyncedLane(BufferLane):
 
     def require_place(self, is_masked: bool) -> None:
         """Raise `EvictedError` if the job has continued without this process, or, without a mask, the buffer has."""
-        error = self.roster.seat.runtime.error
+        error = self.roster.job_handle.runtime.error
         if isinstance(error, EvictedError):
             raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
         if not is_masked:

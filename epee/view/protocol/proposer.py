@@ -283,15 +283,15 @@ class Joins:
         """Return the highest number of tries of the requests that may be proposed; each time it may take longer."""
         return max((request.tries for request in self.requests.values() if request.admitted), default=0)
 
-    def heard_from(self, nonce: bytes, occupants: Mapping[int, Member]) -> None:
+    def heard_from(self, nonce: bytes, rank_table: Mapping[int, Member]) -> None:
         """Record a sign of life of a process that was asked because of a joiner."""
         for request in self.requests.values():
-            occupant = occupants.get(request.member.slot)
+            occupant = rank_table.get(request.member.slot)
             if request.probed is not None and occupant is not None and occupant.nonce == nonce:
                 request.occupant_lives = True
 
     def ready(
-        self, now: float, occupants: Mapping[int, Member], leaving: Collection[int], patience_s: float
+        self, now: float, rank_table: Mapping[int, Member], leaving: Collection[int], patience_s: float
     ) -> tuple[list[Member], set[int]]:
         """Return the joiners that may be proposed now, and the silent occupants that they replace."""
         members: list[Member] = []
@@ -300,21 +300,21 @@ class Joins:
             slot = request.member.slot
             if not request.admitted or now < request.not_before:
                 continue
-            if slot not in occupants or slot in leaving:
+            if slot not in rank_table or slot in leaving:
                 members.append(request.member)
             elif request.probed is not None and not request.occupant_lives and now - request.probed >= patience_s:
                 members.append(request.member)
                 replaced.add(slot)
         return members, replaced
 
-    def unprobed(self, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
+    def unprobed(self, rank_table: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
         """Return the admitted requests whose slot has an occupant that is to be asked, perhaps a second time."""
         return [
             request
             for request in self.requests.values()
             if request.admitted
             and (request.probed is None or request.probe_again)
-            and request.member.slot in occupants
+            and request.member.slot in rank_table
             and request.member.slot not in leaving
         ]
 

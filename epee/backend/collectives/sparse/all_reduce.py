@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ....engine.operation import Operation
-from ....engine.outbox import ALIGN_BYTES, PREAMBLE, Outboxes
+from ....engine.outbox import ALIGN_BYTES, PREAMBLE, PeerRegions
 from ....engine.plan import Plan, Range, Sink
 from ....engine.signature import OP_CODE, REDUCE_OPS, pack
 from ....engine.tensors import CARRIERS, Array, Carrier, NeedsStaging, source
@@ -54,7 +54,7 @@ class SparseSink(Sink):
                 self._tensor.copy_(self.result)
 
 
-def plan_sparse(box: Outboxes, tensor: torch.Tensor, op: int, label: str) -> SparseReduction:
+def plan_sparse(peer_regions: PeerRegions, tensor: torch.Tensor, op: int, label: str) -> SparseReduction:
     """Return the plan of an all_reduce of a sparse COO tensor.
 
     Raises:
@@ -69,7 +69,7 @@ def plan_sparse(box: Outboxes, tensor: torch.Tensor, op: int, label: str) -> Spa
         raise InvalidArgument(f"{label} must have data, got a meta tensor")
     if tensor.is_cuda:
         raise NeedsStaging(f"{label} is on {tensor.device}; this call takes CPU tensors; move it with .cpu()")
-    return SparseReduction(tensor, op, label, box)
+    return SparseReduction(tensor, op, label, peer_regions)
 
 
 class SparseReduction(Plan):
@@ -78,10 +78,10 @@ class SparseReduction(Plan):
     merge_bytes = ALIGN_BYTES  # the phase that publishes that this rank has its result; no rank reads bytes of it
     num_halves = 2
 
-    def __init__(self, tensor: torch.Tensor, op: int, label: str, box: Outboxes) -> None:
+    def __init__(self, tensor: torch.Tensor, op: int, label: str, peer_regions: PeerRegions) -> None:
         shape = tuple(tensor.shape)
         super().__init__(NAME, pack(OP_CODE[NAME], CARRIERS[tensor.dtype].code, op, count=math.prod(shape)))
-        self._rank, self._op, self._dtype = box.rank, op, tensor.dtype
+        self._rank, self._op, self._dtype = peer_regions.rank, op, tensor.dtype
         self._carrier: Carrier = CARRIERS[tensor.dtype]
         self._shape, num_sparse = shape, tensor.sparse_dim()
         self._sparse_shape, self._width = shape[:num_sparse], math.prod(shape[num_sparse:])
@@ -100,8 +100,8 @@ class SparseReduction(Plan):
         self._blocks: list[Array] = []
         self._block: Array = np.concatenate([indices.view(np.uint8), values.view(np.uint8)])
         self.preamble = array("Q", [count])
-        self._chunk_bytes = min(CHUNK_BYTES, box.staging_bytes)
-        self._compact_bytes = 2 * box.staging_bytes
+        self._chunk_bytes = min(CHUNK_BYTES, peer_regions.staging_bytes)
+        self._compact_bytes = 2 * peer_regions.staging_bytes
         self.put_bytes = len(self._block) if len(self._block) <= self._compact_bytes else 2 * self._chunk_bytes
 
     def _is_inside(self, indices: Array) -> bool:
@@ -121,34 +121,35 @@ class SparseReduction(Plan):
         """Return where round `k` of a block begins in its staging memory."""
         return k % 2 * self._chunk_bytes if num_bytes > self._compact_bytes else 0
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write round `k` of the block."""
         first, last = self._range(k, len(self._block))
         start = offset + self._staging_offset(k, len(self._block))
-        box.views[np.dtype(np.uint8)][self._rank][start : start + last - first] = self._block[first:last]
+        peer_regions.views[np.dtype(np.uint8)][self._rank][start : start + last - first] = self._block[first:last]
 
-    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return what `put` has written."""
         first, last = self._range(k, len(self._block))
         return ((self._staging_offset(k, len(self._block)), last - first),)
 
-    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+    def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: the counter alone is read."""
         return ()
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
         """Allocate memory for all ranks' blocks, of the lengths in their preambles, and derive the rounds."""
         if self._blocks:
             return
         blocks, rounds = [], 1
-        for rank, words in enumerate(box.words):
+        for rank, words in enumerate(peer_regions.words):
             num_bytes = words[op.cell + PREAMBLE] * self._entry_bytes
             is_compact = num_bytes <= self._compact_bytes
             if rank != self._rank and num_bytes:
                 block_bytes = num_bytes if is_compact else 2 * self._chunk_bytes
-                if offsets[rank] + block_bytes > box.payload_bytes or offsets[rank] & 63:
+                if offsets[rank] + block_bytes > peer_regions.payload_bytes or offsets[rank] & 63:
                     raise ProtocolError(
-                        f"{op.describe(box)}: the block of rank {box.members[rank]} passes the end of its outbox"
+                        f"{op.describe(peer_regions)}: the block of rank {peer_regions.members[rank]} "
+                        "passes the end of its outbox"
                     )
             if not is_compact:
                 rounds = max(rounds, -(-num_bytes // self._chunk_bytes))
@@ -156,16 +157,16 @@ class SparseReduction(Plan):
         self.rounds, self.num_halves = rounds, min(2, rounds)
         self._blocks = blocks
 
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+    def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Copy round `k` of all blocks; behind the last one make the result."""
-        views = box.views[np.dtype(np.uint8)]
+        views = peer_regions.views[np.dtype(np.uint8)]
         for rank, block in enumerate(self._blocks):
             first, last = self._range(k, len(block))
             if rank != self._rank and first < last:
                 start = offsets[rank] + self._staging_offset(k, len(block))
                 block[first:last] = views[rank][start : start + last - first]
         if k == self.rounds - 1:
-            self._sink.result = self._reduce(box)
+            self._sink.result = self._reduce(peer_regions)
 
     def commit(self) -> None:
         """Replace the entries of the tensor; the copies of all blocks end with the call."""
@@ -190,8 +191,8 @@ class SparseReduction(Plan):
 
     # ---- sums
 
-    def _reduce(self, box: Outboxes) -> torch.Tensor:
-        parts = [self._entries(rank, box) for rank in range(len(self._blocks))]
+    def _reduce(self, peer_regions: PeerRegions) -> torch.Tensor:
+        parts = [self._entries(rank, peer_regions) for rank in range(len(self._blocks))]
         keys = np.unique(np.concatenate([part for part, _ in parts]))
         wide = self._carrier.dtype
         if self._dtype in _HALVES:
@@ -218,7 +219,7 @@ class SparseReduction(Plan):
                 is_coalesced=True,
             )
 
-    def _entries(self, rank: int, box: Outboxes) -> tuple[Array, Array]:
+    def _entries(self, rank: int, peer_regions: PeerRegions) -> tuple[Array, Array]:
         """Return the keys of a rank's entries, ascending, and their values, a row each, in the dtype of the sum."""
         block = self._blocks[rank]
         count = len(block) // self._entry_bytes if self._entry_bytes else 0
@@ -229,7 +230,8 @@ class SparseReduction(Plan):
             keys = keys * size + row
         if not self._is_inside(indices) or not bool((np.diff(keys) > 0).all()):
             raise ProtocolError(
-                f"{self.name} (rank={box.members[self._rank]}): the indices of rank {box.members[rank]} are not those "
+                f"{self.name} (rank={peer_regions.members[self._rank]}): the indices of rank "
+                f"{peer_regions.members[rank]} are not those "
                 f"of entries of {self._shape}, sorted; is its memory damaged?"
             )
         values = block[cut:].view(self._carrier.dtype).reshape(count, self._width)

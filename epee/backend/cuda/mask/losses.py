@@ -65,12 +65,12 @@ class Losses:
         now = self._outboxes()
         if any(self._met.get(rank) != blob for rank, blob in now.items()):
             return True
-        known = {*ranks_of(self._seen), *leavers(self._engine.box)}
+        known = {*ranks_of(self._seen), *leavers(self._engine.peer_regions)}
         return any(rank not in known and not is_leaving(*processes[rank]) for rank in self._met if rank not in now)
 
     def _outboxes(self) -> dict[int, bytes]:
-        box = self._engine.members
-        return {rank: region.blob for rank, region in zip(box.members, box.regions, strict=True)}
+        peer_regions = self._engine.members
+        return {rank: region.blob for rank, region in zip(peer_regions.members, peer_regions.regions, strict=True)}
 
 
 def ranks_of(bits: int) -> tuple[int, ...]:

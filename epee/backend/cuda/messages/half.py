@@ -329,7 +329,7 @@ class LostMessages:
         with self._lock:
             errors = [self._error_of(machine, report) for report in machine.reports()]
         for error in errors:
-            named(error, self._engine.box.label.text)
+            named(error, self._engine.peer_regions.label.text)
         if self._engine.reports_losses:
             for error in filter(is_loss, errors):
                 logger.warning("%s", error)

@@ -70,10 +70,10 @@ class PairBoard:
 
     def owner_of(self, rank: int) -> str:
         """Return the name of a rank's current process in this group; "" if it has none."""
-        box = self._engine.members
-        if rank not in box.members:
+        peer_regions = self._engine.members
+        if rank not in peer_regions.members:
             return ""
-        words = box.words[box.members.index(rank)]
+        words = peer_regions.words[peer_regions.members.index(rank)]
         return words[OWNER : OWNER + _OWNER_WORDS].tobytes().hex()
 
     def publish(self, row: MeetingRow) -> None:
@@ -137,9 +137,9 @@ class PairBoard:
     def _require_peer(self, peer: int, name: str) -> None:
         engine = self._engine
         engine.look(lambda: None)  # takes over changes, raises if the group has ended
-        box = engine.members
-        is_in = peer in box.members and peer not in engine.mail.out and not self._is_dead(peer)
-        if is_in and not has_left(box.words[box.members.index(peer)]):
+        peer_regions = engine.members
+        is_in = peer in peer_regions.members and peer not in engine.mail.out and not self._is_dead(peer)
+        if is_in and not has_left(peer_regions.words[peer_regions.members.index(peer)]):
             return
         raise RankFailedError(
             f"{context(name, rank=self._rank, peer=peer)}: rank {peer} has left or is dead; no message with it",

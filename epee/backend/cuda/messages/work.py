@@ -173,7 +173,7 @@ class MessageWork(DeviceWork):
 
     def contributors(self) -> set[int]:
         """Return the ranks that are not lost; waits for the GPU."""
-        return {*self.engine.box.members} - self.lost_ranks()
+        return {*self.engine.peer_regions.members} - self.lost_ranks()
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any source got its message from, -1 before, and for other messages."""

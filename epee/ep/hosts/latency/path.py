@@ -56,7 +56,7 @@ from ...control.inbox import OP_GATHER
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
 from ...latency.cpu import CpuLatencyHandle, LatencyCalls
-from ...latency.flight import Flight
+from ...latency.pending_call import PendingCall
 from ...latency.region import SectionCut, checked_cut, section_bytes
 from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
 from ...latency.types import (
@@ -71,8 +71,8 @@ from ...paths import PathOverHosts
 from ...throughput.placement import Ints
 from ..assembly import Assembly, CallPlacement
 from ..exchange import HostsExchange
-from .flight import HostsFlights
 from .handle import ArrivedIds, HostsLatencyHandle
+from .pending_call import HostsPendingCalls
 from .region import RecordFields, Sums, latency_layout
 from .wire import HostsWire, TakenBack
 
@@ -98,11 +98,11 @@ class HostSums:
     Args:
         topology: the placement of the ranks.
         wire: of the buffer.
-        flights: over it.
+        pending_calls: over it.
     """
 
-    def __init__(self, topology: Topology, wire: HostsWire, flights: HostsFlights) -> None:
-        self._topology, self._wire, self._flights = topology, wire, flights
+    def __init__(self, topology: Topology, wire: HostsWire, pending_calls: HostsPendingCalls) -> None:
+        self._topology, self._wire, self._pending_calls = topology, wire, pending_calls
 
     def begin_epoch(self, topology: Topology) -> None:
         """Apply a new placement of the ranks; no call is under way."""
@@ -112,7 +112,7 @@ class HostSums:
 
     def send(
         self,
-        flight: Flight,
+        pending_call: PendingCall,
         readers: Mapping[int, list[int]],
         head: SectionHeader,
         dtype: torch.dtype,
@@ -121,22 +121,22 @@ class HostSums:
         """Post this rank's message of a combine for all hosts, with the sums for the sources that it serves.
 
         Args:
-            flight: the combine; this rank's rows are laid out.
+            pending_call: the combine; this rank's rows are laid out.
             readers: by host the ranks that the message is for.
             head: of the message.
             dtype: of the rows.
             handle: of the dispatch.
         """
-        topology, wire, seq = self._topology, self._wire, flight.seq
+        topology, wire, seq = self._topology, self._wire, pending_call.seq
         wire.lay(seq, head)
         served = [
             rank
             for host, ranks in readers.items()
             for rank in ranks
-            if host != topology.host and head.had >> rank & 1 and self._server_of(flight, rank) == topology.rank
+            if host != topology.host and head.had >> rank & 1 and self._server_of(pending_call, rank) == topology.rank
         ]
-        heads = self._laid(flight) if served else {}
-        sums = {rank: self._sum_for(flight, rank, heads, handle, dtype) for rank in served}
+        heads = self._laid(pending_call) if served else {}
+        sums = {rank: self._sum_for(pending_call, rank, heads, handle, dtype) for rank in served}
         for host, ranks in readers.items():
             if host == topology.host:
                 continue
@@ -159,24 +159,24 @@ class HostSums:
         first = there.index(self._topology.gateway(src, host))
         return [*there[first:], *there[:first]]
 
-    def _server_of(self, flight: Flight, src: int) -> int:
+    def _server_of(self, pending_call: PendingCall, src: int) -> int:
         """Return the rank of this host that adds up for a source, as far as this rank knows."""
-        return next(rank for rank in self._servers(src, self._topology.host) if rank in flight.peers())
+        return next(rank for rank in self._servers(src, self._topology.host) if rank in pending_call.peers())
 
-    def _laid(self, flight: Flight) -> dict[int, SectionHeader]:
+    def _laid(self, pending_call: PendingCall) -> dict[int, SectionHeader]:
         """Wait for the ranks of this host; return the headers of those that have laid out their rows."""
         heads = {}
         for rank in self._topology.here:
-            if rank in flight.peers():
-                head = self._flights.laid(flight, rank)
-                self._flights.require_all(flight)
+            if rank in pending_call.peers():
+                head = self._pending_calls.laid(pending_call, rank)
+                self._pending_calls.require_all(pending_call)
                 if head is not None:
                     heads[rank] = head
         return heads
 
     def _sum_for(
         self,
-        flight: Flight,
+        pending_call: PendingCall,
         src: int,
         heads: dict[int, SectionHeader],
         handle: HostsLatencyHandle,
@@ -189,16 +189,16 @@ class HostSums:
             records = {
                 rank: came.of(rank)
                 for rank, head in heads.items()
-                if head.had >> src & 1 and (flight.is_alike or not self._wire.has_cut(src, rank, handle.seq))
+                if head.had >> src & 1 and (pending_call.is_alike or not self._wire.has_cut(src, rank, handle.seq))
             }
-            total = self._sum_of_host(flight, src, records, came.num_records, handle, dtype)
-            if not take_back(self._wire, flight, heads, "laid"):
+            total = self._sum_of_host(pending_call, src, records, came.num_records, handle, dtype)
+            if not take_back(self._wire, pending_call, heads, "laid"):
                 return sum(1 << rank for rank in records), total
-            self._flights.require_all(flight)
+            self._pending_calls.require_all(pending_call)
 
     def _sum_of_host(
         self,
-        flight: Flight,
+        pending_call: PendingCall,
         src: int,
         records: dict[int, Ints],
         count: int,
@@ -208,7 +208,7 @@ class HostSums:
         """Return `[count, hidden]`: the rows of ranks of this host for `src` added up, ranks ascending, and rounded.
 
         Args:
-            flight: the combine.
+            pending_call: the combine.
             src: the rank of the tokens.
             records: for each rank that is in the sum its records of `count` ones.
             count: of records.
@@ -218,37 +218,37 @@ class HostSums:
         hidden = handle.cut.config.hidden
         total = torch.full((count, hidden), -0.0, dtype=torch.float32, device="cpu")
         for rank, index in records.items():
-            part = self._wire.part_of(rank, src, flight.seq, len(index), hidden * dtype.itemsize)
+            part = self._wire.part_of(rank, src, pending_call.seq, len(index), hidden * dtype.itemsize)
             rows = torch.from_numpy(part).view(dtype).view(len(index), hidden)
             total.index_add_(0, torch.from_numpy(index), rows.to(torch.float32))
         return total.to(dtype)
 
     # ---- received
 
-    def counted(self, flight: Flight, heads: Mapping[int, SectionHeader]) -> int:
+    def counted(self, pending_call: PendingCall, heads: Mapping[int, SectionHeader]) -> int:
         """Return the ranks whose rows are in the sums that this rank has got, a bit per rank."""
         bits = sum(1 << rank for rank in self._topology.here)
         for host in self._topology.gateways():
-            bits |= self._sums_at(flight, host, heads).bits
+            bits |= self._sums_at(pending_call, host, heads).bits
         return bits
 
-    def _sums_at(self, flight: Flight, host: int, heads: Mapping[int, SectionHeader]) -> SumsFound:
+    def _sums_at(self, pending_call: PendingCall, host: int, heads: Mapping[int, SectionHeader]) -> SumsFound:
         """Return the sums of another host that this rank takes."""
         topology, me = self._topology, self._topology.rank
         position, place = topology.here.index(me), Sums(len(topology.here), 0)
         for server in self._servers(me, host):
             if server in heads and heads[server].had >> me & 1:
-                entries = place.entries(self._wire.half_of(server, flight.seq, place.nbytes(0)))
+                entries = place.entries(self._wire.half_of(server, pending_call.seq, place.nbytes(0)))
                 found = SumsFound(server, *entries[position].tolist())
                 ranks = [rank for rank in range(found.bits.bit_length()) if found.bits >> rank & 1]
-                is_for_me = all(rank in topology.hosts[host] and flight.active[rank] for rank in ranks)
-                if ranks and is_for_me and self._wire.is_here(server, flight.seq):
+                is_for_me = all(rank in topology.hosts[host] and pending_call.active[rank] for rank in ranks)
+                if ranks and is_for_me and self._wire.is_here(server, pending_call.seq):
                     return found
         return SumsFound(me, 0, 0, 0)
 
     def received(
         self,
-        flight: Flight,
+        pending_call: PendingCall,
         host: int,
         heads: Mapping[int, SectionHeader],
         dtype: torch.dtype,
@@ -262,8 +262,8 @@ class HostSums:
         if host == topology.host:
             ranks = [rank for rank in topology.here if rank in heads and heads[rank].had >> me & 1]
             index = {rank: np.searchsorted(records, handle.sent[rank]) for rank in ranks}
-            return ranks, self._sum_of_host(flight, me, index, len(records), handle, dtype)
-        found = self._sums_at(flight, host, heads)
+            return ranks, self._sum_of_host(pending_call, me, index, len(records), handle, dtype)
+        found = self._sums_at(pending_call, host, heads)
         if not found.bits:
             return None
         ranks = [rank for rank in topology.hosts[host] if found.bits >> rank & 1]
@@ -273,15 +273,15 @@ class HostSums:
             raise ProtocolError(
                 f"combine: rank {found.server} sends rows {found.first} ... {end - 1} for {len(records)} tokens"
             )
-        half = self._wire.half_of(found.server, flight.seq, place.nbytes(end))
+        half = self._wire.half_of(found.server, pending_call.seq, place.nbytes(end))
         return ranks, place.rows(half, found.first, found.num_rows, dtype)
 
 
-def take_back(wire: HostsWire, flight: Flight, heads: dict[int, SectionHeader], field: str = "head") -> bool:
+def take_back(wire: HostsWire, pending_call: PendingCall, heads: dict[int, SectionHeader], field: str = "head") -> bool:
     """Remove the ranks whose messages were overwritten while they were read; return whether there were any."""
-    gone = [src for src in heads if not wire.is_there(field, src, flight.seq)]
+    gone = [src for src in heads if not wire.is_there(field, src, pending_call.seq)]
     for src in gone:
-        flight.lost[src] = "cut"
+        pending_call.lost[src] = "cut"
         del heads[src]
     return bool(gone)
 
@@ -292,7 +292,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
     Args:
         control: the buffer's CPU side.
         topology: the placement of the ranks, as far as the outboxes do not name it.
-        seat: job handle of the group.
+        job_handle: job handle of the group.
         poison: fill memory with 0xFF before each use.
         closing: whether another thread wants to close the buffer.
     """
@@ -303,31 +303,31 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self,
         control: ControlPlaneOver[HostsExchange],
         topology: Topology,
-        seat: GroupInView,
+        job_handle: GroupInView,
         poison: bool,
         closing: Closing,
     ) -> None:
         self._places = CallPlacement(topology, control.config.num_ranks)
         self._exchange = exchange = control.exchange
-        self._assembly = Assembly(control, exchange.engine, seat)
-        self.takes_replacements = seat.is_open
-        self._topology = topology = self._places.of(exchange.box)  # of the epoch, as all that follows from it
+        self._assembly = Assembly(control, exchange.engine, job_handle)
+        self.takes_replacements = job_handle.is_open
+        self._topology = topology = self._places.of(exchange.peer_regions)  # of the epoch, as all that follows from it
         self._engine = engine = exchange.engine
         self._life = self._life_words()
-        self._met = exchange.box.members, exchange.box.epoch  # in the call with which the epoch began
+        self._met = exchange.peer_regions.members, exchange.peer_regions.epoch  # in the call with which the epoch began
         self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
         self._layout = latency_layout(control.config)
         self._nbytes = self._count()
         self.wire = wire = HostsWire(
             control.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
         )
-        flights = HostsFlights(wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted)
-        self._sums = HostSums(topology, wire, flights)
-        super().__init__(control, wire, flights, poison)
+        pending_calls = HostsPendingCalls(wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted)
+        self._sums = HostSums(topology, wire, pending_calls)
+        super().__init__(control, wire, pending_calls, poison)
 
     def _count(self) -> int:
         """Return how much memory this rank lends to others, or keeps for them."""
-        ranks, regions = (self._topology.rank, *self._topology.sources()), self._engine.box.regions
+        ranks, regions = (self._topology.rank, *self._topology.sources()), self._engine.peer_regions.regions
         return sum(regions[rank].mapped_bytes for rank in ranks)
 
     # ---- lost ranks
@@ -337,7 +337,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         return [rank for rank in self._engine.watch.dead() if self._topology.is_here(rank)]
 
     def _life_words(self) -> list[memoryview]:
-        return [region.words(0, STATE_WORDS) for region in self._engine.box.regions]
+        return [region.words(0, STATE_WORDS) for region in self._engine.peer_regions.regions]
 
     def _ended(self) -> set[int]:
         """Return the ranks from which nothing more will arrive, or which nothing reaches any more.
@@ -365,8 +365,8 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
             return PeerError, "it has closed the buffer"
         return RankFailedError, "it is dead, or the way between its host and this one has ended"
 
-    def _counted(self, flight: Flight, heads: Mapping[int, SectionHeader]) -> int:
-        return self._sums.counted(flight, heads)
+    def _counted(self, pending_call: PendingCall, heads: Mapping[int, SectionHeader]) -> int:
+        return self._sums.counted(pending_call, heads)
 
     # ---- what every path has
 
@@ -398,7 +398,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         """
         num_ranks = self.config.num_ranks
         error: EpeeError | None = None
-        self._flights.reclaim(is_thorough=True)
+        self._pending_calls.reclaim(is_thorough=True)
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         if error is not None:
@@ -409,15 +409,15 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         epoch = self._exchange.epoch.to_bytes(8, "little")
         told = self._assembly.meet(epoch, deadline, lambda _: False)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
-        self._met = self._exchange.box.members, self._exchange.box.epoch
-        self._topology = self._places.of(self._exchange.box)
+        self._met = self._exchange.peer_regions.members, self._exchange.peer_regions.epoch
+        self._topology = self._places.of(self._exchange.peer_regions)
         self._roles = roles = Roles(self._topology, self._exchange.members)
         old, self._life = self._life, self._life_words()
         for words in old:
             words.release()
         self.wire.begin_epoch(roles)
         self._sums.begin_epoch(self._topology)
-        self._flights.restart()
+        self._pending_calls.restart()
         self._nbytes = self._count()
         mask = mask_of(self._exchange.members, num_ranks)
         if active_ranks is not None:
@@ -431,10 +431,10 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     # ---- dispatch
 
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
+    def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         assert isinstance(handle, HostsLatencyHandle)
         rows = as_sent(call.x, call.facts.quantisation)
-        readers = self._readers(flight)
+        readers = self._readers(pending_call)
         none = np.empty(0, dtype=np.int64)
         handle.records = [none] * self._topology.num_hosts
         for host, ranks in readers.items():
@@ -442,23 +442,23 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
             for rank in ranks:
                 goes[handle.sent[rank]] = True
             handle.records[host] = np.flatnonzero(goes)
-            self._send_records(flight, host, ranks, rows, handle)
+            self._send_records(pending_call, host, ranks, rows, handle)
 
-    def _readers(self, flight: Flight) -> dict[int, list[int]]:
+    def _readers(self, pending_call: PendingCall) -> dict[int, list[int]]:
         """Return by host the ranks that this message is for, this host last; waits until they have room."""
-        reachable = set(self._flights.reachable(flight))
+        reachable = set(self._pending_calls.reachable(pending_call))
         order = sorted(range(self._topology.num_hosts), key=lambda host: host == self._topology.host)
         found = {host: [rank for rank in self._topology.hosts[host] if rank in reachable] for host in order}
         return {host: ranks for host, ranks in found.items() if ranks}
 
     def _send_records(
-        self, flight: Flight, host: int, ranks: list[int], rows: WireRows, handle: HostsLatencyHandle
+        self, pending_call: PendingCall, host: int, ranks: list[int], rows: WireRows, handle: HostsLatencyHandle
     ) -> None:
         tokens = handle.records[host]
         scale_columns = 0 if rows.scales is None else rows.scales.shape[1]
         row_bytes = rows.data.shape[1] * rows.data.dtype.itemsize
         records = RecordFields(len(tokens), handle.num_topk, row_bytes, scale_columns)
-        half = self.wire.half_for(host, flight.seq, records.nbytes)
+        half = self.wire.half_for(host, pending_call.seq, records.nbytes)
         meta, num_topk = records.meta(half), handle.num_topk
         meta[:, 0] = tokens
         meta[:, 1 : 1 + num_topk] = handle.topk_idx[tokens]
@@ -469,13 +469,13 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         if rows.scales is not None:
             torch.index_select(rows.scales, 0, index, out=target.scales)
         had = sum(1 << rank for rank in ranks)
-        self.wire.publish(host, flight.seq, flight.head._replace(num_rows=len(tokens), had=had), half)
+        self.wire.publish(host, pending_call.seq, pending_call.head._replace(num_rows=len(tokens), had=had), half)
 
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
         assert isinstance(handle, HostsLatencyHandle)
-        heads = self._flights.heads(flight)
+        heads = self._pending_calls.heads(pending_call)
         config, dtype = handle.cut.config, FP8 if how.use_fp8 else torch.bfloat16
         for src, head in heads.items():
             if head.num_rows > config.max_tokens_per_rank:
@@ -489,23 +489,23 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
         def read(src: int, num_rows: int, scales: tuple[int, torch.dtype] | None) -> WireRows:
             """Return the rows of a message."""
-            half = self.wire.half_of(src, flight.seq, laid[src].nbytes)
+            half = self.wire.half_of(src, pending_call.seq, laid[src].nbytes)
             return laid[src].rows(half, dtype, None if scales is None else scales[1])
 
         while True:  # repeat without those whose messages were overwritten meanwhile
             given: list[tuple[Ints, Ints, Floats] | None] = [None] * config.num_ranks
             ids: dict[int, Ints] = {}
             for src in list(heads):
-                found = self._read_meta(flight, src, laid[src], config)
+                found = self._read_meta(pending_call, src, laid[src], config)
                 if found is not None:
                     tokens, ids[src], weights = found
                     local = ids[src] - self.rank * config.num_local_experts
                     local[(local < 0) | (local >= config.num_local_experts)] = -1
                     given[src] = tokens, local, weights
             placed = self._place(given, result, handle, read)
-            if not take_back(self.wire, flight, heads):
+            if not take_back(self.wire, pending_call, heads):
                 break
-        self._flights.require_all(flight)
+        self._pending_calls.require_all(pending_call)
         handle.came = [None if src not in ids else self._came(ids[src], handle) for src in range(config.num_ranks)]
         handle.sources = [
             None if source is None or came is None else _those(source, came.mine)
@@ -514,14 +514,14 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self._finish_dispatch(placed, heads, result, handle)
 
     def _read_meta(
-        self, flight: Flight, src: int, records: RecordFields, config: BufferConfig
+        self, pending_call: PendingCall, src: int, records: RecordFields, config: BufferConfig
     ) -> tuple[Ints, Ints, Floats] | None:
         """Return tokens, expert ids and weights of a rank's message, copied and checked.
 
         Returns None if it was overwritten.
         """
-        meta = records.meta(self.wire.half_of(src, flight.seq, records.nbytes)).astype(np.int64)
-        if not self.wire.is_here(src, flight.seq):
+        meta = records.meta(self.wire.half_of(src, pending_call.seq, records.nbytes)).astype(np.int64)
+        if not self.wire.is_here(src, pending_call.seq):
             return None
         num_topk = config.num_topk
         tokens = checked_tokens(meta[:, 0], records.num_records, src, config.max_tokens_per_rank)
@@ -533,24 +533,24 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     # ---- combine
 
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
+    def _send_partials(self, pending_call: PendingCall, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
         assert isinstance(handle, HostsLatencyHandle)
-        readers, seq = self._readers(flight), flight.seq
+        readers, seq = self._readers(pending_call), pending_call.seq
         if call.topk_weights is not None:
             weights = array_of(call.topk_weights)
             for host in readers:
                 self.wire.send_weights(host, seq, weights[handle.records[host]], handle.cut)
         dtype, had = call.facts.partial_dtype, 0
         for src in (rank for ranks in readers.values() for rank in ranks):
-            rows = self._partials_for(flight, src, call, handle)
+            rows = self._partials_for(pending_call, src, call, handle)
             if rows is not None:
                 part = self.wire.part_for(src, seq, len(rows), rows.shape[1] * dtype.itemsize)
                 torch.from_numpy(part).view(dtype).view(rows.shape).copy_(rows)
                 had |= 1 << src
-        self._sums.send(flight, readers, flight.head._replace(had=had), dtype, handle)
+        self._sums.send(pending_call, readers, pending_call.head._replace(had=had), dtype, handle)
 
     def _partials_for(
-        self, flight: Flight, src: int, call: LatencyCombineCall, handle: HostsLatencyHandle
+        self, pending_call: PendingCall, src: int, call: LatencyCombineCall, handle: HostsLatencyHandle
     ) -> torch.Tensor | None:
         """Return this rank's sums for the tokens that it has of `src`; None if it has none of its dispatch."""
         source, came = handle.sources[src], handle.came[src]
@@ -558,28 +558,28 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
             return None
         factors = source.weights
         if call.topk_weights is not None:
-            if not self._flights.has_come(flight, src, "early"):
-                self._flights.require_all(flight)
+            if not self._pending_calls.has_come(pending_call, src, "early"):
+                self._pending_calls.require_all(pending_call)
                 return None
             try:
-                factors = self.wire.read_weights(src, flight.seq, came.num_records, handle.cut)[came.mine]
+                factors = self.wire.read_weights(src, pending_call.seq, came.num_records, handle.cut)[came.mine]
             except TakenBack:
-                flight.lost[src] = "cut"
-                self._flights.require_all(flight)
+                pending_call.lost[src] = "cut"
+                self._pending_calls.require_all(pending_call)
                 return None
         y = call.y.view(-1, handle.cut.config.hidden)
         return partial_sums(source, factors, y).to(call.facts.partial_dtype)
 
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         assert isinstance(handle, HostsLatencyHandle)
-        heads = self._flights.heads(flight)
+        heads = self._pending_calls.heads(pending_call)
         while True:  # repeat without those whose messages were overwritten meanwhile
             counted: list[int] = []
             parts = []
             for host in range(self._topology.num_hosts):
-                found = self._sums.received(flight, host, heads, partial_dtype, handle)
+                found = self._sums.received(pending_call, host, heads, partial_dtype, handle)
                 if found is not None:
                     ranks, rows = found
                     counted += ranks
@@ -590,9 +590,9 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
                     index = np.searchsorted(handle.records[host], tokens)
                     parts.append((tokens, rows.index_select(0, torch.from_numpy(index))))
             summed = sum_over_ranks(parts, handle.num_tokens, handle.cut.config.hidden)
-            if not take_back(self.wire, flight, heads):
+            if not take_back(self.wire, pending_call, heads):
                 break
-        self._flights.require_all(flight)  # an error leaves `out` as it was
+        self._pending_calls.require_all(pending_call)  # an error leaves `out` as it was
         with writing(result.x):
             result.x.copy_(summed)
         result.got[counted] = True

@@ -1,7 +1,8 @@
 """The memory that a rank of a `LatencyBuffer` over several hosts lays into its outbox, and how a call cuts it.
 
-The fields are in the outbox of the buffer's engine (`Outboxes.extra`), so each rank writes its own only, its host maps
-it for reading, and gateways on other hosts keep mirrors. `wire.py` documents what is written when, and what orders it.
+The fields are in the outbox of the buffer's engine (`PeerRegions.extra`), so each rank writes its own only, its host
+maps it for reading, and gateways on other hosts keep mirrors. `wire.py` documents what is written when, and what orders
+it.
 
     freed    [num_slots]            the last call whose messages this rank has read, or aborted
     cut      [num_ranks]            up to which call this rank excludes a peer

@@ -168,14 +168,14 @@ class HostsWire(Wire):
         poison: bool,
     ) -> None:
         super().__init__(config, topology.rank, ended, interrupt, _show_nobody, epoch)
-        box = engine.box
-        exports: Exports = box.exports
+        peer_regions = engine.peer_regions
+        exports: Exports = peer_regions.exports
         layout = latency_layout(config)
         self.topology = topology
-        self._layout, self._box = layout, box
-        self._fields = [HostsFields(region, layout, box.extra) for region in box.regions]
+        self._layout, self._peer_regions = layout, peer_regions
+        self._fields = [HostsFields(region, layout, peer_regions.extra) for region in peer_regions.regions]
         self._own = self._fields[topology.rank]
-        self._state = box.regions[topology.rank].words(0, STATE_WORDS)
+        self._state = peer_regions.regions[topology.rank].words(0, STATE_WORDS)
         self.gateways = topology.gateways()  # by host; of the epoch
         self._links = exports.links
         self._looks = exports.new_looks(_FIRST_LOOK)
@@ -194,7 +194,9 @@ class HostsWire(Wire):
     def begin_epoch(self, roles: Roles) -> None:
         """Begin an epoch with these ranks, which have met: read their current mirrors, send to their gateways."""
         old = self._fields
-        self._fields = [HostsFields(region, self._layout, self._box.extra) for region in self._box.regions]
+        self._fields = [
+            HostsFields(region, self._layout, self._peer_regions.extra) for region in self._peer_regions.regions
+        ]
         self._own = self._fields[self.rank]
         self.topology = roles.topology
         self.gateways = roles.gateways()

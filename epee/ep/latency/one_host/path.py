@@ -54,7 +54,7 @@ from ...membership.memory import Memory
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..cpu import CpuLatencyHandle, LatencyCalls
-from ..flight import Flight, Flights
+from ..pending_call import PendingCall, PendingCalls
 from ..region import HEAD_WORDS, RegionFields, RegionWords, SectionCut, checked_cut, region_layout
 from ..rows import FP8, Floats, WireRows, as_sent, partial_sums, sum_over_ranks
 from ..types import (
@@ -253,8 +253,8 @@ class LatencyCpuPath(LatencyCalls, Memory):
         self.wire = wire = PushWire(
             config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison
         )
-        flights = Flights(wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
-        super().__init__(control, wire, flights, poison)
+        pending_calls = PendingCalls(wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
+        super().__init__(control, wire, pending_calls, poison)
         self._lane.memory = self
         try:
             if self._lane.is_in:
@@ -269,7 +269,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         """Let calls use the memory of another epoch."""
         base = inbox_layout(self.config).nbytes
         self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
-        self._flights.restart()
+        self._pending_calls.restart()
 
     def take_sizes(self, config: BufferConfig) -> SectionCut:
         """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
@@ -281,74 +281,76 @@ class LatencyCpuPath(LatencyCalls, Memory):
         self._blank.close()
         self._lane.memory = Memory()  # no reference cycle keeps a closed path
 
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
+    def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
-        reachable = self._flights.reachable(flight)
+        reachable = self._pending_calls.reachable(pending_call)
         for dst in reachable:
             tokens = handle.sent[dst]
-            self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut)
-            self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens), cut)
+            self.wire.write_meta(
+                dst, pending_call.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut
+            )
+            self.wire.write_rows(dst, pending_call.seq, rows, torch.from_numpy(tokens), cut)
         for dst in reachable:
-            self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(handle.sent[dst])))
+            self.wire.post(dst, pending_call.seq, pending_call.head._replace(num_rows=len(handle.sent[dst])))
 
     def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, how: Quantisation, result: LatencyDispatched, handle: CpuLatencyHandle
     ) -> None:
-        heads, cut = self._flights.heads(flight), handle.cut
+        heads, cut = self._pending_calls.heads(pending_call), handle.cut
         given: list[tuple[Ints, Ints, Floats] | None] = [None] * self.config.num_ranks
         for src, head in heads.items():
-            given[src] = self.wire.read_meta(src, flight.seq, head.num_rows, cut)
+            given[src] = self.wire.read_meta(src, pending_call.seq, head.num_rows, cut)
         dtype = FP8 if how.use_fp8 else torch.bfloat16
 
         def read(src: int, num_rows: int, scales: tuple[int, torch.dtype] | None) -> WireRows:
             """Return the rows of a section."""
-            return self.wire.read_rows(src, flight.seq, num_rows, dtype, cut, scales)
+            return self.wire.read_rows(src, pending_call.seq, num_rows, dtype, cut, scales)
 
         placed = self._place(given, result, handle, read)
-        self._flights.require_all(flight)
+        self._pending_calls.require_all(pending_call)
         handle.sources = placed.sources
         self._finish_dispatch(placed, heads, result, handle)
 
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
-        reachable, cut = self._flights.reachable(flight), handle.cut
+    def _send_partials(self, pending_call: PendingCall, call: LatencyCombineCall, handle: CpuLatencyHandle) -> None:
+        reachable, cut = self._pending_calls.reachable(pending_call), handle.cut
         if call.topk_weights is not None:
             weights = array_of(call.topk_weights)
             for dst in reachable:
-                self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]], cut)
-                self.wire.post_early(dst, flight.seq)
+                self.wire.write_weights(dst, pending_call.seq, weights[handle.sent[dst]], cut)
+                self.wire.post_early(dst, pending_call.seq)
         y = call.y.view(-1, cut.config.hidden)
         heads = {}
         for src in reachable:
             source = handle.sources[src]
             if source is None:  # its tokens were not here
-                heads[src] = flight.head
+                heads[src] = pending_call.head
                 continue
             factors = source.weights
             if call.topk_weights is not None:
-                if not self._flights.has_come(flight, src, "early"):
-                    self._flights.require_all(flight)
+                if not self._pending_calls.has_come(pending_call, src, "early"):
+                    self._pending_calls.require_all(pending_call)
                     continue
-                factors = self.wire.read_weights(src, flight.seq, len(source.tokens), cut)
+                factors = self.wire.read_weights(src, pending_call.seq, len(source.tokens), cut)
             partial = partial_sums(source, factors, y).to(call.facts.partial_dtype)
-            self.wire.write_rows(src, flight.seq, WireRows(partial, None), None, cut)
-            heads[src] = flight.head._replace(num_rows=len(partial), had=1)
+            self.wire.write_rows(src, pending_call.seq, WireRows(partial, None), None, cut)
+            heads[src] = pending_call.head._replace(num_rows=len(partial), had=1)
         for src, head in heads.items():
-            self.wire.post(src, flight.seq, head)
+            self.wire.post(src, pending_call.seq, head)
 
     def _receive_partials(
-        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
+        self, pending_call: PendingCall, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle
     ) -> None:
         parts, counted, cut = [], [], handle.cut
-        for src, head in self._flights.heads(flight).items():
+        for src, head in self._pending_calls.heads(pending_call).items():
             tokens = handle.sent[src]
             if not head.had:
                 continue
             if head.num_rows != len(tokens):
                 raise ProtocolError(f"combine: rank {src} sends {head.num_rows} rows for {len(tokens)} tokens")
             counted.append(src)
-            parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype, cut).data))
+            parts.append((tokens, self.wire.read_rows(src, pending_call.seq, len(tokens), partial_dtype, cut).data))
         summed = sum_over_ranks(parts, handle.num_tokens, cut.config.hidden)
-        self._flights.require_all(flight)  # an error leaves `out` as it was
+        self._pending_calls.require_all(pending_call)  # an error leaves `out` as it was
         with writing(result.x):
             result.x.copy_(summed)
         result.got[counted] = True
@@ -359,7 +361,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members and begin an epoch with them; raises as `Buffer.sync`."""
-        self._flights.reclaim(is_thorough=True)
+        self._pending_calls.reclaim(is_thorough=True)
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()

@@ -1,7 +1,7 @@
 """The steps of every `LatencyBuffer` call: begin, wait for room, wait for the peers' messages, mark the lost ranks.
 
-A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
-a call, its slot is freed: a failed call leaves nothing behind that could delay or mix with a later one.
+A `PendingCall` is one call between its first step and its last; `PendingCalls` takes it through them over a `Wire`.
+Whatever ends a call, its slot is freed: a failed call leaves nothing behind that could delay or mix with a later one.
 
 An exception from a signal handler can come between any two lines, so a call is recorded before it takes its slot, and
 is aborted by `abandon` when it raises. A call without an owner all the same, whose caller has no hook to receive it, is
@@ -74,7 +74,7 @@ class NoFreeSlot(InvalidState):
     """The call cannot even be refused: no slot is free by which to notify the peers. An `InvalidState` for callers."""
 
 
-class Flight:
+class PendingCall:
     """One call between its first step and its last; the `Caller` of its end.
 
     Attributes:
@@ -157,7 +157,7 @@ class Flight:
         return [rank for rank, is_active in enumerate(self.active) if is_active and rank not in self.lost]
 
 
-class Flights:
+class PendingCalls:
     """Takes calls through their steps.
 
     Args:
@@ -181,7 +181,7 @@ class Flights:
         self._dead = dead
         self._why_gone = why_gone
         self._hide = hide
-        self._begun: dict[int, Flight] = {}  # by number: calls that have a slot, or are about to take it
+        self._begun: dict[int, PendingCall] = {}  # by number: calls that have a slot, or are about to take it
         self._hooks: dict[int, Callable[[], bool]] = {}  # by number: whether a caller can still receive
         self._unknown: list[CallEnd] = []  # of calls that this rank aborted and that may have succeeded on others
         self._lost = ""  # why the buffer cannot continue
@@ -219,23 +219,23 @@ class Flights:
         self._unknown.clear()
         self._lost = ""
 
-    def begin(self, head: SectionHeader, options: LatencyOptions) -> Flight:
+    def begin(self, head: SectionHeader, options: LatencyOptions) -> PendingCall:
         """Start the next call."""
-        flight = Flight(self.wire.seq + 1, head, options, self.wire, self._epoch())
-        self.wire.op = flight.op
-        if flight.is_alike:
-            self.wire.say_begun(flight.seq)
-        self.read_mask(flight)
-        self.wire.set_cut(flight.active, flight.seq)
-        self._begun[flight.seq] = flight
+        pending_call = PendingCall(self.wire.seq + 1, head, options, self.wire, self._epoch())
+        self.wire.op = pending_call.op
+        if pending_call.is_alike:
+            self.wire.say_begun(pending_call.seq)
+        self.read_mask(pending_call)
+        self.wire.set_cut(pending_call.active, pending_call.seq)
+        self._begun[pending_call.seq] = pending_call
         self.wire.begin()  # last: from here on the call has a slot, which must be freed
-        return flight
+        return pending_call
 
-    def _free(self, flight: Flight) -> None:
+    def _free(self, pending_call: PendingCall) -> None:
         """Free the slot of a call."""
-        self.wire.free(flight.seq)
-        self._hooks.pop(flight.seq, None)
-        self._begun.pop(flight.seq, None)
+        self.wire.free(pending_call.seq)
+        self._hooks.pop(pending_call.seq, None)
+        self._begun.pop(pending_call.seq, None)
 
     def abandon(self, last_seq: int, error: BaseException) -> None:
         """Abort the calls after `last_seq`, whose caller gets `error` and no hook."""
@@ -260,120 +260,120 @@ class Flights:
                 self._end(seq, InvalidState("the call was interrupted, and nobody has its hook"))
 
     def _end(self, seq: int, error: BaseException) -> None:
-        flight = self._begun[seq]
+        pending_call = self._begun[seq]
         try:
             if seq <= self.wire.seq:  # otherwise it was not counted: it has not begun
-                self.give_up(flight, error)
+                self.give_up(pending_call, error)
         finally:
             self._hooks.pop(seq, None)
             self._begun.pop(seq, None)
 
-    def read_mask(self, flight: Flight) -> None:
+    def read_mask(self, pending_call: PendingCall) -> None:
         """Exclude the ranks marked inactive; this rank always counts on itself."""
-        if flight.options.active_ranks is not None:
-            marks = flight.options.active_ranks[: self.wire.config.num_ranks].tolist()
+        if pending_call.options.active_ranks is not None:
+            marks = pending_call.options.active_ranks[: self.wire.config.num_ranks].tolist()
             for rank, mark in enumerate(marks):
-                flight.active[rank] = flight.active[rank] and (mark != 0 or rank == self.wire.rank)
+                pending_call.active[rank] = pending_call.active[rank] and (mark != 0 or rank == self.wire.rank)
 
-    def reachable(self, flight: Flight) -> list[int]:
+    def reachable(self, pending_call: PendingCall) -> list[int]:
         """Return the ranks to write to, the next rank first and this one last; waits until they have room."""
         num_ranks = self.wire.config.num_ranks
         order = [(self.wire.rank + step) % num_ranks for step in range(1, num_ranks + 1)]
         for dst in order:
-            if dst in flight.peers() and not self.wire.has_room(dst, flight.seq, flight.patience):
-                self.lose(flight, dst)
-        return [dst for dst in order if dst in flight.peers()]
+            if dst in pending_call.peers() and not self.wire.has_room(dst, pending_call.seq, pending_call.patience):
+                self.lose(pending_call, dst)
+        return [dst for dst in order if dst in pending_call.peers()]
 
-    def has_come(self, flight: Flight, src: int, field_name: str = "head") -> bool:
+    def has_come(self, pending_call: PendingCall, src: int, field_name: str = "head") -> bool:
         """Wait for the message of a peer, or its weights (`early`); return False if it is lost."""
-        if self.wire.has_come(src, flight.seq, flight.patience, field_name):
+        if self.wire.has_come(src, pending_call.seq, pending_call.patience, field_name):
             if field_name == "head":
                 return True
-            if self.wire.is_early(src, flight.seq):
+            if self.wire.is_early(src, pending_call.seq):
                 return True
-            self.head(flight, src)  # it has continued without sending weights
-        self.lose(flight, src)
+            self.head(pending_call, src)  # it has continued without sending weights
+        self.lose(pending_call, src)
         return False
 
-    def lose(self, flight: Flight, peer: int) -> None:
+    def lose(self, pending_call: PendingCall, peer: int) -> None:
         """Record that a peer is lost for this call, and why."""
         if peer in self._dead():
-            flight.lost[peer] = "dead"
+            pending_call.lost[peer] = "dead"
         elif peer in self.wire.ended():
-            flight.lost[peer] = "gone"
-        elif self.wire.is_cut_by(peer, flight.seq):
-            flight.lost[peer] = "cut"
+            pending_call.lost[peer] = "gone"
+        elif self.wire.is_cut_by(peer, pending_call.seq):
+            pending_call.lost[peer] = "cut"
         else:
-            flight.lost[peer] = "silent"
+            pending_call.lost[peer] = "silent"
 
-    def heads(self, flight: Flight) -> dict[int, SectionHeader]:
+    def heads(self, pending_call: PendingCall) -> dict[int, SectionHeader]:
         """Wait for all ranks that count; return the headers of those that sent their message, ranks ascending."""
-        heads = self._heads(flight)
-        if not flight.is_alike:
+        heads = self._heads(pending_call)
+        if not pending_call.is_alike:
             return heads
-        if not flight.lost and not flight.words.withdrawn(flight.mark):
-            flight.words.has_gathered(flight.mark)
+        if not pending_call.lost and not pending_call.words.withdrawn(pending_call.mark):
+            pending_call.words.has_gathered(pending_call.mark)
         else:
-            error = self._loss(flight)
-            self._end_of(flight).give_up(error)
-            heads = self._follow(flight, heads, error)
-        flight.gathered = flight.seq
+            error = self._loss(pending_call)
+            self._end_of(pending_call).give_up(error)
+            heads = self._follow(pending_call, heads, error)
+        pending_call.gathered = pending_call.seq
         return heads
 
-    def _heads(self, flight: Flight) -> dict[int, SectionHeader]:
+    def _heads(self, pending_call: PendingCall) -> dict[int, SectionHeader]:
         heads = {}
-        for src in flight.peers():
+        for src in pending_call.peers():
             before = time.monotonic_ns()
-            has_come = self.has_come(flight, src)
-            flight.wait_us[src] = (time.monotonic_ns() - before) // 1000
-            head = self.head(flight, src) if has_come else None
+            has_come = self.has_come(pending_call, src)
+            pending_call.wait_us[src] = (time.monotonic_ns() - before) // 1000
+            head = self.head(pending_call, src) if has_come else None
             if head is not None:
                 heads[src] = head
         return heads
 
-    def head(self, flight: Flight, src: int) -> SectionHeader | None:
+    def head(self, pending_call: PendingCall, src: int) -> SectionHeader | None:
         """Return the header of an arrived message; None if it can no longer be read, and its rank is then lost.
 
         Raises:
             MismatchError: it is of another call, or refuses this one.
         """
-        head, reason = self.wire.head_of(src, flight.seq)
-        self.agree(flight, src, head, reason)
+        head, reason = self.wire.head_of(src, pending_call.seq)
+        self.agree(pending_call, src, head, reason)
         return head
 
-    def _end_of(self, flight: Flight) -> CallEnd:
+    def _end_of(self, pending_call: PendingCall) -> CallEnd:
         """Return the object that determines how an aborted call ends."""
-        end = CallEnd(flight)
-        end.begin(flight.words)
-        end.open(flight.seq)
+        end = CallEnd(pending_call)
+        end.begin(pending_call.words)
+        end.open(pending_call.seq)
         return end
 
     def _follow(
-        self, flight: Flight, heads: dict[int, SectionHeader], error: EpeeError | None
+        self, pending_call: PendingCall, heads: dict[int, SectionHeader], error: EpeeError | None
     ) -> dict[int, SectionHeader]:
         """Wait for the messages that this rank lacks: a peer has all of its own, so these are on their way, too."""
         patience = Patience(time.monotonic() + GRACE_S, 0.0)
-        for src in sorted(flight.lost):
-            if not self.wire.has_come(src, flight.seq, patience):
-                raise error or self._end_of(flight).given_up()
-            del flight.lost[src]
-            head = self.head(flight, src)
+        for src in sorted(pending_call.lost):
+            if not self.wire.has_come(src, pending_call.seq, patience):
+                raise error or self._end_of(pending_call).given_up()
+            del pending_call.lost[src]
+            head = self.head(pending_call, src)
             if head is None:
-                raise error or self._end_of(flight).given_up()
+                raise error or self._end_of(pending_call).given_up()
             heads[src] = head
         return dict(sorted(heads.items()))
 
-    def leave(self, flight: Flight, error: BaseException) -> None:
+    def leave(self, pending_call: PendingCall, error: BaseException) -> None:
         """Determine how a call without a mask ends whose caller gets `error`, at the latest in the next call."""
-        if not flight.is_alike:
+        if not pending_call.is_alike:
             return
-        end = self._end_of(flight)
-        if isinstance(error, MismatchError) and is_own(error) and not flight.gathered:
+        end = self._end_of(pending_call)
+        if isinstance(error, MismatchError) and is_own(error) and not pending_call.gathered:
             # no rank can have matching messages: each of them sees the mismatch, or that the call has failed
             end.fail()
             return
         self._unknown.append(end)
-        if not flight.words.is_gathered(flight.mark):
+        if not pending_call.words.is_gathered(pending_call.mark):
             try:
                 end.give_up(error)
             except BaseException as raised:  # noqa: BLE001 - `error`, or that its end is open; the caller has `error`
@@ -381,12 +381,12 @@ class Flights:
             if not end.is_open:
                 self._unknown.remove(end)
 
-    def agree(self, flight: Flight, src: int, head: SectionHeader, reason: str) -> None:
+    def agree(self, pending_call: PendingCall, src: int, head: SectionHeader, reason: str) -> None:
         """Raise `MismatchError` unless a peer makes the same call."""
-        where = context(OP_NAMES[flight.head.op], rank=self.wire.rank, peer=src, seq=flight.seq)
+        where = context(OP_NAMES[pending_call.head.op], rank=self.wire.rank, peer=src, seq=pending_call.seq)
         if head.refused:
             raise MismatchError(f"{where}: rank {src} refused its call: {reason}")
-        for name, mine, theirs in zip(SectionHeader._fields[:NUM_AGREED], flight.head, head, strict=False):
+        for name, mine, theirs in zip(SectionHeader._fields[:NUM_AGREED], pending_call.head, head, strict=False):
             if mine != theirs:
                 raise MismatchError(
                     f"{where}: ranks disagree about {_LABELS[name]}: this rank has {_shown(name, mine)}, rank {src} "
@@ -394,39 +394,39 @@ class Flights:
                 )
 
     @contextlib.contextmanager
-    def sending(self, flight: Flight) -> Iterator[None]:
+    def sending(self, pending_call: PendingCall) -> Iterator[None]:
         """Run the send phase inside; if it fails the peers are notified."""
         try:
-            if flight.is_alike:
-                self.reachable(flight)
-                self.require_all(flight)  # before anything is sent: a call that lacks a rank must not start
+            if pending_call.is_alike:
+                self.reachable(pending_call)
+                self.require_all(pending_call)  # before anything is sent: a call that lacks a rank must not start
             yield
         except GeneratorExit:  # an interrupt in contextlib's own lines: noticed when this is dropped, maybe calls later
             raise
         except BaseException as error:
-            self.give_up(flight, error)
+            self.give_up(pending_call, error)
             raise
-        self.mark(flight)
+        self.mark(pending_call)
 
-    def give_up(self, flight: Flight, error: BaseException) -> None:
+    def give_up(self, pending_call: PendingCall, error: BaseException) -> None:
         """End a call that this rank cannot make, and notify the peers that have not got its message."""
-        is_sent = any(self.wire.is_posted(dst, flight.seq) for dst in flight.others())
+        is_sent = any(self.wire.is_posted(dst, pending_call.seq) for dst in pending_call.others())
         try:
-            for dst in self.reachable(flight):
-                if dst != self.wire.rank and not self.wire.is_posted(dst, flight.seq):
-                    self.wire.post(dst, flight.seq, flight.head._replace(refused=1), reason_bytes(error))
+            for dst in self.reachable(pending_call):
+                if dst != self.wire.rank and not self.wire.is_posted(dst, pending_call.seq):
+                    self.wire.post(dst, pending_call.seq, pending_call.head._replace(refused=1), reason_bytes(error))
         finally:
             if is_sent:
-                self.leave(flight, error)
-            elif flight.is_alike:
-                self._end_of(flight).fail()  # no rank has anything from this rank
-            self._free(flight)
+                self.leave(pending_call, error)
+            elif pending_call.is_alike:
+                self._end_of(pending_call).fail()  # no rank has anything from this rank
+            self._free(pending_call)
 
-    def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
+    def finish(self, pending_call: PendingCall, result: _Result, receive: Callable[[], None]) -> _Result:
         """Receive now, or return a hook that does."""
-        result.wait_us = flight.wait_us
-        if not flight.options.return_hook:
-            self.receive(flight, receive)
+        result.wait_us = pending_call.wait_us
+        if not pending_call.options.return_hook:
+            self.receive(pending_call, receive)
             return result
         hooks = [receive]
 
@@ -434,53 +434,53 @@ class Flights:
             """Receive once; a second time, or in another epoch, is an error."""
             if not hooks:
                 raise InvalidState("this hook has been called already; a call is received once")
-            check_hook(flight.epoch, self._epoch())
-            flight.start()
-            self.read_mask(flight)
-            flight.is_received = True
-            self.receive(flight, hooks.pop())
+            check_hook(pending_call.epoch, self._epoch())
+            pending_call.start()
+            self.read_mask(pending_call)
+            pending_call.is_received = True
+            self.receive(pending_call, hooks.pop())
 
         owner = weakref.ref(hook)  # and not what it receives: that refers to the hook
-        self._hooks[flight.seq] = lambda: owner() is not None and not flight.is_received
+        self._hooks[pending_call.seq] = lambda: owner() is not None and not pending_call.is_received
         result.hook = hook
         return result
 
-    def receive(self, flight: Flight, receive: Callable[[], None]) -> None:
+    def receive(self, pending_call: PendingCall, receive: Callable[[], None]) -> None:
         """Run the receive phase; the slot is freed whatever happens."""
-        self.wire.op = flight.op
+        self.wire.op = pending_call.op
         try:
             receive()
-            self.require_all(flight)
+            self.require_all(pending_call)
         except BaseException as error:
-            self.leave(flight, error)
+            self.leave(pending_call, error)
             raise
         finally:
-            self._free(flight)
-            self.mark(flight)
+            self._free(pending_call)
+            self.mark(pending_call)
             self._hide()
 
-    def mark(self, flight: Flight) -> None:
+    def mark(self, pending_call: PendingCall) -> None:
         """Write the lost ranks into the mask, and cut them off."""
-        mask = flight.options.active_ranks
-        if mask is None or not flight.lost:
+        mask = pending_call.options.active_ranks
+        if mask is None or not pending_call.lost:
             return
         with writing(mask):
-            for peer in flight.lost:
+            for peer in pending_call.lost:
                 mask[peer] = 0
-        counted = flight.peers()
-        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], flight.seq)
+        counted = pending_call.peers()
+        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], pending_call.seq)
 
-    def require_all(self, flight: Flight) -> None:
+    def require_all(self, pending_call: PendingCall) -> None:
         """Raise for a lost rank in a call without a mask."""
-        error = self._loss(flight) if flight.is_alike else None
+        error = self._loss(pending_call) if pending_call.is_alike else None
         if error is not None:
             raise error
 
-    def _may_be_refused(self, flight: Flight) -> bool:
+    def _may_be_refused(self, pending_call: PendingCall) -> bool:
         """Whether a peer may know of a refusal that this rank has not received."""
-        return flight.words.is_failed_by_peer(flight.mark)
+        return pending_call.words.is_failed_by_peer(pending_call.mark)
 
-    def _await_refusal(self, flight: Flight) -> None:
+    def _await_refusal(self, pending_call: PendingCall) -> None:
         """Wait a moment for missing messages, one of which may say why a call has failed.
 
         A rank that refuses its call, or makes another one, notifies one peer after the other; a notified peer fails the
@@ -489,42 +489,44 @@ class Flights:
         Raises:
             MismatchError: a message says why.
         """
-        until = min(time.monotonic() + GRACE_S, flight.patience.deadline)
+        until = min(time.monotonic() + GRACE_S, pending_call.patience.deadline)
         dead = self._dead()
-        missing = [rank for rank in flight.others() if rank not in dead]
+        missing = [rank for rank in pending_call.others() if rank not in dead]
         while missing:
-            for rank in [rank for rank in missing if self.wire.is_here(rank, flight.seq)]:
+            for rank in [rank for rank in missing if self.wire.is_here(rank, pending_call.seq)]:
                 missing.remove(rank)
-                self.head(flight, rank)
+                self.head(pending_call, rank)
             if time.monotonic() > until:
                 return
             self.wire.nap(0.0005)
 
-    def _loss(self, flight: Flight) -> EpeeError | None:
+    def _loss(self, pending_call: PendingCall) -> EpeeError | None:
         """Return the error that names the lost ranks; raises `MismatchError` if one of them says why."""
-        if not flight.lost:
+        if not pending_call.lost:
             return None
-        dead, gone = (sorted(rank for rank, why in flight.lost.items() if why == kind) for kind in ("dead", "gone"))
-        lost = dead or gone or sorted(flight.lost)
-        if not (dead or gone) and self._may_be_refused(flight):
-            self._await_refusal(flight)
-        if not (dead or gone) and flight.words.withdrawn(flight.mark):
-            return self._end_of(flight).given_up()
-        where = flight.where(lost[0], flight.started)
+        dead, gone = (
+            sorted(rank for rank, why in pending_call.lost.items() if why == kind) for kind in ("dead", "gone")
+        )
+        lost = dead or gone or sorted(pending_call.lost)
+        if not (dead or gone) and self._may_be_refused(pending_call):
+            self._await_refusal(pending_call)
+        if not (dead or gone) and pending_call.words.withdrawn(pending_call.mark):
+            return self._end_of(pending_call).given_up()
+        where = pending_call.where(lost[0], pending_call.started)
         names = ", ".join(str(rank) for rank in lost)
         if dead:
             return RankFailedError(
                 f"{where}: rank {names} is dead (its process ended); give active_ranks to go on without it",
                 lost,
-                flight.op,
-                flight.seq,
+                pending_call.op,
+                pending_call.seq,
                 self._epoch(),
                 "process ended",
             )
         if gone:
             kind, why = self._why_gone(gone[0])
             told = f"{where}: rank {names}: {why}; give active_ranks to go on without it"
-            return kind(told, gone, flight.op, flight.seq, self._epoch(), why)
+            return kind(told, gone, pending_call.op, pending_call.seq, self._epoch(), why)
         return CommTimeoutError(
             f"{where}: rank {names} did not send its half; this call is given up, make the step again; give "
             "active_ranks to go on without silent ranks",

@@ -202,7 +202,7 @@ def make_blank(nbytes: int) -> SharedRegion:
 
 
 def replace(peer_regions: PeerRegions, rank: int, region: SharedRegion) -> None:
-    """Read the outbox of `rank` in `region` from now on; `peer_regions` has all ranks. Narrowed ones keep the old region.
+    """Read the outbox of `rank` in `region` from now on; `peer_regions` has all ranks. Narrowed ones keep the old.
 
     A rank above those that `peer_regions` has makes it longer; ranks between them are blank until a process joins. May
     be repeated where it was broken off.

@@ -23,7 +23,7 @@ from epee.ep.latency import gpu_path
 from epee.ep.pool import latency as rooms
 from epee.ep.pool import pool
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError, StaleHandleError
-from epee.gpu.share import Share
+from epee.gpu.device import Share
 from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.compat.test_deep_ep_low_latency import make as make_names

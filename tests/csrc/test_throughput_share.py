@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from epee.errors import InvalidArgument, ResourceError
+from epee.gpu.device import RESERVE, Share, width_beside
 from epee.gpu.shapes import MAX_CHANNELS, num_senders
-from epee.gpu.share import RESERVE, Share, width_beside
 
 SMS = 132
 

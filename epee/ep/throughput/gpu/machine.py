@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState, ResourceError
-from ....gpu.device import GpuDevice, Mailboxes
+from ....gpu.device import GpuDevice, Mailboxes, Share
 from ....gpu.lent import AllGather, Lending
 from ....gpu.params import (
     CONTROL_LAYOUT,
@@ -37,7 +37,6 @@ from ....gpu.params import (
 from ....gpu.platform import LentRegion, Platform
 from ....gpu.report import ReasonOf, blame, is_echo, take_report
 from ....gpu.shapes import LaunchShape, ThroughputConfig
-from ....gpu.share import Share
 from ....gpu.stage import Stage
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken

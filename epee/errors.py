@@ -207,12 +207,12 @@ def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
 def expected(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
     """Return the classes that an `except` clause names; none while the exception is a signal handler's.
 
-    `except expected(OSError):` leaves a handler's `TimeoutError` to the caller of the interrupted call, and
-    `except expected(RuntimeError):` a `RecursionError`, which the interpreter may raise at any line.
+    `except expected(OSError):` leaves a handler's `TimeoutError` to the caller of the interrupted call. The interpreter
+    may raise a `RecursionError` at any line, so it is no `RuntimeError` here: it is expected only where it is named.
     """
     exc = sys.exc_info()[1]
-    is_foreign = exc is not None and (isinstance(exc, RecursionError) or is_of_handler(exc))
-    return () if is_foreign else kinds
+    is_too_deep = isinstance(exc, RecursionError) and RecursionError not in kinds
+    return () if is_too_deep or (exc is not None and is_of_handler(exc)) else kinds
 
 
 @contextlib.contextmanager

@@ -170,3 +170,13 @@ def test_a_handlers_error_of_ours_is_not_our_own() -> None:
     assert errors.is_of_handler(caught.value)
     assert not errors.is_own(caught.value)
     assert errors.is_own(errors.InvalidState("not of a handler"))
+
+
+def test_a_recursion_error_is_no_run_time_error_unless_a_clause_names_it() -> None:
+    def nested() -> None:
+        nested()
+
+    with pytest.raises(RecursionError), errors.ignored(RuntimeError):
+        nested()
+    with errors.ignored(ValueError, RecursionError):
+        nested()

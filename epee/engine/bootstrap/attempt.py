@@ -160,7 +160,9 @@ class BootstrapAttempt:
                 words.release()
                 region.close()
                 return 0 if is_over else int(pid)
-        except expected(EpeeError, OSError, ValueError, TypeError, KeyError):  # it has ended, or cannot be read
+        except expected(
+            EpeeError, OSError, ValueError, TypeError, KeyError, RecursionError
+        ):  # it has ended, for example
             return 0
         except expected(RuntimeError):  # the store no longer exists
             return self._twin

@@ -27,7 +27,7 @@ def _sent(keys: list[str], ids: list[torch.Tensor], layout: str) -> list[list[Re
     calls = []
     for idx in ids:
         payload = check_payload(torch.zeros(len(idx), 8), config)
-        calls.append(check_dispatch(config, payload, GivenRouting(idx, None, None), None, layout, 1))
+        calls.append(check_dispatch(config, payload, GivenRouting(idx, None, None), (None, layout, 1)))
     headers = [dispatch_header(call, rank, 0, 1) for rank, call in enumerate(calls)]
     counts = np.stack([call.plan.counts for call in calls if call.plan is not None])
     rows = ExchangedRows(headers, counts, [b""] * num_ranks, tuple(range(num_ranks)))

@@ -23,7 +23,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ..errors import AbortedError, EpeeError, ResourceError, ignored
+from ..errors import AbortedError, EpeeError, ResourceError, expected
 from ..threads import BackgroundThread
 from . import stall as trouble
 from .entry import SLICE_S
@@ -79,8 +79,10 @@ class HelperThread:
         """End the parking of the thread, if it is parked."""
         if not self._gate.locked():
             return
-        with ignored(RuntimeError):  # another thread has just opened it
+        try:
             self._gate.release()
+        except expected(RuntimeError):  # another thread has just opened it
+            return
 
     def release(self, helper: Helper | None = None) -> None:
         """Release a use, of a group or of its creator; when this returns the thread is not inside the group.

@@ -10,7 +10,7 @@ Both layouts are alike from then on: a dispatch copies segments, a combine reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
@@ -172,7 +172,11 @@ def most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
 
 
 def checked_counts(
-    told: Ints, num_tokens: Sequence[int], how: tuple[str, int, int | None], config: BufferConfig, where: str
+    told: Ints,
+    num_tokens: Sequence[int],
+    how: tuple[str, int, int | None],
+    config: BufferConfig,
+    where: Callable[[], str],
 ) -> Counts:
     """Return the counts of all ranks, if they are possible and all ranks have room.
 
@@ -180,7 +184,7 @@ def checked_counts(
         told: `[num_ranks, num_ranks + num_experts]` int64, the counts of each rank's plan.
         num_tokens: of each rank.
         how: layout, alignment and capacity of the call.
-        where: the call, for messages.
+        where: returns the call, for messages.
 
     Raises:
         ProtocolError, InvalidArgument: they are not; the same result on every rank.
@@ -193,14 +197,14 @@ def checked_counts(
     if layout == "expert":
         possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
     if not possible:
-        raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
+        raise ProtocolError(f"{where()}: the exchanged counts are impossible; the memory of a rank is corrupt")
     sent = per_rank.tolist()
     counts = Counts(sent if most is None else kept_rows(sent, most), per_expert)
     needed = num_rows_needed(counts, layout, alignment, config)
     capacity = config.capacity(layout, alignment)
     worst = max(range(num_ranks), key=needed.__getitem__)
     if needed[worst] > capacity:
-        raise InvalidArgument(f"{where}: {overflow(worst, needed[worst], layout, capacity)}")
+        raise InvalidArgument(f"{where()}: {overflow(worst, needed[worst], layout, capacity)}")
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -174,7 +175,7 @@ def new_handle(
         ProtocolError, InvalidArgument: as `checked_counts`.
     """
     assert call.plan is not None
-    where = context("dispatch", seq=place.seq, epoch=place.epoch)
+    where = partial(context, "dispatch", seq=place.seq, epoch=place.epoch)
     num_tokens = [header.num_tokens for header in rows.headers]
     counts = checked_counts(rows.counts, num_tokens, (call.layout, call.expert_alignment, call.capacity), config, where)
     plan, dropped = call.plan, None

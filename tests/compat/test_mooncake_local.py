@@ -47,7 +47,10 @@ def _alone(slot: int, num_processes: int, folder: str) -> Any:
     if slot == 3:
         stages.wait_for(folder, "lost")
         _start(2, 3, folder, is_extension=True)
-        return _total()
+        total = _total()
+        for other in (0, 1):  # one that had ended would not be waiting any more
+            stages.wait_for(folder, f"over-{other}")
+        return total
     group = _start(slot, 3, folder)
     assert _total() == 3
     if slot == 2:

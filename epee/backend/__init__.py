@@ -1,8 +1,8 @@
 """A `torch.distributed` backend for CPU tensors of ranks on one host or on several.
 
-The main path in four files: `group.py` (the methods that torch calls), `backend/cuda/arguments.py` (arguments to
-plans), `engine.py` (order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point
-in `p2p/channel.py`.
+The main path in four files: `group.py` (the methods that torch calls), `collectives/arguments.py` (arguments to plans),
+`engine/engine.py` (order, waiting), `engine/operation.py` (the protocol of a call). Memory is in `engine/outbox.py`,
+point-to-point in `engine/p2p/channel.py`.
 """
 
 from __future__ import annotations

@@ -159,11 +159,11 @@ class Engine:
     `order` holds calls back, `recovery` repairs the state after an exception.
 
     Attributes:
-        timeout_s: how long a call waits when it names no timeout, for the lock as well. p2p_timeout_s: how long a
-        message waits; 0: as long as a call. flags: 0, or why no call can run (ENDED) or which state must be handled
-        first. Tested by every call. members: the peer regions of the ranks that take part in the next call, which is
-        planned with them; `peer_regions` has
-            all ranks.
+        timeout_s: how long a call waits when it names no timeout, for the lock as well.
+        p2p_timeout_s: how long a message waits; 0: as long as a call.
+        flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
+        members: the peer regions of the ranks that take part in the next call, which is planned with them;
+            `peer_regions` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: the list of `recovery`, checked by every call.
         unsettled: calls that ended here without a result, and may still be open at others.

@@ -66,7 +66,7 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Call(ctypes.Structure):
-    """First argument of every kernel; its last two words begin those that each call writes (`stage.CallWords`).
+    """First argument of every kernel; its last two words begin those that each call writes (`stage.call_words`).
 
     `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned cpu memory
     (`abort` as in `common/wait.cuh`); `ordinal`: number of the call on the cpu, which `exchanged` receives when all

@@ -1,6 +1,6 @@
 """The interface of a link to the code above it, for all engines.
 
-A link joins this process to one process of another host. Its guarantees, in the terms of `notes/between_hosts.md`:
+A link joins this process to one process of another host. Its guarantees:
 
     order      a word is seen after the bytes that were written before it, on the same link
     no wait    a write never blocks; what the network does not take waits here, in the caller's memory

@@ -134,7 +134,7 @@ class EmulatedKernel:
 
 
 class EmulatedRegion:
-    """Host memory with the interface of `CudaRegion`; filled with 0xFF behind `poison_from`, as stale memory is."""
+    """Host memory with the interface of `CudaRegion`."""
 
     def __init__(self, region: SharedRegion) -> None:
         self._region = region

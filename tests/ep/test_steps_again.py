@@ -1,6 +1,6 @@
 """A step that is made again after an error never meets another step: each value is of that step on all ranks.
 
-Rank 0 stands still where `_stands_still` is called until all others have given the call up (time-outs of 0.4 s).
+Rank 0 stands still once in a step until all others have given the call up (time-outs of 0.4 s).
 """
 
 from __future__ import annotations

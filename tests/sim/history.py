@@ -4,11 +4,11 @@ A record is 64 bytes, so that a real process can append it to a file or a ring a
 records of all processes (each in its own order) and knows nothing about how they came about. What a result should be
 is told by a function, because only the maker of the inputs knows.
 
-Rules, named as in notes/reliability.md: V-1 same view for the same epoch, V-2 one decision per epoch (the counting of
-votes is checked where votes are visible), V-9 what an evicted process reports, V-11 masks change with the epoch only,
-C-3 one outcome per call, C-4 and E-3 whole blocks or none, C-5 nothing written on error, C-10 and C-11 results are
-those of the contributors named, V-10 who joins begins with the view that took it in, C-12 behind a call that ended
-alike a program is shown the same everywhere, and never who was lost before the call ended.
+Rules: V-1 same view for the same epoch, V-2 one decision per epoch (the counting of votes is checked where votes are
+visible), V-9 what an evicted process reports, V-11 masks change with the epoch only, C-3 one outcome per call, C-4 and
+E-3 whole blocks or none, C-5 nothing written on error, C-10 and C-11 results are those of the contributors named, V-10
+who joins begins with the view that took it in, C-12 behind a call that ended alike a program is shown the same
+everywhere, and never who was lost before the call ended.
 """
 
 from __future__ import annotations

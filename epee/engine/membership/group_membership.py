@@ -15,7 +15,7 @@ determines their meaning call by call. So none of this is on the path of a call 
     MembershipStart the view with which this rank joins the group (`bootstrap/membership_start.py`)
     AgentHooks      the agent thread's end: freezes and thaws the group, delivers decisions and errors
     RankTable       the process of each rank, as far as decisions have been applied
-    PeerRegions     the peer regions with which each call runs, and the number of ranks that the group counts in it
+    EpochRegions    the peer regions with which each call runs, and the number of ranks that the group counts in it
     CallOutcome     the outcome of a call under the decisions: it continues, moves to a later epoch, or fails
     Joiners         reads the outboxes of joiners; Arrival: whether all can read each other's
     LocalState      the state of the ranks as this process knows it without a call

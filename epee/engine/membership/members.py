@@ -1,11 +1,11 @@
 """The members of a group in an epoch, and peer regions of only those.
 
-Collectives (`backend/cuda/`) use positions among the members, not ranks: shares, segments and sums run over positions
-in ascending order of rank. When the group is created both are the same. When a view leaves ranks out, `narrow` makes
-peer regions of the rest over the same memory; `backend/cuda/arguments.py` picks the members' tensors out of the user's
-lists (one per rank that the group counts, lost ones included), and entries of lost ranks are not touched. When a view
-takes in a rank that has never been in the group, `replace` extends the full peer regions; the other ranks map nothing
-anew (decision 42).
+Collectives (`backend/collectives/`) use positions among the members, not ranks: shares, segments and sums run over
+positions in ascending order of rank. When the group is created both are the same. When a view leaves ranks out,
+`narrow` makes peer regions of the rest over the same memory; `backend/collectives/arguments.py` picks the members'
+tensors out of the user's lists (one per rank that the group counts, lost ones included), and entries of lost ranks are
+not touched. When a view takes in a rank that has never been in the group, `replace` extends the full peer regions; the
+other ranks map nothing anew (decision 42).
 
 Nothing here is shared with other processes; narrowing means not reading some of them any more.
 """

@@ -5,9 +5,9 @@ answering ranks), change from then on. So no rank begins the new placement while
 ranks that were lost by then. A rank that knows of such a view
 
     settles    the ranks lost by it, as after any loss (`loss_resolution.py`); nothing is decided, begun or completed
-    meanwhile turns      it reports so beside the group's row on its board (`Offer.turned`), which the agents bring to
-    other hosts:
-               no mirror has a part in it, so it does not matter whose mirrors are being made anew
+               meanwhile
+    turns      it reports so beside the group's row on its board (`Offer.turned`), which the agents bring to other
+               hosts: no mirror has a part in it, so it does not matter whose mirrors are being made anew
     goes on    when all ranks that were there before and stay have turned
 
 The staying ranks follow from all known decisions, also those behind the waiting view: a rank that is lost meanwhile is

@@ -1,6 +1,6 @@
 """The handle of CUDA tensors: device metadata of one dispatch, and the properties of `Handle` computed from it.
 
-The data that a dispatch leaves on the GPU (`throughput_types.ThroughputHandle`) is enough for cached dispatches and
+The data that a dispatch leaves on the GPU (`gpu.types.ThroughputHandle`) is enough for cached dispatches and
 combines. Everything else is computed when it is first read, by closed form from the matrix of counts; only
 `num_received` and `num_sent`, which are lists, make the CPU wait.
 """

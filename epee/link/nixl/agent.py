@@ -3,8 +3,8 @@
 An agent serves links of one group; the last one that leaves it drops it, and after a number of links have left it, it
 gets no new ones (`engine.py`), so the memory that links leave behind is bounded however often they are made again. That
 is the fence. A peer that has its metadata can write for as long as the agent exists, also into memory that has been
-deregistered (measured over UCX's TCP, 6 of 6: `notes/between_hosts.md`, 1.3). Memory that was lent once is therefore
-never used for anything else: a link that ends leaves it to the agent, still mapped, and it is freed with the agent.
+deregistered (measured over UCX's TCP, 6 of 6, decision 69). Memory that was lent once is therefore never used for
+anything else: a link that ends leaves it to the agent, still mapped, and it is freed with the agent.
 
 An exception of a signal handler may come between any two lines. Each step of a `Transfer` is one call in C that records
 its own result, so an interrupted step is done or not done, and `push` continues from there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,20 @@ def test_a_users_script_works_by_changing_its_import(module: str) -> None:
     with Program(SCRIPT.format(module=module)) as process:
         told, _ = process.communicate(50)
         assert process.returncode == 0, told
+
+
+def test_an_exception_of_a_handler_is_no_failure_of_the_call_that_is_waited_for() -> None:
+    class Late:
+        def wait(self) -> None:
+            """Be interrupted."""
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handler(*_: Any) -> None:
+        raise epee.CommTimeoutError("raised by a signal handler")
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(epee.CommTimeoutError, match="raised by a signal handler"):
+            pg.get_local_success(Late())
+    finally:
+        signal.signal(signal.SIGUSR1, old)

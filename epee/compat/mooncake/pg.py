@@ -29,7 +29,7 @@ from ...backend import (
     set_device_filter,
     set_host_ip,
 )
-from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
+from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError, expected
 from ...values import MAX_US, is_whole, shown
 
 
@@ -300,7 +300,7 @@ def get_local_success(work: Any) -> bool:
     """Wait for `work` and return whether it ended well here."""
     try:
         work.wait()
-    except RuntimeError:
+    except expected(RuntimeError):
         return False
     return work.exception() is None and not _failed(work)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import EpeeError
+from ...errors import EpeeError, expected
 from ...memory.claim import has_ended
 from ...memory.signals import SEQ_BITS
 from ...view.process.detector import is_torn_down
@@ -163,7 +163,7 @@ class LocalState:
             return True
         try:
             endpoint = parse_endpoint(member.endpoint)
-        except EpeeError:
+        except expected(EpeeError):
             return False
         process = endpoint.pid, endpoint.start_time
         if is_torn_down(*process) or has_ended(*process):

@@ -136,7 +136,7 @@ def _entered(folder: str) -> JobDirectory | None:
     """Return rank 0's folder, on its host; None when all have left it, and it no longer exists."""
     try:
         return JobDirectory.open(folder)
-    except EpeeError:
+    except expected(EpeeError):
         return None
 
 

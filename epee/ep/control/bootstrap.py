@@ -23,6 +23,7 @@ from ...errors import (
     MismatchError,
     ProtocolError,
     UnsupportedError,
+    expected,
 )
 from ...link.topology import Topology, one_host, placement
 from ...memory.shared import BLOB_BYTES, SharedRegion
@@ -57,7 +58,7 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology:
     else:
         try:
             mine = host_id()
-        except EpeeError:  # raised again, and announced, when the arguments are compared
+        except expected(EpeeError):  # raised again, and announced, when the arguments are compared
             mine = bytes(KEY_DIGITS)
         told = all_gather_bytes(group, mine)
         if bytes(KEY_DIGITS) in told:

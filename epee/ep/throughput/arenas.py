@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import EpeeError, ProtocolError
+from ...errors import EpeeError, ProtocolError, expected
 from ...gpu.payload import LAYOUTS
 from ...memory.arena import Arena, Slots, num_pool_slots
 from ...memory.layout import Field
@@ -157,7 +157,7 @@ class Arenas(OwnArenas):
             elif blobs.get(src) != text:
                 try:
                     self._attach_one(layout, src, rows)
-                except EpeeError:
+                except expected(EpeeError):
                     if not self._exchange.membership.await_end_of(src, deadline):
                         raise
         return peers

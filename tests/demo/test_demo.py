@@ -212,7 +212,7 @@ def test_time_decides_when_no_steps_are_given(tmp_path: Path) -> None:
     assert code == 0, output
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert numbers["steps"][-1][1] >= 1.0
-    assert all(seconds < 1.0 for _, seconds, _ in numbers["steps"][:-2])
+    assert all(seconds < 1.0 for _, seconds, *_ in numbers["steps"][:-2])
 
 
 @pytest.mark.parametrize("how", ["ctrl-c in a terminal", "SIGTERM to the parent"])

@@ -375,6 +375,7 @@ def sub_groups(slot: int, num_ranks: int, folder: str) -> None:
     else:
         for group in mine:
             check(group, [0, 1], 2)
+        stages.meet(folder, "made", slot, range(4))  # torch refuses ranks beyond the last live one in a new group
         if slot == 3:
             die()
         while total(world) == 4:

@@ -90,7 +90,7 @@ def _stopped(rank: int, num_ranks: int, folder: str) -> None:
             got = dispatch(buffer, given, active_ranks=mask, timeout_us=30_000_000)
             assert got.got.all()  # the others had sent before they gave it up
             dispatch(buffer, given, active_ranks=mask, timeout_us=30_000_000)
-            assert mask.tolist() == [0, 1, 0, 0]
+            assert mask.tolist() == [0, 1, 0, 0], mask.tolist()
         else:
             dist.barrier()
             given = inputs(SHAPE, NUM_TOKENS, 2)[rank]

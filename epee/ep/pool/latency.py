@@ -105,6 +105,7 @@ class Steps:
         deadline = time.monotonic() + limit_s
         found: dict[int, str] = {group.rank(): _MAKE}
         while True:
+            active = group.active_ranks().tolist()  # before the steps are read: a rank that has left by now has written
             try:
                 found.update(self._read(group, number, set(range(group.size())) - found.keys()))
             except expected(RuntimeError, OSError) as error:
@@ -112,7 +113,7 @@ class Steps:
                 return False
             if _AGAIN in found.values():
                 return True
-            missing = [rank for rank, is_in in enumerate(group.active_ranks().tolist()) if is_in and rank not in found]
+            missing = [rank for rank, is_in in enumerate(active) if is_in and rank not in found]
             if not missing:
                 return False
             if time.monotonic() > deadline:

@@ -34,7 +34,7 @@ from ..outbox import CELL_WORDS, NUM_CELLS, has_left
 if TYPE_CHECKING:
     from ..engine import Engine
 
-ALONE_S = 0.5  # how long a waiting rank is known before it counts without calls
+ALONE_S = 1.5  # how long a waiting rank is known before it counts without calls; a member may be that slow in a loop
 LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
 _SEQ_MASK = (1 << SEQ_BITS) - 1
 

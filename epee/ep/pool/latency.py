@@ -107,7 +107,7 @@ class Steps:
         while True:
             active = group.active_ranks().tolist()  # before the steps are read: a rank that has left by now has written
             try:
-                found.update(self._read(group, number, set(range(group.size())) - found.keys()))
+                found.update(self._read(group, number, set(range(len(active))) - found.keys()))
             except expected(RuntimeError, OSError) as error:
                 _log.warning("the group's store is out of reach, rooms are made as if no rank met again: %s", error)
                 return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,10 +110,10 @@ def refused(slot: int, num_processes: int, folder: str) -> str:
     stages.reach(folder, "born")
     group.recover_ranks([0, 1])  # nobody is lost: nothing to do
     if rank == 0:
-        deadline = time.monotonic() + 20
-        while not group._engine.membership.runtime.waiting() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        group._engine.membership.runtime.admit([1])
+        deadline, runtime, told = time.monotonic() + 20, group._engine.membership.runtime, Path(folder, "stage-told")
+        while not runtime.waiting() and not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # it may have been told before this rank looks
+        runtime.admit([1])
     stages.wait_for(folder, "told")
     assert total() == 2
     return ""

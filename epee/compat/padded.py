@@ -37,7 +37,7 @@ Hook: TypeAlias = "Callable[[], None] | None"
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
-class GroupLinks(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of a call that both interfaces have.
 
     Attributes:
@@ -95,7 +95,7 @@ class PaddedCalls:
         topk_idx: torch.Tensor,
         sizes: tuple[int, int],
         how: Quantisation,
-        ways: GroupLinks,
+        ways: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None = None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
         """Send each token to its experts. Collective.
@@ -140,7 +140,7 @@ class PaddedCalls:
         topk_weights: torch.Tensor,
         handle: object,
         out: torch.Tensor | None,
-        ways: GroupLinks,
+        ways: CallOptions,
         when_received: Callable[[LatencyCombined], None] | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
         """Send expert outputs back and sum them, weighted by `topk_weights`. Collective.
@@ -186,7 +186,7 @@ class PaddedCalls:
         Args:
             x, topk_idx, sizes: as of `dispatch`.
             how: as `Quantisation`.
-            active_ranks: as in `GroupLinks`.
+            active_ranks: as in `CallOptions`.
 
         Returns:
             None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
@@ -236,7 +236,7 @@ class PaddedCalls:
         return known.combine_buffer
 
 
-def _after(got: _Latent, ways: GroupLinks, when_received: Callable[[_Latent], None] | None) -> Hook:
+def _after(got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], None] | None) -> Hook:
     """Return the hook; without one, run the work after the receive phase now."""
     hook = got.hook
     if when_received is None:
@@ -255,7 +255,7 @@ def _after(got: _Latent, ways: GroupLinks, when_received: Callable[[_Latent], No
     return receive
 
 
-def _event(got: LatencyDispatched | LatencyCombined, ways: GroupLinks) -> EventOverlap:
+def _event(got: LatencyDispatched | LatencyCombined, ways: CallOptions) -> EventOverlap:
     return EventOverlap(EventHandle.of(got.event.recorded())) if ways.async_finish else no_event()
 
 

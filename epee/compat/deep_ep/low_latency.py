@@ -14,7 +14,7 @@ import torch
 
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
-from epee.compat.padded import GroupLinks, Hook, PaddedCalls, PaddedHandle, size_hint
+from epee.compat.padded import CallOptions, Hook, PaddedCalls, PaddedHandle, size_hint
 from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload, Quantisation
 from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 
@@ -221,9 +221,9 @@ class LowLatency:
         """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
         return self._padded.next_combine_buffer(handle)
 
-    def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> GroupLinks:
+    def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> CallOptions:
         active = self._active_for(x) if self.enable_shrink else None
-        return GroupLinks(active, None, async_finish, return_recv_hook, zero_copy)
+        return CallOptions(active, None, async_finish, return_recv_hook, zero_copy)
 
     def _active_for(self, x: object) -> torch.Tensor | None:
         return self._active_on(x.device) if isinstance(x, torch.Tensor) else None

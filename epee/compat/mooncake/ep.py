@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.deep_ep.event import EventHandle, EventOverlap
-from epee.compat.padded import GroupLinks, Hook, PaddedCalls, PaddedHandle, size_hint
+from epee.compat.padded import CallOptions, Hook, PaddedCalls, PaddedHandle, size_hint
 from epee.ep import BufferPool, Payload, Quantisation, group_of, timeout_of
 
 from ...errors import InvalidArgument, UnsupportedError
@@ -247,7 +247,7 @@ class Buffer:
         async_finish: bool,
         return_recv_hook: bool,
         zero_copy: bool = False,
-    ) -> GroupLinks:
+    ) -> CallOptions:
         if timeout_us != -1 and not is_whole(timeout_us, 1, MAX_US):
             raise InvalidArgument(
                 "timeout_us must be above 0, or -1 for the group's time-out, and at most "
@@ -256,7 +256,7 @@ class Buffer:
         if active_ranks is None:
             active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         limit_us = None if timeout_us == -1 else timeout_us
-        return GroupLinks(active_ranks, limit_us, async_finish, return_recv_hook, zero_copy)
+        return CallOptions(active_ranks, limit_us, async_finish, return_recv_hook, zero_copy)
 
 
 def _needs_rdma(name: str) -> NoReturn:

@@ -162,15 +162,15 @@ class Engine:
         timeout_s: how long a call waits when it names no timeout, for the lock as well.
         p2p_timeout_s: how long a message waits; 0: as long as a call.
         flags: 0, or why no call can run (ENDED) or which state must be handled first. Tested by every call.
-        members: the peer regions of the ranks that take part in the next call, which is planned with them;
-            `peer_regions` has all ranks.
+        seq: the number of the last call that has begun here; only calls raise it, and `begin_at` sets it.
+        members: the peer regions of the ranks that take part in the next call, which is planned with them (`plan_with`
+            changes them); `peer_regions` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: the list of `recovery`, checked by every call.
-        unsettled: calls that ended here without a result, and may still be open at others.
+        unsettled: calls that ended here without a result, and may still be open at others; with the loss that none of
+            them could report.
         has_failed: it was closed because the process ends.
         reports_losses: a call that a loss ends raises nothing, its `Work` reports the loss.
-        untold: a loss that no call could report, because the call that it would fail had ended before; the next one
-            does.
         ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
@@ -204,9 +204,20 @@ class Engine:
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
         self.unsettled = UnresolvedCalls()
-        self.untold: PeerError | None = None
         self.ended_by = ""
         self.mask = Mask(peer_regions.num_ranks, peer_regions.members)  # the group may put in the user's own
+
+    # ---- membership
+
+    def begin_at(self, first_seq: int) -> None:
+        """Begin with call `first_seq`, in a running group that takes this rank in; before its first call."""
+        self.seq = first_seq - 1
+        own = self.peer_regions.own
+        own[CONSUMED] = own[CONSUMED_TOO] = self.seq
+
+    def plan_with(self, peer_regions: PeerRegions) -> None:
+        """Plan calls with these peer regions from the next one on. The lock is held, or no call has begun."""
+        self.members = peer_regions
 
     # ---- collectives
 
@@ -229,8 +240,8 @@ class Engine:
         self.entry.enter()
         op = None
         try:
-            if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
-                self._tell()
+            if self.unsettled.loss is not None or (self.unsettled.calls and self.flags & CHANGING):
+                self._report_loss()
             op = self.recovery.claim(make) if self.unclaimed else None
             if op is None:
                 if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):  # planned too early
@@ -331,8 +342,8 @@ class Engine:
         self.entry.enter()
         op = None
         try:
-            if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
-                self._tell()
+            if may_claim and (self.unsettled.loss is not None or (self.unsettled.calls and self.flags & CHANGING)):
+                self._report_loss()
             op = self.recovery.claim(make) if self.unclaimed and may_claim else None
             if op is None:
                 if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):
@@ -354,7 +365,7 @@ class Engine:
             self.recovery.broken_off(exc, op)
             raise
 
-    def _tell(self) -> None:
+    def _report_loss(self) -> None:
         """Raise a loss that no call could report, once all data is here that decides whether it is one.
 
         The lock is held.
@@ -372,7 +383,7 @@ class Engine:
             self.entry.leave()
             time.sleep(SETTLING_LOOK_S)
             self.entry.enter()  # decisions meanwhile are applied there
-        membership.raise_untold()
+        membership.raise_loss()
 
     def look(self, step: Callable[[], None]) -> None:
         """Run `step` with the lock held, when all decisions are applied and the group is not frozen."""

@@ -90,7 +90,7 @@ class Rank:
             )
             for epoch, members in ((1, (0, 1, 2, 3)), (2, (0, 1, 3)), (3, (0, 1)))
         }
-        self.engine: Any = SimpleNamespace(unsettled=UnresolvedCalls(), untold=None, queue=[], is_interrupt=_is_not_own)
+        self.engine: Any = SimpleNamespace(unsettled=UnresolvedCalls(), queue=[], is_interrupt=_is_not_own)
         gone = {ROOT: (2, DEAD), OTHER: (3, DEAD)}
         rank_table: Any = SimpleNamespace(
             rank_at=lambda slot, epoch: slot,
@@ -110,7 +110,7 @@ class Rank:
     def judged(self, call: Any) -> tuple[str, int]:
         """Return how a call ends by the decisions, or in which epoch it runs."""
         try:
-            self.judge.raise_untold()
+            self.judge.raise_loss()
         except RankFailedError as error:
             return f"not made: {error}", 0
         self.judge.heed(call)
@@ -159,7 +159,7 @@ def test_who_has_left_a_call_finds_what_the_others_find(raises: bool) -> None:
                 rank.end(call)
             if told is not None and isinstance(calls[0].error, RankFailedError):
                 with pytest.raises(RankFailedError, match="failed here before"):  # its caller has not heard of that
-                    ranks[0].judge.raise_untold()
+                    ranks[0].judge.raise_loss()
                 ranks[0].course.forget(seq)
             assert ranks[0].course.base == ranks[1].course.base, "with whom calls are planned, and what is shown of it"
             seen.add(found[1])
@@ -190,7 +190,7 @@ def test_who_has_given_up_a_call_behind_others_finds_what_the_others_find(raises
         ranks[1].end(others[0])
         rootless += found[0] == "RankFailedError" and not raises
         if not raises:
-            ranks[0].judge.raise_untold()  # it only asks again
+            ranks[0].judge.raise_loss()  # it only asks again
             assert ranks[0].course.planned_in(FIRST + 1) == ranks[1].course.planned_in(FIRST + 1)
         again: list[Any] = [Call(FIRST + 1, rank.epoch_regions[1], dice.choice((None, ROOT)), None) for rank in ranks]
         again[1].root, again[1].plan = again[0].root, again[0].plan

@@ -368,7 +368,7 @@ def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> En
         )
         peer_regions.blanks.update(peer_regions.peers)
         engine = Engine(peer_regions, DeathWatch(), timeout_s)
-        engine.members = narrow(peer_regions, [rank], 1)
+        engine.plan_with(narrow(peer_regions, [rank], 1))
     except BaseException:
         region.close()
         raise

@@ -58,8 +58,7 @@ class CallOutcome:
         if place.failed:
             op.fail(self._failure(op, place))
             op.by_view = True
-            if self._engine.untold is not None and self._engine.untold.epoch == place.epoch:
-                self._engine.untold = None  # reported now
+            self._engine.unsettled.has_reported(place.epoch)
             return
         self._mark_lost(op)
         if op.peer_regions.host_of and not op.done and op.lost:
@@ -100,7 +99,7 @@ class CallOutcome:
             if place.rootless:  # it has ended there for all ranks, so no rank asks about it any more
                 self._course.ended_on_the_way(past.seq, place.rootless)
             elif place.failed:
-                self._engine.untold = self._lost_by(past, place)
+                self._engine.unsettled.note_loss(self._lost_by(past, place))
             else:
                 peer_regions = (
                     past.peer_regions
@@ -109,7 +108,7 @@ class CallOutcome:
                 )
                 yield past.moved(peer_regions)
 
-    def raise_untold(self) -> None:
+    def raise_loss(self) -> None:
         """Raise the loss that would fail a call which has ended here already, with another error. Mode "raise".
 
         To be called before a call takes its number: where that call is still open, it is what fails, and the numbers
@@ -117,10 +116,8 @@ class CallOutcome:
         """
         engine = self._engine
         engine.unsettled.keep(self._ask_again(tuple(engine.unsettled.calls)))
-        error, engine.untold = engine.untold, None
-        if error is not None and all(op.done for op in engine.queue):  # else an open call may fail for the same reason
-            raise error
-        engine.untold = error
+        if all(op.done for op in engine.queue):  # else an open call may fail for the same reason
+            engine.unsettled.raise_loss()
 
     def _place(self, past: Past) -> CallState:
         ran_in: int | None = past.peer_regions.epoch

@@ -49,7 +49,7 @@ class EpochRegions:
         self.sizes = Sizes(engine.peer_regions.group_size)
         self.peer_regions = narrow(engine.peer_regions, members, rank_table.epoch)
         self._epoch_regions = {rank_table.epoch: [(1, self.peer_regions)]}  # see `_of_epoch`
-        engine.members = self.peer_regions
+        engine.plan_with(self.peer_regions)
 
     def all(self) -> Iterator[PeerRegions]:
         """Yield the peer regions of all epochs that calls are asked about."""
@@ -93,7 +93,8 @@ class EpochRegions:
         """Plan calls with the peer regions of the next one from now on, and show their members."""
         peer_regions = self._next_regions()
         if peer_regions is not self.peer_regions:
-            self._engine.members = self.peer_regions = peer_regions
+            self.peer_regions = peer_regions
+            self._engine.plan_with(peer_regions)
             for rank in range(self.full.group_size):
                 is_in, is_asked = int(rank in peer_regions.members), self._rank_table.was_put_out(rank)
                 self._engine.mask.put(rank, is_in, is_asked, peer_regions.epoch)

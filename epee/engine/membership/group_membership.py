@@ -50,7 +50,7 @@ from ..bootstrap.local_state import LocalState, Mark
 from ..bootstrap.membership_start import MembershipStart
 from ..entry import CHANGING, ENDED, NEWS
 from ..operation import Operation
-from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
+from ..outbox import LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
 from ..replication.gate import Gate, NoGate
 from ..replication.links import GroupLinks, NoGroupLinks
@@ -100,8 +100,7 @@ class GroupMembership(MembershipStart):
         self._arrival = Arrival(peer_regions, joined_in)
         peer_regions.exports.publish(peer_regions, VIEW, rank_table.epoch)
         if joined_in:
-            engine.seq = course.first_seq - 1
-            peer_regions.own[CONSUMED] = peer_regions.own[CONSUMED_TOO] = engine.seq
+            engine.begin_at(course.first_seq)
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
         self._judge = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
@@ -416,12 +415,12 @@ class GroupMembership(MembershipStart):
             has_job=True,
         )
 
-    def raise_untold(self) -> None:
+    def raise_loss(self) -> None:
         """Raise the loss that would fail a call which has ended here already, before a call takes its number.
 
         To be called when `settle` has returned that calls can be decided.
         """
-        self._judge.raise_untold()
+        self._judge.raise_loss()
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether this rank may put its part of `op`: all its members can read each other's outboxes."""

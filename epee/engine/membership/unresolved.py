@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from ...errors import PeerError
 from ...memory.signals import tag
 from ...view.protocol.outcome import is_whole
 from ..operation import Operation
@@ -102,10 +103,16 @@ def past_of(op: Operation) -> Past:
 
 
 class UnresolvedCalls:
-    """The calls of one rank that ended without a result since the last one that has one, in order."""
+    """The calls of one rank that ended without a result since the last one that has one, in order.
+
+    Attributes:
+        calls: what their members' words must show.
+        loss: a loss that no call could report, because the call that it would fail had ended before; the next one does.
+    """
 
     def __init__(self) -> None:
         self.calls: deque[Past] = deque(maxlen=NUM_CELLS)
+        self.loss: PeerError | None = None
 
     def note(self, op: Operation) -> None:
         """Take note of a call that has just ended here; may run again after an interrupt."""
@@ -117,6 +124,21 @@ class UnresolvedCalls:
     def keep(self, calls: Iterable[Past]) -> None:
         """Replace the record of these calls."""
         self.calls = deque(calls, NUM_CELLS)
+
+    def note_loss(self, loss: PeerError) -> None:
+        """Have the next call report a loss."""
+        self.loss = loss
+
+    def has_reported(self, epoch: int) -> None:
+        """Note that an open call reports the losses with which an epoch begins."""
+        if self.loss is not None and self.loss.epoch == epoch:
+            self.loss = None
+
+    def raise_loss(self) -> None:
+        """Raise the loss that no call could report, once."""
+        loss, self.loss = self.loss, None
+        if loss is not None:
+            raise loss
 
     def behind(self, peer_regions: PeerRegions, lost: Collection[int] = ()) -> list[int]:
         """Return the ranks of `peer_regions`, with which a later call runs, that have not settled all of these calls.

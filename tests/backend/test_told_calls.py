@@ -100,7 +100,7 @@ class Rank:
             epoch=3,
         )
         epoch_regions: Any = SimpleNamespace(
-            box_for=lambda epoch, seq: self.epoch_regions[epoch],
+            regions_for=lambda epoch, seq: self.epoch_regions[epoch],
             joined_in=0,
             shown_epoch=0,
             full=SimpleNamespace(rank=0),

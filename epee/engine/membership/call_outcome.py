@@ -44,7 +44,7 @@ class CallOutcome:
         self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
         place = self._place(past_of(op))
         for epoch in place.via if place.failed else (*place.via, place.epoch):
-            peer_regions = self._epoch_regions.box_for(epoch, op.seq)
+            peer_regions = self._epoch_regions.regions_for(epoch, op.seq)
             if (
                 op.peer_regions is peer_regions or op.peer_regions.epoch > epoch
             ):  # planned in a later one: see `EpochRegions.show`
@@ -104,7 +104,7 @@ class CallOutcome:
                 peer_regions = (
                     past.peer_regions
                     if place.epoch <= past.peer_regions.epoch
-                    else self._epoch_regions.box_for(place.epoch, past.seq)
+                    else self._epoch_regions.regions_for(place.epoch, past.seq)
                 )
                 yield past.moved(peer_regions)
 
@@ -131,7 +131,7 @@ class CallOutcome:
 
         def has_root(epoch: int) -> bool:
             is_before = epoch < past.peer_regions.epoch  # it was planned later, with the members there
-            return past.root < 0 or is_before or past.root in self._epoch_regions.box_for(epoch, past.seq).members
+            return past.root < 0 or is_before or past.root in self._epoch_regions.regions_for(epoch, past.seq).members
 
         return self._course.place(past.seq, is_whole, ran_in, has_root)
 
@@ -146,7 +146,7 @@ class CallOutcome:
         now.
         """
         peer_regions = (
-            past.peer_regions if epoch == past.peer_regions.epoch else self._epoch_regions.box_for(epoch, past.seq)
+            past.peer_regions if epoch == past.peer_regions.epoch else self._epoch_regions.regions_for(epoch, past.seq)
         )
         rank = self._rank_table.rank_at(slot, epoch)
         return (

@@ -73,7 +73,7 @@ class EpochRegions:
             epoch_regions.append((first, narrow(self.full, ranks, epoch, self.sizes.at(seq))))
         return epoch_regions
 
-    def box_for(self, epoch: int, seq: int) -> PeerRegions:
+    def regions_for(self, epoch: int, seq: int) -> PeerRegions:
         """Return the peer regions of the ranks that take part in call `seq` when it runs in `epoch`."""
         return next(peer_regions for first, peer_regions in reversed(self._epoch_regions[epoch]) if first <= seq)
 
@@ -87,7 +87,7 @@ class EpochRegions:
         epoch, shown = max(epoch, self.joined_in), self.shown_epoch
         if shown > epoch and shown in self._epoch_regions and self._course.passes(seq, shown):
             epoch = shown
-        return self.box_for(epoch, seq)
+        return self.regions_for(epoch, seq)
 
     def _plan_on(self) -> None:
         """Plan calls with the peer regions of the next one from now on, and show their members."""

@@ -29,7 +29,7 @@ class Waiting:
         self.membership.settle = self._settle  # type: ignore[method-assign]
         self.membership.unsettled = lambda: [1]  # type: ignore[method-assign]
         self.membership.tellers = lambda: [1]  # type: ignore[method-assign]
-        self.membership._judge.raise_loss = self._judge  # type: ignore[method-assign]
+        self.membership._call_outcome.raise_loss = self._judge  # type: ignore[method-assign]
         self.membership.runtime.accuse = self._accuse  # type: ignore[method-assign]
         self.membership.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
         self.engine.helper.kick = lambda *_, **__: None  # type: ignore[method-assign]

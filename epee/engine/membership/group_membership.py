@@ -102,7 +102,7 @@ class GroupMembership(MembershipStart):
         if joined_in:
             engine.begin_at(course.first_seq)
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
-        self._judge = CallOutcome(engine, rank_table, course, self._epoch_regions)
+        self._call_outcome = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
         self._settling, self._gate = self._ways.follow(
             rank_table, since, joined_in, self._all_regions, self._tell_turned
@@ -359,7 +359,7 @@ class GroupMembership(MembershipStart):
     def heed(self, op: Operation) -> None:
         """Decide the oldest unfinished call by the known decisions, if possible. The engine's lock is held."""
         if self.settle():
-            self._judge.heed(op)
+            self._call_outcome.heed(op)
 
     def settle(self) -> bool:
         """Apply what this host has received about lost ranks; True: calls can be decided. The engine's lock is held.
@@ -420,7 +420,7 @@ class GroupMembership(MembershipStart):
 
         To be called when `settle` has returned that calls can be decided.
         """
-        self._judge.raise_loss()
+        self._call_outcome.raise_loss()
 
     def may_publish(self, op: Operation) -> bool:
         """Return whether this rank may put its part of `op`: all its members can read each other's outboxes."""

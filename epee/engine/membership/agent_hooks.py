@@ -52,7 +52,7 @@ class AgentHooks:
         self.hosts: Mapping[int, object] = {}
         self.on_asked: Callable[[], object] | None = None
         self._put_out: EvictedError | None = None
-        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
+        self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._since: dict[int, int] = {}  # the ranks that take part, as far as the links have been notified
         self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
@@ -76,14 +76,14 @@ class AgentHooks:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
-    def attach(self, engine: Engine, course: Course, ways: GroupLinks | NoGroupLinks) -> None:
+    def attach(self, engine: Engine, course: Course, links: GroupLinks | NoGroupLinks) -> None:
         """Connect this engine and the links' thread, and report to both what came before."""
         with self._lock:
-            self._engine, self._course, self._ways = engine, course, ways
+            self._engine, self._course, self._links = engine, course, links
             self._since = dict(self._rank_table.since)
             self._ranks = {slot: self._rank_table.rank_of[slot] for slot in self._since}
             for decision in self.decisions:
-                self._tell_ways(decision)
+                self._notify_links(decision)
             engine.raise_flag(
                 CHANGING * self._is_joiner
                 | FROZEN * self._is_frozen
@@ -186,7 +186,7 @@ class AgentHooks:
     def decided(self, decision: Decision) -> None:
         """Record a view; the thread that drives the group applies it."""
         with self._lock:
-            self._tell_ways(decision)
+            self._notify_links(decision)
             if self._shown is not None:
                 self._show_lost(self._shown, decision)
             self.decisions.append(decision)
@@ -218,13 +218,13 @@ class AgentHooks:
             with ignored(InvalidState):  # the process is leaving the job
                 self.on_asked()
 
-    def _tell_ways(self, decision: Decision) -> None:
+    def _notify_links(self, decision: Decision) -> None:
         """Notify the links' thread of a view. The lock is held."""
-        if decision.epoch > self._ways.epoch:
-            self._tell_lost(self._ways, decision)
-            self._tell_new(self._ways, decision)
+        if decision.epoch > self._links.epoch:
+            self._tell_lost(self._links, decision)
+            self._tell_new(self._links, decision)
 
-    def _tell_lost(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
+    def _tell_lost(self, links: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of the remaining members, at once: others wait for its part."""
         parts = parts_of(decision, self._rank_table.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
@@ -233,9 +233,9 @@ class AgentHooks:
             has_left = {removal.slot for removal in decision.removed if removal.cause in BY_ITSELF}
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
-            ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
+            links.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
 
-    def _tell_new(self, ways: GroupLinks | NoGroupLinks, decision: Decision) -> None:
+    def _tell_new(self, links: GroupLinks | NoGroupLinks, decision: Decision) -> None:
         """Notify the links' thread of joiners."""
         new = []
         for member, when, rank, part in self._rank_table.newcomers(decision, self._since):
@@ -247,7 +247,7 @@ class AgentHooks:
             self._since.update((slot, when) for slot, when, _ in new)
             self._ranks.update((slot, one.rank) for slot, _, one in new)
             present = frozenset(self._ranks[slot] for slot in self._since)
-            ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
+            links.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
 
     def trouble(self, error: Exception) -> None:
         """Record an error: calls cannot end well any more, or for the time being."""

@@ -80,7 +80,7 @@ class GroupMembership(MembershipStart):
     def __init__(self, job_handle: JobHandle, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(job_handle, mode, joined_by, asks)
-        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
+        self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
         self._settling: LossResolution | NoLossResolution = NoLossResolution()
         self._gate: Gate | NoGate = NoGate()
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
@@ -104,11 +104,11 @@ class GroupMembership(MembershipStart):
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
         self._call_outcome = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
-        self._settling, self._gate = self._ways.follow(
+        self._settling, self._gate = self._links.follow(
             rank_table, since, joined_in, self._all_regions, self._tell_turned
         )
-        self._is_ready = not (joined_in and self._ways.spans)
-        self._intake = Joiners(engine, rank_table, self._epoch_regions, self._ways.host)
+        self._is_ready = not (joined_in and self._links.spans)
+        self._intake = Joiners(engine, rank_table, self._epoch_regions, self._links.host)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
@@ -122,21 +122,21 @@ class GroupMembership(MembershipStart):
         own = peer_regions.regions[peer_regions.rank].blob
         assert self._row is not None, "`close` comes later"
         state = IN if self._is_joiner else FOUNDER
-        self._offer = Offer(state, peer_regions.rank, peer_regions.group_size, own, self._ways.port, rank_table.epoch)
+        self._offer = Offer(state, peer_regions.rank, peer_regions.group_size, own, self._links.port, rank_table.epoch)
         self._row.tell(self._offer.pack())
         for rank in rank_table.removed:
             self._leave_out(rank)
-        self.hooks.attach(engine, course, self._ways)
+        self.hooks.attach(engine, course, self._links)
         self.hooks.on_asked = self.local_state.note
 
     def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
         rank_of = self._rank_table.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
 
-    def use(self, ways: GroupLinks) -> None:
+    def use(self, links: GroupLinks) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
-        self._ways = ways
-        self.hooks.hosts = self._hosts_of_slots(ways.peer_regions)
+        self._links = links
+        self.hooks.hosts = self._hosts_of_slots(links.peer_regions)
 
     def _hosts_of_slots(self, peer_regions: PeerRegions) -> dict[int, int]:
         ranks = self._rank_table.ranks_in(self._rank_table.known)
@@ -162,7 +162,7 @@ class GroupMembership(MembershipStart):
             self._is_joiner and self._rank_table.is_home,  # buffers of other groups take no joiners
             True,
             self._job,
-            self._ways.spans,
+            self._links.spans,
         )
 
     # ---- decisions
@@ -266,7 +266,7 @@ class GroupMembership(MembershipStart):
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
         owners = {rank_of[one.slot]: one for one in self._rank_table.owners(decision, newcomers)}
         self._settling.bring_in(decision.epoch, keys, since, owners)
-        self._ways.adopted(decision.epoch)
+        self._links.adopted(decision.epoch)
         self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:

@@ -24,9 +24,9 @@ def told(turned: dict[int, int]) -> dict[int, Offer]:
 def made(said: list[int]) -> tuple[Gate, Any]:
     roles = SimpleNamespace(topology=SimpleNamespace(rank=0))
     heard: list[tuple[int, list[int]]] = []
-    settling: Any = SimpleNamespace(roles=roles, unsettled={}, heard=heard, hear=lambda *args: heard.append(args))
+    resolution: Any = SimpleNamespace(roles=roles, unsettled={}, heard=heard, hear=lambda *args: heard.append(args))
     rank_table: Any = SimpleNamespace(lane=LANE, since={0: 1, 1: 1, 2: 1}, rank_of={slot: slot for slot in range(4)})
-    return Gate(rank_table, settling, said.append), settling
+    return Gate(rank_table, resolution, said.append), resolution
 
 
 JOIN = Decision(3, (member(0), member(1), member(2), member(3, 3)))
@@ -35,15 +35,15 @@ LOSS = Decision(4, (member(0), member(2), member(3, 3)), (Removal(1, 1, DEAD),))
 
 def test_it_opens_when_all_who_stay_have_turned() -> None:
     said: list[int] = []
-    gate, settling = made(said)
+    gate, resolution = made(said)
     assert gate.begin(3)
     assert gate.begin(3), "what follows from it may be broken off"
     gate.begun(JOIN)
     assert not gate.begin(3)
-    settling.unsettled[3] = 2
+    resolution.unsettled[3] = 2
     assert not gate.is_open(lambda: told({1: 3, 2: 3}))
     assert said == [], "it needs something of a lost rank"
-    settling.unsettled.clear()
+    resolution.unsettled.clear()
     assert not gate.is_open(lambda: told({1: 2, 2: 3}))
     assert (said, gate.late) == ([3], (1,))
     assert not gate.is_open(lambda: told({2: 3}))
@@ -54,13 +54,13 @@ def test_it_opens_when_all_who_stay_have_turned() -> None:
 
 
 def test_who_is_lost_meanwhile_is_not_waited_for_and_changes_who_tells() -> None:
-    gate, settling = made([])
+    gate, resolution = made([])
     gate.begin(3)
     gate.begun(JOIN)
     assert not gate.is_open(lambda: told({2: 3}))
     gate.hear(LOSS)
     gate.hear(LOSS)
-    assert settling.heard == [(4, [1])]
+    assert resolution.heard == [(4, [1])]
     assert gate.newest == 4
     assert gate.is_open(lambda: told({2: 3}))
 

@@ -350,7 +350,7 @@ class TakesLostBack(Engine):
 class _OpensEarly(Gate):
     def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
         super().is_open(offers)
-        return not self._settling.unsettled
+        return not self._loss_resolution.unsettled
 
 
 class OpensEarly(Engine):

@@ -109,7 +109,7 @@ def test_runs_with_newcomers_over_hosts_do_what_they_are_for(monkeypatch: pytest
 
     def opens(self: Gate, offers: Any) -> bool:
         found = is_open(self, offers)
-        seen["unsettled"] += bool(self._settling.unsettled)
+        seen["unsettled"] += bool(self._loss_resolution.unsettled)
         seen["late"] += bool(self.late)
         seen["open"] += found
         return found

@@ -81,7 +81,7 @@ class GroupMembership(MembershipStart):
         """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(job_handle, mode, joined_by, asks)
         self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
-        self._settling: LossResolution | NoLossResolution = NoLossResolution()
+        self._loss_resolution: LossResolution | NoLossResolution = NoLossResolution()
         self._gate: Gate | NoGate = NoGate()
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
@@ -104,7 +104,7 @@ class GroupMembership(MembershipStart):
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
         self._call_outcome = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
-        self._settling, self._gate = self._links.follow(
+        self._loss_resolution, self._gate = self._links.follow(
             rank_table, since, joined_in, self._all_regions, self._tell_turned
         )
         self._is_ready = not (joined_in and self._links.spans)
@@ -210,13 +210,13 @@ class GroupMembership(MembershipStart):
 
     def _may_take(self, decision: Decision) -> bool:
         """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
-        gate, settling, rank_table = self._gate, self._settling, self._rank_table
+        gate, resolution, rank_table = self._gate, self._loss_resolution, self._rank_table
         parts = parts_of(decision, rank_table.lane)
         own = rank_table.slot_of[self._epoch_regions.full.rank]
         if parts.get(own) != rank_table.since[own] or not any(True for _ in rank_table.newcomers(decision)):
             return True
         if gate.begin(decision.epoch):
-            lost = [rank for rank in rank_table.remove(decision) if settling.is_here(rank)]
+            lost = [rank for rank in rank_table.remove(decision) if resolution.is_here(rank)]
             self._change_hosts(decision)
             for rank in lost:
                 self._leave_out(rank)
@@ -253,8 +253,8 @@ class GroupMembership(MembershipStart):
         self._cuts[decision.epoch] = cut_of(decision, self._rank_table.lane, Removal(0, 0, PUT_OUT))
         parts = parts_of(decision, self._rank_table.lane)
         present = [slot for slot, when in self._rank_table.since.items() if parts.get(slot) == when]
-        self._settling.change(decision.epoch, [self._rank_table.rank_of[slot] for slot in present])
-        if not self._settling.is_over:
+        self._loss_resolution.change(decision.epoch, [self._rank_table.rank_of[slot] for slot in present])
+        if not self._loss_resolution.is_over:
             self._engine.raise_flag(CHANGING)
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
@@ -265,7 +265,7 @@ class GroupMembership(MembershipStart):
         rank_of = self._rank_table.rank_of
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
         owners = {rank_of[one.slot]: one for one in self._rank_table.owners(decision, newcomers)}
-        self._settling.bring_in(decision.epoch, keys, since, owners)
+        self._loss_resolution.bring_in(decision.epoch, keys, since, owners)
         self._links.adopted(decision.epoch)
         self._engine.raise_flag(CHANGING)
 
@@ -277,7 +277,7 @@ class GroupMembership(MembershipStart):
             if rank == self._epoch_regions.full.rank:
                 self._end_here(decision)
                 return
-            if self._settling.is_here(rank):
+            if self._loss_resolution.is_here(rank):
                 self._leave_out(rank)
         self._intake.adopt(decision)
         new = {slot for slot, when in self._rank_table.since.items() if when == decision.epoch}
@@ -367,16 +367,16 @@ class GroupMembership(MembershipStart):
         Raises:
             ResourceError: no memory or descriptor is left for a new mirror.
         """
-        settling, gate = self._settling, self._gate
+        resolution, gate = self._loss_resolution, self._gate
         if gate.epoch:
             self.take_news()
-        if not settling.is_over or not self._is_ready:
+        if not resolution.is_over or not self._is_ready:
             self._look_settled()
-        return not settling.unsettled and not gate.epoch
+        return not resolution.unsettled and not gate.epoch
 
     def _look_settled(self) -> None:
-        settling = self._settling
-        for rank, epoch in settling.look():
+        resolution = self._loss_resolution
+        for rank, epoch in resolution.look():
             slot = self._rank_table.slot_of[rank]
             if epoch:
                 for turn in self._course.turns:
@@ -384,18 +384,18 @@ class GroupMembership(MembershipStart):
                 if self._gate.epoch:
                     self._limits.append((slot, self._cuts[epoch]))
             self._leave_out(rank)
-        if not self._is_ready and not settling.has_moves:
+        if not self._is_ready and not resolution.has_moves:
             full = self._epoch_regions.full
             full.exports.publish(full, LIFE, LIFE_READY)
             self._is_ready = True
 
     def unsettled(self) -> list[int]:
         """Return the lost ranks of which this host, or one that stays, may not have received everything yet."""
-        return sorted({*self._settling.unsettled, *self._gate.late})
+        return sorted({*self._loss_resolution.unsettled, *self._gate.late})
 
     def tellers(self) -> list[int]:
         """Return the ranks whose reports about lost ranks this one waits for."""
-        return sorted({*self._settling.awaited(), *self._gate.late})
+        return sorted({*self._loss_resolution.awaited(), *self._gate.late})
 
     def insist_on_tellers(self, deadline: float) -> bool:
         """At the timeout of a wait for `settle`: apply the policy to the reporting ranks; True while that may help."""
@@ -467,7 +467,7 @@ class GroupMembership(MembershipStart):
         self._course.forget(min(seq, past[0].seq - 1) if past else seq, epoch)
         is_last, peer_regions = self._epoch_regions.retired(seq), self._epoch_regions.peer_regions
         is_over = is_last and not self.hooks.decisions and self._arrival.is_over(peer_regions)
-        is_over = is_over and self._settling.is_over
+        is_over = is_over and self._loss_resolution.is_over
         if is_over and all(op.peer_regions is peer_regions for op in self._engine.queue):
             self._engine.lower_flag(CHANGING)
 

@@ -64,10 +64,10 @@ class Gate:
         late: the ranks that have not turned.
     """
 
-    def __init__(self, rank_table: RankTable, settling: LossResolution, tell: Callable[[int], None]) -> None:
+    def __init__(self, rank_table: RankTable, resolution: LossResolution, tell: Callable[[int], None]) -> None:
         self.epoch = self.newest = 0
         self.late: tuple[int, ...] = ()
-        self._rank_table, self._settling, self._tell = rank_table, settling, tell
+        self._rank_table, self._loss_resolution, self._tell = rank_table, resolution, tell
         self._staying: dict[int, int] = {}  # slot -> since when
         self._has_turned = False
 
@@ -95,18 +95,18 @@ class Gate:
         if decision.epoch <= self.newest:
             return
         gone = self._leave(decision)
-        self._settling.hear(decision.epoch, [self._rank_table.rank_of[slot] for slot in gone])
+        self._loss_resolution.hear(decision.epoch, [self._rank_table.rank_of[slot] for slot in gone])
         self.newest = decision.epoch
 
     def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
         """Return whether the view may be applied. `offers`: returns the offers of the members."""
-        if self._settling.unsettled:
+        if self._loss_resolution.unsettled:
             return False
         if not self._has_turned:
             self._tell(self.epoch)
             self._has_turned = True
         rank_of, told = self._rank_table.rank_of, offers()
-        own = self._settling.roles.topology.rank
+        own = self._loss_resolution.roles.topology.rank
         late = [
             rank_of[s] for s in self._staying if rank_of[s] != own and (s not in told or told[s].turned < self.epoch)
         ]

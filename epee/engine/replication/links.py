@@ -224,10 +224,12 @@ class GroupLinks:
         tell: Callable[[int], None],
     ) -> tuple[LossResolution, Gate]:
         """Return the parts of the membership that follow the data of other hosts, from the present placement on."""
-        settling = LossResolution(self.peer_regions, Roles(self.topology, [*since], since), self.owners, epoch_regions)
+        resolution = LossResolution(
+            self.peer_regions, Roles(self.topology, [*since], since), self.owners, epoch_regions
+        )
         if joined_in:
-            settling.begin(joined_in)
-        return settling, Gate(rank_table, settling, tell)
+            resolution.begin(joined_in)
+        return resolution, Gate(rank_table, resolution, tell)
 
     def adopted(self, epoch: int) -> None:
         """Note that the engine has applied a view with joiners; the engine's lock is held."""

@@ -53,9 +53,9 @@ from ..view.process.detector import DeathWatch
 from . import stall as trouble
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .interrupts import Recovery
+from .membership.call_outcome import UnresolvedCalls
 from .membership.group_membership import GroupMembership
 from .membership.sizes import Mask
-from .membership.unresolved import UnresolvedCalls
 from .operation import NO_ROOM, Block, Driven, Operation
 from .outbox import (
     BELL,
@@ -575,7 +575,7 @@ class Engine:
         return repair is None or not repair.is_current()
 
     def _is_held_up(self, head: Operation) -> bool:
-        """Publish the head; True when an earlier call without a result is still open at a rank (`unresolved.py`)."""
+        """Publish the head; True when an earlier call without a result is still open at a rank (`call_outcome.py`)."""
         if head.withdrawal is not None or head.done:
             return False
         if not head.published and not head.publish(head.peer_regions):

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from epee.engine.engine import Engine
-from epee.engine.membership.call_outcome import CallOutcome
-from epee.engine.membership.unresolved import UnresolvedCalls
+from epee.engine.membership.call_outcome import CallOutcome, UnresolvedCalls
 from epee.engine.operation import Operation
 from epee.engine.outbox import CONSUMED, CONSUMED_TOO
 from epee.engine.plan import refused

@@ -1,4 +1,4 @@
-"""A call that ended without a result on some ranks and is open on another when a member dies (`unresolved.py`).
+"""A call that ended without a result on some ranks and is open on another when a member dies (`call_outcome.py`).
 
 Ranks 1 and 2 stand still with two calls begun, the first in rounds that they have not all put. Rank 0 gives the first
 up while rank 3 is missing; then ranks 0 and 3 make the second, to which everybody's part is there. Rank 2 dies: for

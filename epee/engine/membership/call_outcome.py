@@ -1,29 +1,173 @@
 """The outcome of the calls of a group under the known decisions: the epoch in which each runs, or its failure.
 
-Only the oldest unfinished call is decided, because the position of a change must be determined in the order of calls. A
-call behind a change is planned again for the peer regions of the remaining ranks, or fails (mode "raise"); the words of
-lost ranks are read as they left them and never waited for again. Calls that ended here without a result are decided
-before (`unresolved.py`).
+When a member dies, the calls of a group are divided by the first one to which it has not contributed completely
+(`view/protocol/outcome.py`): every rank asks about its calls in order and must find the same one. Only the oldest
+unfinished call is decided. A call behind a change is planned again for the peer regions of the remaining ranks, or
+fails (mode "raise"); the words of lost ranks are read as they left them and never waited for again.
 
-The calls of this process are changed, under the engine's lock; words of other ranks are only read.
+A call that a rank has aborted (`withdrawal.py`) or refused has ended there, while it may still be open at others, which
+ask about it. So it is remembered (`UnresolvedCalls`) until a later call has a result, and is
+
+    asked about     before the calls that are open, whenever a decision has come. Its answer about the dead rank comes
+                    from words that no longer change, so all ranks that ask find the same.
+    waited for      a later call is completed only when every member has settled the earlier one: its contribution is
+                    complete, or it has aborted the call, or it has ended it. So a result implies for all its members
+                    that all calls before are settled, and a rank that asks about one of them after a death finds it
+                    complete.
+
+The words are those of `operation.py`, each rank's own; words of other ranks are only read. The calls of this process
+are changed under the engine's lock. No rank waits for ever: one that has put a part of the later call into its outbox
+has the earlier one before it, finds it aborted or refused when it gets there, and ends it. The later call's timeout
+names a rank that stalls on the way.
+
+A rank has ended a call before its cell is used again, so older calls than there are cells are settled by the one
+that has the cell now, and NUM_CELLS of them are enough.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
-from ...view.protocol.outcome import CallState, Course
+from ...memory.signals import tag
+from ...view.protocol.outcome import CallState, Course, is_whole
 from ..operation import Operation
-from ..outbox import PeerRegions
+from ..outbox import (
+    FILLED,
+    GAVE_UP,
+    MERGED,
+    NUM_CELLS,
+    SIGNATURE,
+    PeerRegions,
+    consumed_of,
+    count_of,
+    failed_by_view,
+)
+from ..plan import RefusedPlan
+from ..signature import REFUSED, unpack
 from .epoch_regions import EpochRegions
 from .rank_table import RankTable
-from .unresolved import Past, past_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
+
+
+class Past(NamedTuple):
+    """A call that ended without a result, or an open one, with the words of its members that would settle it.
+
+    Attributes:
+        seq: its number; its words begin at `cell`.
+        peer_regions: the outboxes with which it ran.
+        rounds: how many it has; 0: not known here (refused, or ended before all headers had come).
+        is_merged: its reduced shares are fetched as well.
+        root: the rank that is its root, as far as it is known here; -1: none. Where that is lost, it ends for all.
+    """
+
+    seq: int
+    cell: int
+    peer_regions: PeerRegions
+    rounds: int
+    is_merged: bool
+    root: int = -1
+
+    def has_ended(self, words: memoryview) -> bool:
+        """Return whether the rank of these words contributes nothing more: it has ended or aborted the call."""
+        wanted = tag(self.peer_regions.epoch, self.seq)
+        if consumed_of(words) >= self.seq or words[self.cell + GAVE_UP] in (wanted, failed_by_view(wanted)):
+            return True
+        return words[self.cell] == wanted and words[self.cell + SIGNATURE] & 63 == REFUSED
+
+    def is_settled(self, words: memoryview) -> bool:
+        """Return whether the rank has contributed all that the call needs of it, for sure, or never will."""
+        return self.has_ended(words) or (self.rounds > 0 and self._is_whole(words))
+
+    def counts_as_settled(self, words: memoryview) -> bool:
+        """Return the same for a dead rank; where the rounds are not known, one of them is enough."""
+        return self.has_ended(words) or self._is_whole(words)
+
+    def _is_whole(self, words: memoryview) -> bool:
+        has_counts = self.rounds > 1 or self.is_merged  # else the counters are not written
+        filled = count_of(words[self.cell + FILLED]) if has_counts else 1
+        merged = count_of(words[self.cell + MERGED]) if has_counts else 1
+        wanted = tag(self.peer_regions.epoch, self.seq)
+        return is_whole(words[self.cell], wanted, filled, merged, self.rounds, self.is_merged)
+
+    def moved(self, peer_regions: PeerRegions) -> Past:
+        """Return the call as it would run with other peer regions, for which it has not been planned here."""
+        return (
+            self
+            if peer_regions is self.peer_regions
+            else self._replace(peer_regions=peer_regions, rounds=0, is_merged=False)
+        )
+
+
+def past_of(op: Operation) -> Past:
+    """Return the conditions to check in the words of the members of a call."""
+    plan, is_refused = op.plan, isinstance(op.plan, RefusedPlan)
+    is_known = op.rounds_known and not is_refused
+    root = -1 if is_refused else unpack(plan.signature).root
+    return Past(op.seq, op.cell, op.peer_regions, plan.rounds * is_known, is_known and plan.merge_bytes > 0, root)
+
+
+class UnresolvedCalls:
+    """The calls of one rank that ended without a result since the last one that has one, in order.
+
+    Attributes:
+        calls: what their members' words must show.
+        loss: a loss that no call could report, because the call that it would fail had ended before; the next one does.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[Past] = deque(maxlen=NUM_CELLS)
+        self.loss: PeerError | None = None
+
+    def note(self, op: Operation) -> None:
+        """Take note of a call that has just ended here; may run again after an interrupt."""
+        if op.error is None:
+            self.calls.clear()
+        elif (op.told is not None or not op.by_view) and (not self.calls or self.calls[-1].seq < op.seq):
+            self.calls.append(past_of(op))
+
+    def keep(self, calls: Iterable[Past]) -> None:
+        """Replace the record of these calls."""
+        self.calls = deque(calls, NUM_CELLS)
+
+    def note_loss(self, loss: PeerError) -> None:
+        """Have the next call report a loss."""
+        self.loss = loss
+
+    def has_reported(self, epoch: int) -> None:
+        """Note that an open call reports the losses with which an epoch begins."""
+        if self.loss is not None and self.loss.epoch == epoch:
+            self.loss = None
+
+    def raise_loss(self) -> None:
+        """Raise the loss that no call could report, once."""
+        loss, self.loss = self.loss, None
+        if loss is not None:
+            raise loss
+
+    def behind(self, peer_regions: PeerRegions, lost: Collection[int] = ()) -> list[int]:
+        """Return the ranks of `peer_regions`, with which a later call runs, that have not settled all of these calls.
+
+        Ranks in `lost` settle nothing any more: these calls have been asked about since, and need nothing of them.
+        """
+        return sorted({rank for past in self.calls for rank in _behind(past, peer_regions) if rank not in lost})
+
+
+def _behind(past: Past, peer_regions: PeerRegions) -> Iterator[int]:
+    for position in past.peer_regions.peers:
+        rank, words = past.peer_regions.members[position], past.peer_regions.words[position]
+        if (
+            rank in peer_regions.members
+            and peer_regions.words[peer_regions.members.index(rank)] is words
+            and not past.is_settled(words)
+        ):
+            yield rank
+
 
 LOSS = "view"  # instead of an operation's name: the error of a loss that fails no call
 

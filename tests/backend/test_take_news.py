@@ -44,9 +44,7 @@ _PARTS = (
     "group_membership.py",
     "agent_hooks.py",
     "rank_table.py",
-    "epoch_regions.py",
     "call_outcome.py",
-    "joiners.py",
     "members.py",
     "sizes.py",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epee.engine.membership.joiners import Arrival
+from epee.engine.membership.members import Arrival
 from epee.engine.p2p.channel import first_number
 
 

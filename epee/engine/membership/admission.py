@@ -2,7 +2,7 @@
 
 A rank that never existed is treated as a lost one: both wait for a process that asks for the slot, or for the group
 if it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it states the call with
-which it begins (`joiners.py`). Ranks that let the group grow at the same point of their program see it before that call
+which it begins (`members.py`). Ranks that let the group grow at the same point of their program see it before that call
 (`show_joined`). Members can also be excluded from the group, while they stay in the job (`put_out`).
 
 The callers are threads of users, without the engine's lock, except where a method states otherwise.
@@ -23,8 +23,7 @@ from ..bootstrap.group_note import ASKS, FOUNDER, Offer, locators_of
 from ..bootstrap.refusal import refused
 from ..entry import ENDED
 from ..outbox import has_left
-from .epoch_regions import EpochRegions
-from .joiners import Joiners
+from .members import EpochRegions, Joiners
 from .rank_table import RankTable
 
 if TYPE_CHECKING:

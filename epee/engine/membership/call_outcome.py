@@ -48,7 +48,7 @@ from ..outbox import (
 )
 from ..plan import RefusedPlan
 from ..signature import REFUSED, unpack
-from .epoch_regions import EpochRegions
+from .members import EpochRegions
 from .rank_table import RankTable
 
 if TYPE_CHECKING:

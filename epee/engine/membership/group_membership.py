@@ -57,8 +57,7 @@ from ..replication.links import GroupLinks, NoGroupLinks
 from ..replication.loss_resolution import LossResolution, NoLossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
-from .epoch_regions import EpochRegions
-from .joiners import Arrival, Joiners, unready
+from .members import Arrival, EpochRegions, Joiners, unready
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -1,29 +1,58 @@
-"""The members of a group in an epoch, and peer regions of only those.
+"""The members of a group in an epoch: the peer regions with which each call runs, and the intake of joiners.
 
 Collectives (`backend/collectives/`) use positions among the members, not ranks: shares, segments and sums run over
 positions in ascending order of rank. When the group is created both are the same. When a view leaves ranks out,
 `narrow` makes peer regions of the rest over the same memory; `backend/collectives/arguments.py` picks the members'
 tensors out of the user's lists (one per rank that the group counts, lost ones included), and entries of lost ranks are
-not touched. When a view takes in a rank that has never been in the group, `replace` extends the full peer regions; the
-other ranks map nothing anew (decision 42).
+not touched. Narrowing means not reading some regions any more.
 
-Nothing here is shared with other processes; narrowing means not reading some of them any more.
+**Epochs.** Members of an epoch take part in it from some call on, and the group counts some number of ranks from some
+call on; so an epoch has peer regions of its members for each stretch of calls in which both stay the same
+(`EpochRegions`). They are made when a decision is applied, and kept until no call that ran in the epoch can be asked
+about any more.
+
+**Joiners** come in the rank of a lost process, or beyond the end of the group. A view with a joiner states the call
+with which it begins, and all ranks read its outbox from then on. `replace` extends the full peer regions; the other
+members map nothing else anew: outboxes have room for all ranks that may ever join (decision 42). The consequences of
+such a view belong to calls: they take effect with the joiner's first call, on all ranks after the same call, whenever
+they received the decision.
+
+No call is published before a joiner and the other members can read each other's outboxes. Else a joiner that dies early
+would have a part in the call for ranks that had mapped its outbox and none for the others. A joiner that has mapped all
+other outboxes is ready (LIFE). A member that has mapped a joiner's outbox announces that in its count of freed message
+slots (`Receiver.renew`).
+
+Over several hosts a joiner of another host has a blank outbox here until its mirror is complete
+(`replication/loss_resolution.py`), and the gateways of its own host request everything anew; it is ready when it reads
+all other ranks' mirrors.
+
+Decisions come from the agent thread and are applied under the engine's lock; all other state is this process's own. A
+joiner that dies on the way is lost like any other rank.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError, ignored
 from ...memory.shared import SharedRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
+from ...view.protocol.messages import Decision
+from ...view.protocol.outcome import Course, first_seq
 from ..bootstrap.group_note import OutboxEndpoint
-from ..outbox import PeerRegions, open_outbox, sites_of
+from ..operation import Operation
+from ..outbox import LIFE, LIFE_BORN, PeerRegions, open_outbox, sites_of
+from ..p2p.channel import first_number
 from ..plan import Make, Plan
-from .sizes import Mask
+from .rank_table import RankTable
+from .sizes import Mask, Sizes
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 logger = logging.getLogger("epee")
 
@@ -249,3 +278,218 @@ def position_of(peer_regions: PeerRegions, rank: int, name: str) -> int:
             "left out of the view",
         )
     return peer_regions.members.index(rank)
+
+
+class EpochRegions:
+    """The peer regions of one group's epochs.
+
+    Args:
+        members: the ranks of the view in which the group begins.
+        joined_in: the epoch in which this process took a lost rank; 0 for initial members.
+
+    Attributes:
+        full: peer regions of all ranks that have ever been here.
+        peer_regions: of the members with which this rank's next call is planned.
+        sizes: the number of ranks that the group counts.
+        joined_in: as the argument.
+        shown_epoch: of the newest view that `show` was about.
+    """
+
+    def __init__(
+        self, engine: Engine, rank_table: RankTable, course: Course, members: list[int], joined_in: int
+    ) -> None:
+        self._engine = engine
+        self._rank_table = rank_table
+        self._course = course
+        self.full = engine.peer_regions
+        self.joined_in = joined_in
+        self.shown_epoch = 0
+        self.sizes = Sizes(engine.peer_regions.group_size)
+        self.peer_regions = narrow(engine.peer_regions, members, rank_table.epoch)
+        self._epoch_regions = {rank_table.epoch: [(1, self.peer_regions)]}  # see `_of_epoch`
+        engine.plan_with(self.peer_regions)
+
+    def all(self) -> Iterator[PeerRegions]:
+        """Yield the peer regions of all epochs that calls are asked about."""
+        for epoch_regions in self._epoch_regions.values():
+            for _, peer_regions in epoch_regions:
+                yield peer_regions
+        yield self.peer_regions
+
+    def add(self, epoch: int) -> None:
+        """Make the peer regions of an epoch whose members the epoch plan knows."""
+        self._epoch_regions[epoch] = self._of_epoch(epoch)
+
+    def _of_epoch(self, epoch: int) -> list[tuple[int, PeerRegions]]:
+        """Return (first call, peer regions) of an epoch: a joiner takes part from a later call than the others."""
+        next_seq = self._engine.num_retired + 1  # not that of the pending call: it may move here without them
+        firsts = {start for start in self._course.starts(epoch) if start > next_seq} | self.sizes.firsts(next_seq)
+        epoch_regions = []
+        for first in (1, *sorted(firsts)):
+            seq = max(first, next_seq)
+            ranks = sorted(self._rank_table.rank_of[slot] for slot in self._course.contributors(seq, epoch))
+            epoch_regions.append((first, narrow(self.full, ranks, epoch, self.sizes.at(seq))))
+        return epoch_regions
+
+    def regions_for(self, epoch: int, seq: int) -> PeerRegions:
+        """Return the peer regions of the ranks that take part in call `seq` when it runs in `epoch`."""
+        return next(peer_regions for first, peer_regions in reversed(self._epoch_regions[epoch]) if first <= seq)
+
+    def _first_epoch(self) -> int:
+        """Return the epoch below which no call is asked about any more."""
+        return max(self._course.base, self.joined_in)
+
+    def _next_regions(self) -> PeerRegions:
+        """Return the peer regions with which this rank's next call is planned."""
+        seq, epoch = self._engine.seq + 1, self._course.planned_in(self._engine.num_retired + 1)
+        epoch, shown = max(epoch, self.joined_in), self.shown_epoch
+        if shown > epoch and shown in self._epoch_regions and self._course.passes(seq, shown):
+            epoch = shown
+        return self.regions_for(epoch, seq)
+
+    def _plan_on(self) -> None:
+        """Plan calls with the peer regions of the next one from now on, and show their members."""
+        peer_regions = self._next_regions()
+        if peer_regions is not self.peer_regions:
+            self.peer_regions = peer_regions
+            self._engine.plan_with(peer_regions)
+            for rank in range(self.full.group_size):
+                is_in, is_asked = int(rank in peer_regions.members), self._rank_table.was_put_out(rank)
+                self._engine.mask.put(rank, is_in, is_asked, peer_regions.epoch)
+
+    def retired(self, seq: int) -> bool:
+        """Note that calls up to `seq` have ended: later ones are planned for the remaining ranks.
+
+        True: no change is known to come.
+        """
+        self.sizes.forget(seq)
+        self._plan_on()
+        epoch = self._first_epoch()
+        if min(self._epoch_regions) < epoch:
+            self._epoch_regions = {
+                later: epoch_regions for later, epoch_regions in self._epoch_regions.items() if later >= epoch
+            }
+        return self.peer_regions is self._epoch_regions[epoch][-1][1] and not self._course.turns
+
+    def show(self, epoch: int) -> None:
+        """Plan this rank's next call with those taken in by `epoch`, if it is surely theirs. The lock is held."""
+        self.shown_epoch = epoch
+        self._plan_on()
+
+    def set_size(self, size: int) -> None:
+        """From this rank's next call on the group counts `size` ranks. The engine's lock is held."""
+        first = self._engine.seq + 1
+        if self.sizes.at(first) == size:
+            return
+        self.sizes.put(first, size)
+        for epoch, epoch_regions in self._epoch_regions.items():
+            _, peer_regions = next(entry for entry in reversed(epoch_regions) if entry[0] <= first)
+            kept = [entry for entry in epoch_regions if entry[0] != first]
+            self._epoch_regions[epoch] = sorted(
+                [*kept, (first, narrow(self.full, peer_regions.members, epoch, size))], key=_by_first
+            )
+        self._plan_on()
+
+
+def _by_first(entry: tuple[int, PeerRegions]) -> int:
+    return entry[0]
+
+
+class Joiners:
+    """Takes the joiners of one group in.
+
+    Attributes:
+        join_epoch: of the newest view that took a process in; 0 when none did.
+        first_call: rank -> call with which the process that last took it begins.
+    """
+
+    def __init__(self, engine: Engine, rank_table: RankTable, epoch_regions: EpochRegions, host: str) -> None:
+        self._host = host
+        self._engine = engine
+        self._rank_table = rank_table
+        self._epoch_regions = epoch_regions
+        self.join_epoch = 0
+        self.first_call: dict[int, int] = {}
+
+    def begin(self, epoch: int, first_call: int) -> None:
+        """Note that this process has itself been taken in, by the view of `epoch`."""
+        self.join_epoch = epoch
+        self.first_call[self._epoch_regions.full.rank] = first_call
+
+    def adopt(self, decision: Decision) -> None:
+        """Read the outboxes of processes that have come into this group by `decision`.
+
+        May be repeated from any line on (an interrupt, a shortage): that a process was taken in is noted last of all.
+
+        Raises:
+            ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
+        """
+        for one in self._rank_table.newcomers(decision):
+            start, rank, part = first_seq(decision, self._rank_table.lane), one.rank, one.part
+            self._adopt(rank, part, decision.epoch)
+            self.join_epoch = decision.epoch
+            self.first_call[rank] = start
+            self._epoch_regions.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
+            self._rank_table.take_in(one)
+
+    def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
+        """Read the outbox of a process that has taken `rank`: the steps that may fail come first.
+
+        None: it has left already.
+        """
+        engine, nbytes = self._engine, self._epoch_regions.full.payload_bytes
+        is_here = part is not None and (not self._epoch_regions.full.host_of or part.host == self._host)
+        try:
+            region = (is_here and part and attach_outbox(part, nbytes)) or make_blank(nbytes)
+            if is_here and part is not None:
+                engine.watch.watch(rank, part.pid, part.start_time)
+            else:
+                engine.watch.forget(rank)  # the previous owner may have been of this host
+        except ResourceError as exc:
+            raise ResourceError(
+                f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
+                f"taken in here yet (the next call tries again): {exc}"
+            ) from exc
+        for message in engine.mail.involving(rank):  # out of the state last: then no path comes back to it
+            message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
+            engine.retire(message)
+            engine.mail.cancel(message)
+        replace(self._epoch_regions.full, rank, region)
+        engine.waits.count_ranks(self._epoch_regions.full.num_ranks)
+        engine.mail.renew(rank, first_number(epoch))
+
+
+class Arrival:
+    """The readiness of one process in its group.
+
+    Args:
+        full: peer regions of all ranks.
+        joined_in: the epoch that took this process in; 0 for initial members.
+    """
+
+    def __init__(self, full: PeerRegions, joined_in: int) -> None:
+        self._full = full
+        self._joined_in = joined_in
+        self._is_adopted = not joined_in
+        for peer in full.peers if joined_in else ():  # for ranks that joined in the same epoch
+            # Sent, not only stored: other hosts may have received everything else in this outbox a moment before.
+            full.exports.publish(full, full.verdict_base[peer], first_number(joined_in) - 1)
+
+    def may_publish(self, op: Operation) -> bool:
+        """Return whether all ranks that take part in `op` can read each other's outboxes."""
+        if unready(op.peer_regions):
+            return False
+        if self._is_adopted:
+            return True
+        index, wanted = self._full.verdict_base[self._full.rank], first_number(self._joined_in) - 1
+        self._is_adopted = all(words[index] >= wanted for words in op.peer_regions.peer_words)
+        return self._is_adopted
+
+    def is_over(self, peer_regions: PeerRegions) -> bool:
+        """Return whether calls with `peer_regions` need not ask any more."""
+        return self._is_adopted and not unready(peer_regions)
+
+
+def unready(peer_regions: PeerRegions) -> list[int]:
+    """Return the joiners among the members of `peer_regions` that have not mapped all others' outboxes yet."""
+    return [peer_regions.members[peer] for peer in peer_regions.peers if peer_regions.words[peer][LIFE] == LIFE_BORN]

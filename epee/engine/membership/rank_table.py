@@ -15,7 +15,7 @@ The rank of a slot follows from the decision alone, so it is the same at all ran
 Ranks beyond the initial ones are unassigned while no process has them: a slot that had one may return with another, and
 another slot may have it. So queries about the past of a slot take an epoch (`rank_at`).
 
-The table is written where decisions are applied (`group_membership.py`, `joiners.py`), under the engine's lock; every
+The table is written where decisions are applied (`group_membership.py`, `members.py`), under the engine's lock; every
 step of that may run twice. Views that are not applied yet are only read.
 """
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from epee.engine.bootstrap.group_note import FOUNDER, Offer
-from epee.engine.replication.gate import Gate
+from epee.engine.replication.loss_resolution import Gate
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal
 

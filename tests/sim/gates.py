@@ -1,4 +1,4 @@
-"""The gate in the simulator: the product's own (`engine/replication/gate.py`), and what goes round it.
+"""The gate in the simulator: the product's own (`engine/replication/loss_resolution.py`), and what goes round it.
 
 A view that takes somebody in begins a new placement: rows and mirrors of a slot get another owner, and those who were
 lost by then have no place in it. So from the moment at which a process takes such a view over
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from epee.engine.bootstrap.group_note import FOUNDER, Offer
-from epee.engine.replication.gate import Gate
+from epee.engine.replication.loss_resolution import Gate
 
 from .plan import CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, STOP, Fault, Plan
 

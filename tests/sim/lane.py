@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from functools import partial
 
-from epee.engine.replication.gate import Gate
+from epee.engine.replication.loss_resolution import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
 from epee.view.protocol.messages import DEAD, FOREVER, LEFT, Decision, LaneState

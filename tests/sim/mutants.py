@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Container, Generator, Iterator
 from typing import Any
 
 from epee.engine.bootstrap.group_note import Offer
-from epee.engine.replication.gate import Gate
+from epee.engine.replication.loss_resolution import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import BLANK_BOARD, Agent
 from epee.view.protocol.decision import has_quorum, parts_of

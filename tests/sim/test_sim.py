@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from epee.engine.replication.gate import Gate
+from epee.engine.replication.loss_resolution import Gate
 from epee.view.protocol.messages import Decision
 from epee.view.protocol.outcome import Course
 from tests.sim.__main__ import main

@@ -190,7 +190,8 @@ class Offer(NamedTuple):
         num_ranks: the number of ranks of the group that this process was given.
         blob: of its outbox.
         port: where its links with other hosts are made; 0 where it has none.
-        turned: over several hosts, up to which view it needs nothing more of lost ranks (`replication/gate.py`).
+        turned: over several hosts, up to which view it needs nothing more of lost ranks
+            (`replication/loss_resolution.py`).
         next_seq, heard, before: the waiting ranks that the process knows (`local_state.Mark`).
     """
 

@@ -21,7 +21,7 @@ determines their meaning call by call. So none of this is on the path of a call 
     LocalState      the state of the ranks as this process knows it without a call
     Admission       requests of users: the ranks that wait to join, taking them in
     LossResolution  over several hosts: whether all data of lost ranks is here (`replication/loss_resolution.py`)
-    Gate            over several hosts: when a view with joiners may be applied (`replication/gate.py`)
+    Gate            over several hosts: when a view with joiners may be applied (`replication/loss_resolution.py`)
 
 In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/links.py`). A
 decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
@@ -52,9 +52,8 @@ from ..entry import CHANGING, ENDED, NEWS
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
-from ..replication.gate import Gate, NoGate
 from ..replication.links import GroupLinks, NoGroupLinks
-from ..replication.loss_resolution import LossResolution, NoLossResolution
+from ..replication.loss_resolution import Gate, LossResolution, NoGate, NoLossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
 from .members import Arrival, EpochRegions, Joiners, unready

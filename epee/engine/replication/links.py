@@ -17,9 +17,9 @@ it. Decisions come from the agent thread (`decided`); data that comes over links
                does one about a rank that joined by a view that waits here, and is lost again.
 
     joiners    A view that takes a rank in waits until the engine has applied it (`adopted`), which waits until all
-               staying ranks need nothing of the ranks that were lost by then (`gate.py`). Then there is a new
-               placement, of its members, with roles of its own; rows of joiners are blank again, and on their hosts
-               gateways request everything once more, as words for joiners have not come there. A loss that is behind
+               staying ranks need nothing of the ranks that were lost by then (`loss_resolution.py`). Then there is a
+               new placement, of its members, with roles of its own; rows of joiners are blank again, and on their
+               hosts gateways request everything once more, as words for joiners have not come there. A loss behind
                it in the meantime changes which rank answers for the older losses, no more (`_hear_ahead`).
 
 The state of a mirror that the ranks of this host need is in the gateway's own outbox, which they map (field "mirrors"):
@@ -70,8 +70,7 @@ from ..outbox import (
 )
 from ..waiting import Waiting
 from .exports import Exports
-from .gate import Gate, NoGate
-from .loss_resolution import LossResolution, NoLossResolution
+from .loss_resolution import Gate, LossResolution, NoGate, NoLossResolution
 from .mirror import FROM_BIRTH, LinkReader, Mirror
 from .snapshot import tell_all
 from .waiting import LinkedWaiting

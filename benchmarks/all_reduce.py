@@ -25,7 +25,7 @@ NAME = "all-reduce"
 CALLS = {4: 300, 64 << 10: 150, 16 << 20: 8}  # in a block, by bytes
 NUM_BLOCKS, WARM_UP = 5, 5
 FORMULAS = {
-    "time": "wall time of a call on rank 0, median of a block's calls, then of the blocks",
+    "time": "wall time of a call on rank 0, median of a block's calls, then of the blocks; p10 and p90 over all calls",
     "speedup": "median over the blocks of gloo's median / epee's median",
     "calls": "in a block: " + ", ".join(f"{calls} of {nbytes} B" for nbytes, calls in CALLS.items()),
 }
@@ -39,41 +39,47 @@ def check(x: torch.Tensor, rank: int, num_ranks: int, group: dist.ProcessGroup) 
     x.zero_()  # sums of zeros stay zero however often the call is repeated
 
 
-def median_of_block(x: torch.Tensor, group: dist.ProcessGroup, calls: int) -> float:
-    """Return the median time of `calls` calls back to back, in seconds."""
+def times_of_block(x: torch.Tensor, group: dist.ProcessGroup, calls: int) -> list[float]:
+    """Return the times of `calls` calls back to back, in seconds."""
     taken = []
     for _ in range(WARM_UP + calls):
         began = time.perf_counter()
         dist.all_reduce(x, group=group)
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken[WARM_UP:])
+    return taken[WARM_UP:]
 
 
-def measure(rank: int, num_ranks: int, barrier: common.SpinBarrier) -> dict[int, dict[str, list[float]]]:
-    """Run on every rank: bytes -> side -> the median of each block in seconds."""
+def measure(rank: int, num_ranks: int, barrier: common.SpinBarrier) -> dict[int, dict[str, list[list[float]]]]:
+    """Run on every rank: bytes -> side -> the times of the calls of each block in seconds."""
     groups = {"gloo": dist.group.WORLD, "epee": dist.new_group(list(range(num_ranks)), backend="epee")}
-    medians: dict[int, dict[str, list[float]]] = {}
+    times: dict[int, dict[str, list[list[float]]]] = {}
     for nbytes, calls in CALLS.items():
         x = torch.zeros(nbytes // 4)
         for group in groups.values():
             check(x, rank, num_ranks, group)
-        medians[nbytes] = {side: [] for side in groups}
+        times[nbytes] = {side: [] for side in groups}
         for block in range(NUM_BLOCKS):
             for side in sorted(groups, reverse=block % 2 == 1):
-                medians[nbytes][side].append(median_of_block(x, groups[side], calls))
+                times[nbytes][side].append(times_of_block(x, groups[side], calls))
         for group in groups.values():
             check(x, rank, num_ranks, group)
-    return medians
+    return times
 
 
-def report(medians: dict[int, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Turn the medians of rank 0's blocks into rows."""
+def report(times: dict[int, dict[str, list[list[float]]]]) -> list[dict[str, Any]]:
+    """Turn the times of rank 0's blocks into rows."""
     rows = []
-    for nbytes, sides in medians.items():
-        ratios = [gloo / ours for gloo, ours in zip(sides["gloo"], sides["epee"], strict=True)]
-        times = {f"{side}_us": round(1e6 * statistics.median(values), 1) for side, values in sides.items()}
+    for nbytes, sides in times.items():
+        medians = {side: [statistics.median(block) for block in blocks] for side, blocks in sides.items()}
+        ratios = [gloo / ours for gloo, ours in zip(medians["gloo"], medians["epee"], strict=True)]
+        columns: dict[str, float] = {}
+        for side, blocks in sides.items():
+            calls = sorted(taken for block in blocks for taken in block)
+            found = {"": statistics.median(medians[side])}
+            found |= {f"_p{part}": common.percentile(calls, part) for part in (10, 90)}
+            columns |= {f"{side}{name}_us": round(1e6 * seconds, 1) for name, seconds in found.items()}
         speedup = {"speedup": round(statistics.median(ratios), 2), "speedups": [round(ratio, 1) for ratio in ratios]}
-        rows.append({"bytes": nbytes, **times, **speedup})
+        rows.append({"bytes": nbytes, **columns, **speedup})
     return rows
 
 

@@ -5,8 +5,9 @@
 
 Clock: CUDA events around a block of calls back to back, divided by their number (elapsed), and the host's clock around
 the same block without the wait for the GPU (host); the best of five blocks, each begun by all ranks together, on the
-slowest rank. `tensor.add_` of one element is timed in the same way, as a measure of the machine's host; with several
-ranks NCCL's `all_to_all_single` as well. Every result is checked against a closed form first.
+slowest rank; beside it the median, least and largest elapsed time of the five. `tensor.add_` of one element is timed in
+the same way, as a measure of the machine's host; with several ranks NCCL's `all_to_all_single` as well. Every result is
+checked against a closed form first.
 
 Groups (`--only`): "barrier"; "latency" (`LatencyBuffer`, 128 tokens) and "latency-names" (the same by DeepEP's names);
 "throughput" (`Buffer`); "v1" and "v2" (DeepEP's `Buffer` and `ElasticBuffer`). Hidden 7168, top-8 of 256 experts.
@@ -31,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,11 +48,23 @@ BLOCKS, WARM_UP = 5, 20
 IN_GRAPH = 20
 HIDDEN, NUM_TOPK, NUM_EXPERTS = 7168, 8, 256
 FEW, MANY = 128, 4096
-Rows = dict[str, tuple[float, float]]
 
 
-def block_times(call: Callable[[], object], num_calls: int) -> tuple[float, float]:
-    """Return elapsed and host microseconds of a call: best block, slowest rank."""
+class Times(NamedTuple):
+    """Microseconds of a call: the best block's elapsed and host time; median, least and largest elapsed time."""
+
+    elapsed: float
+    host: float
+    median: float
+    least: float
+    largest: float
+
+
+Rows = dict[str, Times]
+
+
+def block_times(call: Callable[[], object], num_calls: int) -> Times:
+    """Return the times of a call over the blocks, each of the rank where it is largest."""
     for _ in range(WARM_UP):
         call()
     times = []
@@ -67,9 +80,11 @@ def block_times(call: Callable[[], object], num_calls: int) -> tuple[float, floa
         end.record()
         torch.cuda.synchronize()
         times.append((start.elapsed_time(end) * 1e3 / num_calls, host * 1e6 / num_calls))
-    best = torch.tensor([min(elapsed for elapsed, _ in times), min(host for _, host in times)], device="cpu")
-    dist.all_reduce(best, op=dist.ReduceOp.MAX)
-    return float(best[0]), float(best[1])
+    elapsed = sorted(block[0] for block in times)
+    found = [elapsed[0], min(host for _, host in times), elapsed[len(elapsed) // 2], elapsed[0], elapsed[-1]]
+    mine = torch.tensor(found, device="cpu", dtype=torch.float64)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return Times(*mine.tolist())
 
 
 class Inputs:
@@ -275,8 +290,8 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
     rows["launch"] = block_times(launch, num_calls)
     one, many = gpu.graph_of(buffer.barrier, 1), gpu.graph_of(buffer.barrier, IN_GRAPH)
     rows["graph of one"] = block_times(one.replay, num_calls)
-    elapsed, host = block_times(many.replay, max(1, num_calls // IN_GRAPH))
-    rows["graph of twenty"] = elapsed / IN_GRAPH, host / IN_GRAPH
+    twenty = block_times(many.replay, max(1, num_calls // IN_GRAPH))
+    rows["graph of twenty"] = Times(*(us / IN_GRAPH for us in twenty))
     buffer.barrier(with_cpu_sync=True)
     return rows
 
@@ -318,13 +333,20 @@ def report(rows: Rows, args: argparse.Namespace) -> None:
     mode = ", set_default_device" if args.default_device else ""
     print(f"{args.num_ranks}x {torch.cuda.get_device_name()}, torch {torch.__version__}, {args.calls} calls{mode}")
     unit = rows["tensor.add_"][1]
-    for name, (elapsed, host) in rows.items():
-        print(f"  {name:44s} elapsed {elapsed:8.2f} us   host {host:8.2f} us = {host / unit:5.2f} add_", flush=True)
+    for name, times in rows.items():
+        print(
+            f"  {name:44s} elapsed {times.elapsed:8.2f} us ({times.least:.1f} to {times.largest:.1f})   "
+            f"host {times.host:8.2f} us = {times.host / unit:5.2f} add_",
+            flush=True,
+        )
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         facts = {"num_ranks": args.num_ranks, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        facts |= {"default_device": args.default_device, "date": time.strftime("%Y-%m-%d")}
+        best = {name: (times.elapsed, times.host) for name, times in rows.items()}
+        blocks = {name: (times.median, times.least, times.largest) for name, times in rows.items()}
         Path(args.json).write_text(
-            json.dumps({**facts, "default_device": args.default_device, "elapsed_and_host_us": rows}, indent=1)
+            json.dumps({**facts, "elapsed_and_host_us": best, "elapsed_of_blocks_us": blocks}, indent=1)
         )
 
 

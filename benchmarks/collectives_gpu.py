@@ -3,12 +3,12 @@
     python benchmarks/collectives_gpu.py --json bench-out/collectives_gpu.json
 
 Clock: as in `latency_gpu.py`, two CUDA graphs of different numbers of calls, replayed in turn between two events; a
-figure is the difference of their times divided by that of their calls, median over the replays, on the slowest rank. So
-a call begins when the one before has ended, and ends when its result may be read. All calls use the same tensors,
-bfloat16; up to some 16 MiB they therefore lie in the caches, for everybody alike. Without a graph: elapsed time of a
-call of 100 that are queued at once, and in brackets what a call costs the calling thread (blocks of 20, queue kept
-short). All calls are torch's (`dist.all_reduce` ...), on a group of the backend "epee" and on one of NCCL; `pool`: the
-former on tensors in the group's memory pool.
+figure is the difference of their times divided by that of their calls: median, 10th and 90th percentile over the
+replays, on the slowest rank. So a call begins when the one before has ended, and ends when its result may be read. All
+calls use the same tensors, bfloat16; up to some 16 MiB they therefore lie in the caches, for everybody alike. Without a
+graph: elapsed time of a call of 100 that are queued at once, and in brackets what a call costs the calling thread
+(blocks of 20, queue kept short). All calls are torch's (`dist.all_reduce` ...), on a group of the backend "epee" and on
+one of NCCL; `pool`: the former on tensors in the group's memory pool.
 
 Bytes: those of the tensor, for all_gather of the output, for reduce_scatter and all_to_all of the input. `bus` is by
 NCCL's formula, bytes x factor / time, with factor 2 (n - 1) / n for all_reduce, 1 for broadcast, (n - 1) / n for the
@@ -66,13 +66,6 @@ def say(text: str) -> None:
     """Print once."""
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-def slowest(value: float) -> float:
-    """The largest over the ranks."""
-    word = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(word, op=dist.ReduceOp.MAX)
-    return float(word)
 
 
 def half_of(group: Group) -> Any:
@@ -242,20 +235,19 @@ def step_of(size: int) -> int:
     return 0 if size <= 1 << 20 else 1 if size <= 16 << 20 else 2
 
 
-def graph_us(call: Callable[[], Any], size: int, replays: int | None = None) -> float:
-    """Microseconds of a call, median over the replays, slowest rank."""
+def graph_us(call: Callable[[], Any], size: int, replays: int | None = None) -> gpu.Spread:
+    """Microseconds of a call over the replays, slowest rank."""
     counts = GRAPH_CALLS[step_of(size)]
     graphs = [graph_of(call, count) for count in counts]
     for graph in graphs * 2:
         replay_us(graph)
-    times = sorted(
-        (-replay_us(graphs[0]) + replay_us(graphs[1])) / (counts[1] - counts[0]) for _ in range(replays or REPLAYS)
+    return gpu.spread(
+        [(-replay_us(graphs[0]) + replay_us(graphs[1])) / (counts[1] - counts[0]) for _ in range(replays or REPLAYS)]
     )
-    return slowest(times[len(times) // 2])
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """Microseconds of the calling thread, median of blocks of calls, slowest rank."""
+def host_us(call: Callable[[], Any]) -> gpu.Spread:
+    """Microseconds of the calling thread over blocks of calls, slowest rank."""
     blocks = []
     for _ in range(HOST_BLOCKS):
         torch.cuda.synchronize()
@@ -265,7 +257,7 @@ def host_us(call: Callable[[], Any]) -> float:
             call()
         blocks.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
     torch.cuda.synchronize()
-    return slowest(sorted(blocks)[len(blocks) // 2])
+    return gpu.spread(blocks)
 
 
 class Case:
@@ -285,8 +277,8 @@ class Case:
         return lambda: make_call(group, self.op, x, self.out)
 
 
-def elapsed_us(call: Callable[[], Any]) -> float:
-    """Microseconds of a call without a graph, queue kept full; median of blocks, slowest rank."""
+def elapsed_us(call: Callable[[], Any]) -> gpu.Spread:
+    """Microseconds of a call without a graph, queue kept full, over blocks of calls, slowest rank."""
     blocks = []
     for _ in range(EAGER_BLOCKS):
         torch.cuda.synchronize()
@@ -296,7 +288,7 @@ def elapsed_us(call: Callable[[], Any]) -> float:
             call()
         torch.cuda.synchronize()
         blocks.append((time.perf_counter() - start) / EAGER_CALLS * 1e6)
-    return slowest(sorted(blocks)[len(blocks) // 2])
+    return gpu.spread(blocks)
 
 
 def bus_gbps(op: str, size: int, us: float, num_ranks: int) -> float:
@@ -305,7 +297,7 @@ def bus_gbps(op: str, size: int, us: float, num_ranks: int) -> float:
     return size * factor / us / 1e3
 
 
-def symm_us(size: int, group: dist.ProcessGroup) -> dict[str, float]:
+def symm_us(size: int, group: dist.ProcessGroup) -> dict[str, gpu.Spread]:
     """torch's symmetric memory, input already there."""
     import torch.distributed._symmetric_memory as symm
 
@@ -336,19 +328,22 @@ def time_all(ours: Group, nccl: Group, sizes: tuple[int, ...]) -> list[dict[str,
             if size == 4 and op not in ("all_reduce", "broadcast"):
                 continue
             case = Case(op, size, num_ranks)
-            row: dict[str, Any] = {"op": op, "bytes": size, "epee_us": graph_us(case.by(ours), size)}
+            row: dict[str, Any] = {"op": op, "bytes": size} | graph_us(case.by(ours), size).columns("epee")
             half_of(ours).check()
-            row["nccl_us"] = graph_us(case.by(nccl), size)
+            row |= graph_us(case.by(nccl), size).columns("nccl")
             if size > POOL_ABOVE_BYTES:
-                row["pool_us"] = graph_us(Case(op, size, num_ranks, ours.memory_pool(POOL_BYTES)).by(ours), size)
+                pooled = Case(op, size, num_ranks, ours.memory_pool(POOL_BYTES))
+                row |= graph_us(pooled.by(ours), size).columns("pool")
                 half_of(ours).check()
             row["target_us"] = target_of(op, size, row["nccl_us"])
             if op == "all_reduce" and SYMMETRIC_FROM_BYTES <= size <= 16 << 20:
-                row["symm_us"] = symm_us(size, nccl)
+                found = symm_us(size, nccl)
+                row["symm_us"] = {way: times.median for way, times in found.items()}
+                row |= min(found.values()).columns("symm_best")
             if size in EAGER:
                 for name, group in (("epee", ours), ("nccl", nccl)):
-                    row[f"{name}_host_us"] = host_us(case.by(group))
-                    row[f"{name}_eager_us"] = elapsed_us(case.by(group))
+                    row |= host_us(case.by(group)).columns(f"{name}_host")
+                    row |= elapsed_us(case.by(group)).columns(f"{name}_eager")
             row["bus_gbps"] = bus_gbps(op, size, row["epee_us"], num_ranks)
             rows.append(row)
     return rows
@@ -424,8 +419,8 @@ def exchange(group: Group, x: torch.Tensor, got: torch.Tensor, count: int) -> No
             work.wait()
 
 
-def messages_us(make: Callable[..., None], group: Group, size: int) -> tuple[float, float]:
-    """Microseconds of a round trip, or of an exchange, eager, queue kept full, and until the host goes on; medians."""
+def messages_us(make: Callable[..., None], group: Group, size: int) -> tuple[gpu.Spread, gpu.Spread]:
+    """Microseconds of a round trip, or of an exchange, eager, queue kept full; and until the host continues."""
     x, got = (torch.zeros(max(1, size), dtype=torch.uint8, device="cuda") for _ in range(2))
     count = MESSAGE_CALLS[step_of(size)]
     make(group, x, got, min(5, count))
@@ -438,7 +433,7 @@ def messages_us(make: Callable[..., None], group: Group, size: int) -> tuple[flo
         hosts.append((time.perf_counter() - start) / count * 1e6)
         torch.cuda.synchronize()
         blocks.append((time.perf_counter() - start) / count * 1e6)
-    return slowest(sorted(blocks)[len(blocks) // 2]), slowest(sorted(hosts)[len(hosts) // 2])
+    return gpu.spread(blocks), gpu.spread(hosts)
 
 
 def time_messages(ours: Group, nccl: Group) -> list[dict[str, Any]]:
@@ -447,9 +442,10 @@ def time_messages(ours: Group, nccl: Group) -> list[dict[str, Any]]:
     for name, make in (("round trip", round_trip), ("exchange", exchange)):
         for size in MESSAGE_SIZES:
             row: dict[str, Any] = {"op": name, "bytes": size}
-            row["epee_eager_us"], row["epee_host_us"] = messages_us(make, ours, size)
-            ours._messages.check()
-            row["nccl_eager_us"], row["nccl_host_us"] = messages_us(make, nccl, size)
+            for side, group in (("epee", ours), ("nccl", nccl)):
+                eager, host = messages_us(make, group, size)
+                row |= eager.columns(f"{side}_eager") | host.columns(f"{side}_host")
+                ours._messages.check()
             rows.append(row)
     return rows
 
@@ -503,7 +499,7 @@ def sweep(group: Group) -> list[dict[str, Any]]:
     for name, (plan, ops, sizes) in variants(usual, num_sms).items():
         machine.plan = plan
         for op in ops:
-            times = {size: graph_us(Case(op, size, dist.get_world_size()).by(group), size, 7) for size in sizes}
+            times = {size: graph_us(Case(op, size, dist.get_world_size()).by(group), size, 7).median for size in sizes}
             half_of(group).check()
             rows.append({"variant": name, "op": op, "us": times})
             say(f"{name:52s} {op:10s} " + "  ".join(f"{size}: {us:.2f}" for size, us in times.items()))

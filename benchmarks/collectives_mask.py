@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
 from benchmarks import gpu
-from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, say, slowest
+from benchmarks.collectives_gpu import KINDS, TIMEOUT_S, Case, check_op, graph_us, half_of, say
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 SIZES = (4, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -40,8 +39,8 @@ REPLAYS, EAGER_BLOCKS, EAGER_CALLS = 15, 20, 10
 WAYS = ("raise", "mask", "nccl")
 
 
-def eager_us(call: Callable[[], Any]) -> float:
-    """Microseconds of the calling thread, median of single calls, slowest rank."""
+def eager_us(call: Callable[[], Any]) -> gpu.Spread:
+    """Microseconds of the calling thread over single calls, slowest rank."""
     for _ in range(5):
         call()
     times = []
@@ -53,7 +52,7 @@ def eager_us(call: Callable[[], Any]) -> float:
             call()
             times.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    return slowest(median(times))
+    return gpu.spread(times)
 
 
 def check(group: Any) -> None:
@@ -64,16 +63,17 @@ def check(group: Any) -> None:
                 check_op(group, op, count, KINDS[0], count + len(op) + again * dist.get_world_size())
 
 
-def times_of(group: Any, way: str) -> list[tuple[str, int, float, float]]:
-    """Op, size, time in a graph and host time of each case."""
+def times_of(group: Any, way: str) -> list[tuple[str, int, dict[str, float]]]:
+    """Op, size, times in a graph and of the host of each case."""
     found = []
     for op in OPS:
         for size in SIZES:
             if size == 4 and op != "all_reduce":
                 continue
             call = Case(op, size, dist.get_world_size()).by(group)
-            found.append((op, size, graph_us(call, size, REPLAYS), eager_us(call)))
-            say(f"{way}: {op} of {size} bytes: {found[-1][2]:.2f} us in a graph, the host {found[-1][3]:.2f} us")
+            graph, host = graph_us(call, size, REPLAYS), eager_us(call)
+            found.append((op, size, graph.columns(way) | host.columns(f"{way}_host")))
+            say(f"{way}: {op} of {size} bytes: {graph.median:.2f} us in a graph, the host {host.median:.2f} us")
             if way != "nccl":
                 half_of(group).check()
     return found
@@ -103,13 +103,12 @@ def run(rank: int, num_ranks: int, way: str, folder: str) -> None:
     os._exit(0)
 
 
-def joined(found: dict[str, list[tuple[str, int, float, float]]]) -> list[dict[str, Any]]:
+def joined(found: dict[str, list[tuple[str, int, dict[str, float]]]]) -> list[dict[str, Any]]:
     """A row for each op and size, with the times of all ways."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for way, cases in found.items():
-        for op, size, us, host in cases:
-            row = rows.setdefault((op, size), {"op": op, "bytes": size})
-            row |= {f"{way}_us": us, f"{way}_host_us": host}
+    for cases in found.values():
+        for op, size, columns in cases:
+            rows.setdefault((op, size), {"op": op, "bytes": size}).update(columns)
     return list(rows.values())
 
 

@@ -3,7 +3,7 @@
 How a number is made. All sides of a comparison run in the same processes, over the same inputs, in the same rounds:
 in each round every rank passes a spinning barrier, reads the clock, makes one call of one side, reads the clock; then
 the next side. The order of the sides turns by one each round, so that none always runs with the caches of the same
-neighbour. A round counts as its slowest rank. Reported are the median, p10 and p99 over the rounds.
+neighbour. A round counts as its slowest rank. Reported are the median, p10, p90 and p99 over the rounds.
 
 This module knows nothing of epee; a benchmark that uses it checks its results before it measures.
 """
@@ -63,6 +63,7 @@ class Summary:
 
     median_us: float
     p10_us: float
+    p90_us: float
     p99_us: float
     num_repeats: int
 
@@ -115,7 +116,7 @@ def interleave(barrier: SpinBarrier, sides: Sequence[Side], num_repeats: int) ->
 
 
 def summarise(seconds_by_rank: Sequence[Sequence[float]]) -> Summary:
-    """Take the slowest rank of each round, then median, p10 and p99 over the rounds.
+    """Take the slowest rank of each round, then median, p10, p90 and p99 over the rounds.
 
     Args:
         seconds_by_rank: `[num_ranks][num_repeats]`.
@@ -123,13 +124,14 @@ def summarise(seconds_by_rank: Sequence[Sequence[float]]) -> Summary:
     slowest = sorted(max(times) * 1e6 for times in zip(*seconds_by_rank, strict=True))
     return Summary(
         median_us=statistics.median(slowest),
-        p10_us=_percentile(slowest, 10),
-        p99_us=_percentile(slowest, 99),
+        p10_us=percentile(slowest, 10),
+        p90_us=percentile(slowest, 90),
+        p99_us=percentile(slowest, 99),
         num_repeats=len(slowest),
     )
 
 
-def _percentile(ascending: list[float], percent: int) -> float:
+def percentile(ascending: list[float], percent: int) -> float:
     """Nearest rank: the smallest value that at least `percent` % of the values do not exceed."""
     return ascending[-(-len(ascending) * percent // 100) - 1]
 
@@ -227,6 +229,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average_1min_before": round(os.getloadavg()[0], 2),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 
 

@@ -4,7 +4,7 @@
 
 Clock: CUDA events on every rank, from just before the first kernel of a call to just behind its last, with the queue
 kept full behind a long sleep, L2 flushed and all ranks aligned by a device barrier before each call. A figure is the
-median (and p99) over the calls on the slowest rank. Bytes:
+median (and p10, p90, p99) over the calls on the slowest rank. Bytes:
     logical GB/s = rows received * bytes of a row / time (rows that stay on their rank included)
     wire GB/s    = rows received from other ranks * bytes of a row / time
 NCCL's all_to_all_single moves the same rows in the same run.
@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,8 @@ class Row:
     tokens: int
     num_sms: int
     median_us: float
+    p10_us: float
+    p90_us: float
     p99_us: float
     logical_gbps: float
     wire_gbps: float
@@ -214,6 +216,20 @@ def expect(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     raise AssertionError(f"{what}: {bad.shape[0]} of {got.numel()} differ, first at {at}: {got[at]} for {want[at]}")
 
 
+class Times(NamedTuple):
+    """Microseconds of a call on the GPU, and the host's median; each of the rank where it is largest."""
+
+    median: float
+    p10: float
+    p90: float
+    p99: float
+    host: float
+
+    def columns(self) -> dict[str, float]:
+        """Return the GPU's times as columns of a result's row."""
+        return {f"{name}_us": getattr(self, name) for name in ("median", "p10", "p90", "p99")}
+
+
 class Bench:
     """Times calls on one rank."""
 
@@ -221,8 +237,8 @@ class Bench:
         self.buffer, self.num_calls = buffer, num_calls
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def time(self, call: Callable[[], Any]) -> tuple[float, float, float]:
-        """Return median and p99 in us over the slowest rank, and the host's median us per call."""
+    def time(self, call: Callable[[], Any]) -> Times:
+        """Return the times of `num_calls` calls."""
         for _ in range(WARM_UP):
             call()
         torch.cuda.synchronize()
@@ -242,9 +258,10 @@ class Bench:
         torch.cuda.synchronize()
         self.buffer.check()
         times = sorted(start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True))
-        mine = torch.tensor([times[len(times) // 2], times[int(len(times) * 0.99)], sorted(host)[len(host) // 2]])
+        found = [times[int(len(times) * part)] for part in (0.5, 0.1, 0.9, 0.99)]
+        mine = torch.tensor([*found, sorted(host)[len(host) // 2]])
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        return tuple(mine.tolist())  # type: ignore[return-value]
+        return Times(*mine.tolist())
 
 
 def dispatch_call(
@@ -324,7 +341,7 @@ def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) 
         for count in range(num_ranks):
             want = torch.where((times > count)[:, None], want + x.float(), want)
         expect(out, want.bfloat16(), f"graph replay {seed}")
-    cold, warm, barriers = (bench.time(graph.replay)[0] for graph in graphs)
+    cold, warm, barriers = (bench.time(graph.replay).median for graph in graphs)
     buffer.close()
     return {"pair_cold_us": cold, "pair_us": warm / GRAPH_PAIRS, "barrier_us": barriers / 20}
 
@@ -391,7 +408,7 @@ def profile(rank: int, name: str, call: Callable[[], Any]) -> dict[str, float]:
     return found
 
 
-def nccl_time(bench: Bench, data: Inputs, group: Any) -> tuple[float, float, float]:
+def nccl_time(bench: Bench, data: Inputs, group: Any) -> Times:
     """The same rows over NCCL."""
     rank, row = data.rank, HIDDEN
     send = [int(data.goes(rank, dst).sum()) for dst in range(data.num_ranks)]
@@ -452,14 +469,15 @@ def time_all(rank: int, args: argparse.Namespace, buffer: ThroughputEnd, results
                     name = f"{case.name} {tokens}"
                     results.setdefault("kernels_us", {})[name] = profile(rank, name, case.call)
                     continue
-                median, p99, host = bench.time(case.call)
-                logical, wire = (n * case.row_bytes / median / 1e3 for n in (received, remote))
-                row = Row(case.name, tokens, num_sms, median, p99, logical, wire, host)
+                took = bench.time(case.call)
+                logical, wire = (n * case.row_bytes / took.median / 1e3 for n in (received, remote))
+                row = Row(case.name, tokens, num_sms, *took[:4], logical, wire, took.host)
                 results["rows"].append(asdict(row))
                 say(
                     rank,
-                    f"{case.name:36s} {tokens:5d} tokens {num_sms:3d} SMs: {median:7.1f} us (p99 {p99:7.1f})"
-                    f" logical {logical:5.0f} wire {wire:4.0f} GB/s = {wire / WIRE_GBPS:4.0%}, host {host:4.0f} us",
+                    f"{case.name:36s} {tokens:5d} tokens {num_sms:3d} SMs: {took.median:7.1f} us (p10 {took.p10:7.1f},"
+                    f" p90 {took.p90:7.1f}) logical {logical:5.0f} wire {wire:4.0f} GB/s = {wire / WIRE_GBPS:4.0%}, "
+                    f"host {took.host:4.0f} us",
                 )
     if args.only in "host":
         for tokens in dict.fromkeys((GRAPH_TOKENS, *args.tokens)):
@@ -482,11 +500,9 @@ def time_all(rank: int, args: argparse.Namespace, buffer: ThroughputEnd, results
     if args.nccl:
         group = dist.new_group(backend="nccl")
         for tokens in args.tokens:
-            median, p99, _ = nccl_time(bench, Inputs(rank, args.num_ranks, tokens), group)
-            results["rows"].append(
-                {"name": "nccl all_to_all_single bf16", "tokens": tokens, "median_us": median, "p99_us": p99}
-            )
-            say(rank, f"nccl all_to_all_single bf16 {tokens} tokens: {median:.1f} us (p99 {p99:.1f})")
+            took = nccl_time(bench, Inputs(rank, args.num_ranks, tokens), group)
+            results["rows"].append({"name": "nccl all_to_all_single bf16", "tokens": tokens} | took.columns())
+            say(rank, f"nccl all_to_all_single bf16 {tokens} tokens: {took.median:.1f} us (p90 {took.p90:.1f})")
 
 
 def plot(json_path: str, image_path: str) -> None:

@@ -4,9 +4,10 @@
 
 Setting: hidden 7168, top-8 of 288 experts, random routing, as many tokens on every rank. Clock: two CUDA graphs of
 `CALLS` calls, replayed in turn between two events; a figure is the difference of their times divided by that of their
-calls, the median over the replays, on the slowest rank. So a call begins when the one before has ended, and ends when
-its result may be read; that ranks begin a replay apart (their hosts meet within some 10 us) drops out. The halves are
-timed by the profiler, each with everything that it waits for already there: so long they occupy the GPU.
+calls: median, 10th and 90th percentile over the replays, on the slowest rank. So a call begins when the one before has
+ended, and ends when its result may be read; that ranks begin a replay apart (their hosts meet within some 10 us) drops
+out. The halves are timed by the profiler, each with everything that it waits for already there: so long they occupy the
+GPU.
 
 Bytes that cross NVLink (`wire`): tokens that go to another rank x bytes of a record, packets or not.
 
@@ -191,13 +192,13 @@ def replay_us(graph: gpu.Graph) -> float:
     return float(start.elapsed_time(end) * 1e3)
 
 
-def graph_time(call: Callable[[], Any]) -> tuple[float, float]:
-    """Microseconds of a call, median and 90th percentile over the replays, slowest rank."""
+def graph_time(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of a call over the replays, slowest rank."""
     graphs = [graph_of(call, count) for count in CALLS]
     for graph in graphs * 3:
         replay_us(graph)
-    times = sorted((-replay_us(graphs[0]) + replay_us(graphs[1])) / (CALLS[1] - CALLS[0]) for _ in range(REPLAYS))
-    return slowest(times[len(times) // 2]), slowest(times[int(len(times) * 0.9)])
+    times = [(-replay_us(graphs[0]) + replay_us(graphs[1])) / (CALLS[1] - CALLS[0]) for _ in range(REPLAYS)]
+    return {f"{name}_us": us for name, us in gpu.spread(times)._asdict().items()}
 
 
 def half_times(call: Callable[[], Callable[[], None] | None], name: str) -> tuple[float, float]:
@@ -307,13 +308,11 @@ def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[st
     ]
     rows = []
     for name, call, words, meta_words in cases:
-        median, p90 = graph_time(call)
         sent = wire_bytes(core, data, words, meta_words)
-        row = {"name": name, "tokens": tokens, "median_us": median, "p90_us": p90, "wire_bytes": sent}
+        row = {"name": name, "tokens": tokens} | graph_time(call) | {"wire_bytes": sent}
         row |= {"packet_tokens": core.config.packet_tokens, "target_us": TARGET_US.get(name, {}).get(tokens)}
         rows.append(row)
-    median, p90 = graph_time(pair)
-    rows.append({"name": "pair fp8 + bf16", "tokens": tokens, "median_us": median, "p90_us": p90})
+    rows.append({"name": "pair fp8 + bf16", "tokens": tokens} | graph_time(pair))
     if with_halves:
         for name, call, kernel in (
             ("dispatch fp8", lambda: dispatch(True, True), "dispatch_latency_fp8"),
@@ -339,8 +338,8 @@ def print_rows(rank: int, packet_tokens: int, rows: list[dict[str, Any]]) -> Non
                       f"{row['receive_us']:6.2f} us{target}")  # fmt: skip
             continue
         wire = f", wire {row['wire_bytes'] / 1e6:5.2f} MB" if "wire_bytes" in row else ""
-        say(rank, f"  {row['name']:28s} {row['tokens']:4d} tokens: {row['median_us']:6.2f} us (p90 "
-                  f"{row['p90_us']:6.2f}){wire}{target}")  # fmt: skip
+        say(rank, f"  {row['name']:28s} {row['tokens']:4d} tokens: {row['median_us']:6.2f} us (p10 "
+                  f"{row['p10_us']:6.2f}, p90 {row['p90_us']:6.2f}){wire}{target}")  # fmt: skip
 
 
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:

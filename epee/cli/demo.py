@@ -9,20 +9,24 @@ import typer
 
 def demo(
     ranks: int | None = typer.Option(
-        None, help="Processes to train on; must divide the 8 experts. 2; 4 when one is to be lost; one per GPU."
+        None,
+        help="Processes to train on; must divide the 8 experts.",
+        show_default="2; 4 with --kill, --stall or --hosts; one per GPU with --device cuda",
     ),
     device: str = typer.Option("cpu", help="cpu, or cuda to train on the GPUs of this machine."),
     seconds: float = typer.Option(55.0, min=1, max=86400, help="How long to train."),
     steps: int | None = typer.Option(None, min=1, help="Train exactly this many steps instead."),
     out: str = typer.Option("epee-demo", help="Folder for the picture and the numbers."),
-    kill: int | None = typer.Option(None, help="Kill this rank in the midst of the training; a new one takes over."),
-    hosts: int = typer.Option(
-        1,
-        min=1,
-        help="Stand for so many hosts: their ranks share no memory and talk over loopback addresses.",
+    kill: int | None = typer.Option(
+        None, help="Kill this rank after a third of the training; a new process replaces it after three fifths."
     ),
-    kill_host: int | None = typer.Option(None, help="Kill all ranks of this host in the midst of the training."),
-    stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
+    stall: int | None = typer.Option(None, help="Stop this rank (SIGSTOP) instead; the others evict it after 5 s."),
+    hosts: int = typer.Option(
+        1, min=1, help="Simulate this many hosts on this machine: ranks of different hosts share no memory, only TCP."
+    ),
+    kill_host: int | None = typer.Option(
+        None, help="Kill all ranks of this host after a third of the training; the others end without it."
+    ),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, whose tokens are sent through epee.
 

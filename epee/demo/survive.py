@@ -70,7 +70,10 @@ class Survivor:
                 self._train_on()
                 break
             except EvictedError as exc:
-                self._tell("evicted", f"the old rank {self.trainer.rank} woke up and was told that it is out: {exc}")
+                self._tell(
+                    "evicted",
+                    f"the old process of rank {self.trainer.rank} runs again, and learns that it was evicted: {exc}",
+                )
                 return False
             except _LOSSES:
                 if attempt == _ATTEMPTS - 1:
@@ -119,7 +122,7 @@ class Survivor:
     def _meet_fate(self, module: object, arguments: object) -> None:
         """Kill or stop this process during a forward."""
         number = signal.SIGKILL if self.settings.fault == "kill" else signal.SIGSTOP
-        text = f"rank {self.trainer.rank} gets {number.name} in the midst of step {self.trainer.num_steps + 1}"
+        text = f"rank {self.trainer.rank} gets {number.name} in the middle of step {self.trainer.num_steps + 1}"
         self._tell(self.settings.fault, text, pid=os.getpid())
         os.kill(os.getpid(), number)
 
@@ -132,7 +135,7 @@ class Survivor:
             and self.trainer.progress >= self.settings.replace_at
         ):
             self.is_owed = False
-            self._tell("started", f"a new process takes the place of rank {self.settings.victim}")
+            self._tell("started", f"a new process is started for rank {self.settings.victim}")
 
     def _recover(self) -> None:
         """Agree with the remaining ranks and continue from the copy."""
@@ -145,7 +148,7 @@ class Survivor:
         again -= trainer.num_steps
         if trainer.rank == 0:
             what = "delayed" if members == before else "went on"
-            self._tell(what, f"ranks {list(members)} go on; {again} steps are done again", again=again)
+            self._tell(what, f"ranks {list(members)} continue; {again} steps are done again", again=again)
 
     def _welcome(self, lost: list[int]) -> None:
         """Admit the replacement; collective of the members."""
@@ -156,7 +159,7 @@ class Survivor:
         self._rebuild(self.everybody)
         self.is_replaced = True
         if self.trainer.rank == 0:
-            self._tell("rejoined", f"the new rank {self.settings.victim} trains with the others")
+            self._tell("rejoined", f"the new process of rank {self.settings.victim} trains with the others")
 
     def _rebuild(self, members: tuple[int, ...]) -> None:
         """Create buffer and model for these members, from the copy, and a group if they are not all; collective."""

@@ -38,8 +38,10 @@ class Trainer:
         group, buffer, model, optimizer: created for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
         steps: (step, seconds, loss over all ranks in nats per byte, tokens up to then) of each step.
-        rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
-            training, backward included; the other ranks' rows are 0.
+        rows: `[num_ranks, num_ranks]` float64, rows that each rank (row) has dispatched to each rank (column) in
+            training, backward included. Each step adds the sum of what its ranks report, so the rows of a rank that is
+            lost later stay. A replacement counts from its first step on; rank 0, which reports, is never lost.
+        crossed: `[num_hosts, num_hosts]` float64, likewise rows from each host to each host.
         traffic: bytes that training has sent from each rank (row) to each rank (column).
         network: bytes of rows that have crossed from each host (row) to each host (column); [] on one host.
         num_tokens: tokens that all have trained on. `began`: rank 0's start, by `time.perf_counter`.
@@ -75,13 +77,6 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(0.1 + 25 * self.progress, 1.0 - 0.9 * self.progress)
         self.optimizer.zero_grad()
         loss = backward(self.model, self.next_batch(), len(self.members))
-        for layer in self.model.layers():  # twice: the backward moves the same rows
-            self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
-            if layer.num_sent_to_hosts is not None:
-                hosts = sorted({self.settings.host_of(member) for member in self.members})  # remaining hosts
-                self.crossed[self.settings.host_of(self.rank), hosts] += 2 * self.crossed.new_tensor(
-                    layer.num_sent_to_hosts
-                )
         loss, self.progress, call = self._agree(loss, call)
         self.optimizer.step()
         self.num_steps += 1
@@ -111,17 +106,29 @@ class Trainer:
         """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
         return draw(self._text[0], self.settings, self._generator, self.device)
 
+    def _sent(self) -> tuple[Tensor, Tensor]:
+        """Return the rows that this rank has dispatched in this step, shaped as `rows` and `crossed`."""
+        rows, crossed = torch.zeros_like(self.rows), torch.zeros_like(self.crossed)
+        hosts = sorted({self.settings.host_of(member) for member in self.members})  # remaining hosts
+        for layer in self.model.layers():  # twice: the backward moves the same rows
+            rows[self.rank, list(self.members)] += 2 * rows.new_tensor(layer.num_sent)
+            if layer.num_sent_to_hosts is not None:
+                crossed[self.settings.host_of(self.rank), hosts] += 2 * crossed.new_tensor(layer.num_sent_to_hosts)
+        return rows, crossed
+
     def _agree(self, loss: float, call: float) -> list[float]:
         """Sum the shared gradients over all members, and with them loss, progress and call, which are returned."""
         done, num_steps = time.perf_counter() - self.began, self.settings.num_steps
         progress = done / self.settings.seconds if num_steps is None else (self.num_steps + 1) / num_steps
         clock = (0.0, 0.0) if self.rank else (progress, call)
-        words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten(), self.crossed.flatten()]).float()
+        words = torch.cat([self.rows.new_tensor([loss, *clock]), *(sent.flatten() for sent in self._sent())]).float()
         words = sum_gradients(self.model, words.to(self.device)).to("cpu")
         rows, crossed = words[3:].split([self.rows.numel(), self.crossed.numel()])
-        self.traffic = bytes_per_link(rows.view_as(self.rows), self.settings.hidden)
+        self.rows += rows.view_as(self.rows)
+        self.crossed += crossed.view_as(self.crossed)
+        self.traffic = bytes_per_link(self.rows, self.settings.hidden)
         if self.settings.num_hosts > 1:
-            self.network = bytes_per_link(crossed.view_as(self.crossed), self.settings.hidden)
+            self.network = bytes_per_link(self.crossed, self.settings.hidden)
         return cast("list[float]", words[:3].tolist())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from epee.cli.main import app
-from epee.demo import rank, survive
+from epee.demo import rank, run, survive
 from epee.demo.launch import Message
 from epee.demo.model import Transformer, is_expert
 from epee.demo.settings import Settings
@@ -41,6 +42,7 @@ def test_training_survives(
     fault: str, num_ranks: int, victim: int, num_hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "run_rank", witness.run_rank)
+    monkeypatch.setattr(run, "LINE_EVERY_S", 0.0)
     settings = small(
         num_steps=NUM_STEPS, num_ranks=num_ranks, victim=victim, fault=fault, num_hosts=num_hosts, out=str(tmp_path)
     )  # fmt: skip
@@ -52,6 +54,15 @@ def test_training_survives(
     events = check_events(numbers["events"], fault, settings)
     check_losses(numbers["steps"], events)
     check_nothing_lost(tmp_path / "witness", settings)
+    sent = [megabytes_of(line) for line in output.splitlines() if line.startswith("step")]
+    assert 0 < sent[0] < sent[-1]
+    assert sent == sorted(sent), "a lost rank takes what it has sent out of the sum"
+
+
+def megabytes_of(line: str) -> float:
+    """Return the sum over the links that the line of a step shows."""
+    shown = line.split(" sent ")[1].split(";")[0].split(" over ")[0]
+    return sum(float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) MB", shown))
 
 
 @pytest.mark.timeout(120)
@@ -241,7 +252,7 @@ def test_a_replacement_is_wanted_once_and_not_too_early() -> None:
     survivor.is_owed = True
     assert wanted_at(0.5) == []
     assert wanted_at(0.7) == ["started"]
-    assert told[0]["text"] == "a new process takes the place of rank 2"
+    assert told[0]["text"] == "a new process is started for rank 2"
     assert wanted_at(0.7) == []
     survivor.is_owed = True
     assert wanted_at(0.7) == ["started"], "the replacement was lost, too"

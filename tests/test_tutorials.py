@@ -18,13 +18,14 @@ from tests.hosts.run import loopback_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "tutorials"
+TRAIN = ROOT / "examples" / "train.py"  # the README names it, too
 LIMIT_S = 250
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 40)
 
 EXPECTED = {
     "moe_layer": r"rank {rank}: equal to a layer that has all experts",
-    "training": r"rank {rank}: loss [\d.]+ -> [\d.]+, rows sent to each rank \[\d+, \d+\]",
+    "train": r"rank {rank}: loss [\d.]+ -> [\d.]+, rows sent to each rank \[\d+, \d+\]",
     "decoding": r"rank {rank} on cpu: three steps are right",
     "gloo": r"rank {rank}: all_reduce .*the ranks disagree",
 }
@@ -52,6 +53,11 @@ def run_command(*command: str) -> str:
     return output
 
 
+def program_of(name: str) -> Path:
+    """Return the file of a tutorial's program."""
+    return TRAIN if name == TRAIN.stem else FOLDER / f"{name}.py"
+
+
 def run_ranks_of(name: str, each: list[dict[str, str]]) -> list[str]:
     """Run a program in forked processes with the environment that torchrun gives them; return what each prints."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -59,7 +65,7 @@ def run_ranks_of(name: str, each: list[dict[str, str]]) -> list[str]:
     shared |= {"CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with contextlib.ExitStack() as ends:
         ranks = [
-            ends.enter_context(Script(FOLDER / f"{name}.py", os.environ | shared | {"RANK": str(rank)} | own))
+            ends.enter_context(Script(program_of(name), os.environ | shared | {"RANK": str(rank)} | own))
             for rank, own in enumerate(each)
         ]
         outputs = [process.communicate(LIMIT_S)[0] for process in ranks]
@@ -99,7 +105,7 @@ def test_a_program_runs_on_two_hosts() -> None:
 
 
 def test_every_program_is_run_and_has_a_page() -> None:
-    names = {path.stem for path in FOLDER.glob("*.py")}
+    names = {path.stem for path in [*FOLDER.glob("*.py"), TRAIN]}
     assert names == {*EXPECTED, "kill", "deepep", "two_hosts"}
     shown = "".join(path.read_text() for path in (ROOT / "docs" / "tutorials").glob("*.md"))
-    assert names == set(re.findall(r'--8<-- "examples/tutorials/(\w+)\.py', shown))
+    assert names == set(re.findall(r'--8<-- "examples/(?:tutorials/)?(\w+)\.py', shown))

@@ -19,7 +19,6 @@ as a range.
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -49,11 +48,10 @@ from ..engine import (
     own_job,
     place_of,
 )
-from ..engine.membership.admission import UNSEEN_DEATH_S
 from ..engine.membership.call_outcome import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
-from ..engine.operation import Operation
+from ..engine.operation import Operation, timeout_of
 from ..engine.outbox import PeerRegions
 from ..engine.p2p.message import ANY, Message
 from ..engine.plan import Make, Tensors
@@ -134,8 +132,6 @@ def collective(name: str) -> Callable[[_Method], _Method]:
 
 
 _MAX_TAG = (1 << 63) - 1
-_UNSEEN_HERE_S = 1.0  # how long a process of this host may take to be seen to die
-_LOOK_S = 0.005  # between checks of whether ranks are dead
 _alive: set[ProcessGroup] = set()
 
 
@@ -346,7 +342,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                 return DONE
             return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
         except TooShort as exc:
-            self._await_lost(exc)
+            self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
         except EpeeError as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
@@ -360,33 +356,11 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             fits = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
             return self._engine.run(fits, opts, tensors)
         except TooShort as exc:
-            self._await_lost(exc)
+            self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
         except EpeeError as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
         return self._run(make, opts, tensors)
-
-    def _await_lost(self, error: TooShort) -> None:
-        """Wait until it is known that the members for which the lists of a call have no entries are lost.
-
-        Raises:
-            InvalidArgument: they live.
-        """
-        engine = self._engine
-        wait_s = UNSEEN_DEATH_S if engine.peer_regions.exports.spans else _UNSEEN_HERE_S
-        until = time.monotonic() + min(engine.timeout_s, wait_s)
-        while not engine.mask.has_lost(error.members, error.epoch):
-            if time.monotonic() > until:
-                raise InvalidArgument(*error.args) from None
-            engine.look(lambda: self._look_for_dead(error.members))
-            time.sleep(_LOOK_S)
-
-    def _look_for_dead(self, ranks: Sequence[int]) -> None:
-        engine = self._engine
-        engine.watch.look(ranks)
-        dead = {*engine.watch.dead()}.intersection(ranks)
-        if dead and engine.membership is not None:
-            engine.membership.found_dead(dead)
 
     # ---- collectives
 

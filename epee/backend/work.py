@@ -93,6 +93,11 @@ class Ended(Done):
         self.engine = engine
         self.error = error
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the group shows the loss, if it shows losses at once."""
+        self.engine.await_shown(self.error.ranks)
+        return True
+
     def contributors(self) -> set[int]:
         """Return no rank."""
         return set()

@@ -55,6 +55,7 @@ from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUB
 from .interrupts import Recovery
 from .membership.call_outcome import UnresolvedCalls
 from .membership.group_membership import GroupMembership
+from .membership.members import TooShort
 from .membership.sizes import Mask
 from .operation import NO_ROOM, Block, Driven, Operation
 from .outbox import (
@@ -714,9 +715,18 @@ class Engine:
     # ---- the end
 
     def await_shown(self, ranks: Collection[int]) -> None:
-        """Wait a moment until these losses are shown, in groups that show losses at once. Without the lock."""
+        """Wait until these losses are shown, in groups that show losses at once. Without the lock."""
         if self.membership is not None:
             self.membership.await_shown(ranks)
+
+    def await_lost(self, short: TooShort, timeout_s: float) -> None:
+        """Wait until the ranks are lost for which a call's lists have no entry. Without the lock.
+
+        Raises:
+            InvalidArgument: they live.
+        """
+        assert self.membership is not None, "only a group of several ranks has lists that can be too short"
+        self.membership.await_lost(short, timeout_s)
 
     def retire(self, op: Driven) -> None:
         """Schedule the listeners of an ended call for when the lock is free."""

@@ -76,6 +76,12 @@ NO_ROOM = Block(-1, 0, 0)
 MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
 
 
+def timeout_of(opts: Any, default_s: float) -> float:
+    """Return how long a call with torch's options `opts`, which may be None, waits for silent ranks, in seconds."""
+    own = opts.timeout.total_seconds() if opts is not None else 0.0  # below 0: not set
+    return own if own > 0 else default_s
+
+
 class Operation:
     """A call with its sequence number. `step` advances it as far as possible and returns the condition it waits for."""
 
@@ -480,9 +486,8 @@ class Operation:
         """Note when the call began to wait; returns the present time."""
         now = time.monotonic()
         if not self.deadline:
-            own = self._opts.timeout.total_seconds() if self._opts is not None else 0.0  # below 0: not set
             self.started = now
-            self.deadline = now + (own if own > 0 else self._timeout_s)
+            self.deadline = now + timeout_of(self._opts, self._timeout_s)
         return now
 
     def describe(self, peer_regions: PeerRegions, **facts: object) -> str:

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from typing import Any
 
@@ -118,6 +119,32 @@ def killed(rank: int, num_ranks: int, folder: str, backend: str, victim: int, is
     dist.barrier()
     half.close(False)
     return mask.as_subclass(torch.Tensor).tolist()  # type: ignore[no-any-return]
+
+
+def early_list(rank: int, num_ranks: int, folder: str) -> list[float]:
+    """The last rank dies while the others call with lists that have no place for it; then one whose list is wrong."""
+    half = init(rank, num_ranks, folder, "mooncake")
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    if rank == num_ranks - 1:
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(60)
+    outs = [on_gpu(torch.full((SMALL,), -1.0)) for _ in range(num_ranks - 1)]
+    dist.all_gather(outs, on_gpu(row_of(rank, SMALL)))
+    for src, out in enumerate(outs):
+        assert torch.equal(_plain(out), row_of(src, SMALL))
+    half._engine.timeout_s = 1.0
+    if rank == num_ranks - 2:
+        with pytest.raises(epee.InvalidArgument, match="one tensor per rank"):
+            dist.all_gather([on_gpu(torch.zeros(SMALL)) for _ in range(num_ranks + 2)], on_gpu(torch.zeros(SMALL)))
+    else:
+        out = on_gpu(torch.zeros(SMALL * (num_ranks - 2)))  # one that lives has no place
+        with pytest.raises(epee.InvalidArgument, match="must have"):
+            dist.all_gather_into_tensor(out, on_gpu(torch.zeros(SMALL)))
+    half._engine.timeout_s = 60.0
+    check_calls(rank, num_ranks, range(num_ranks - 1), SMALL, num_ranks - 1)
+    dist.barrier()
+    half.close(False)
+    return [float(_plain(out)[0]) for out in outs]
 
 
 def leaves(rank: int, num_ranks: int, folder: str) -> None:

@@ -29,6 +29,12 @@ def test_the_call_that_loses_a_rank_succeeds_over_the_others(backend: str, victi
     assert results == [DEAD if rank == victim else want for rank in range(3)]
 
 
+def test_lists_without_the_rank_that_dies_wait_until_its_death_is_known() -> None:
+    first, second, dead = run_mortal(cases.early_list, 3, dead={2}, timeout_s=200)
+    assert dead == DEAD
+    assert first == second
+
+
 def test_a_rank_that_leaves_in_order_is_waited_for_no_more() -> None:
     run_mortal(cases.leaves, 3, dead=set(), timeout_s=200)
 

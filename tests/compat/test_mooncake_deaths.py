@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.mooncake import pg
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, MismatchError
 from tests.harness import DEAD, run_mortal
 from tests.survive import stages
 
@@ -238,7 +239,7 @@ def test_what_a_rank_contributed_before_its_death_is_dropped_where_there_is_no_p
     assert zero[2] in (0.0, 20.0)
 
 
-def _early_list(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
+def _early_list(rank: int, num_ranks: int, folder: str, delay_s: float) -> list[list[float]]:
     """A program knows of a death from elsewhere and gives a shorter list at once; the call waits until all agree."""
     _start(rank, num_ranks, folder)
     if rank == 3:
@@ -247,28 +248,49 @@ def _early_list(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
         time.sleep(LONG_S)
     stages.wait_for(folder, "named")
     if rank == 0:
-        os.kill(int((Path(folder) / "victim").read_text()), signal.SIGKILL)
+        victim = int((Path(folder) / "victim").read_text())
+        threading.Timer(delay_s, os.kill, (victim, signal.SIGKILL)).start()
         stages.reach(folder, "killed")
     stages.wait_for(folder, "killed")
     outs = [torch.full((WIDTH,), -7.0) for _ in range(3)]
     dist.all_gather(outs, _row(rank))
+    both = [[torch.full((WIDTH,), -7.0)] for _ in range(3)]
+    dist.all_gather_coalesced(both, [_row(rank)])
+    assert torch.equal(torch.stack(outs), torch.cat([torch.stack(pair) for pair in both]))
     return torch.stack(outs).tolist()
 
 
-def test_a_list_as_long_as_the_group_without_the_dead_rank_is_no_error_before_the_members_agree() -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 2.0], ids=["dead", "ending"])
+def test_a_list_as_long_as_the_group_without_the_dead_rank_is_no_error_before_the_members_agree(
+    delay_s: float,
+) -> None:
     rows = torch.stack([_row(rank) for rank in range(3)]).tolist()
-    assert run_mortal(_early_list, 4, dead={3}, timeout_s=60) == [rows, rows, rows, DEAD]
+    assert run_mortal(_early_list, 4, delay_s, dead={3}, timeout_s=60) == [rows, rows, rows, DEAD]
 
 
 def _too_short(rank: int, num_ranks: int, folder: str) -> None:
-    _start(rank, num_ranks, folder)
+    _start(rank, num_ranks, folder, 1_000_000)
     for num_entries in (2, 4):
         with pytest.raises(InvalidArgument, match=rf"one tensor per rank \(3\), got {num_entries}"):
             dist.all_gather([torch.zeros(WIDTH) for _ in range(num_entries)], _row(rank))
+    stages.meet(folder, "lists", rank, range(num_ranks))  # who waits as long as a call does is late for the next one
     with pytest.raises(InvalidArgument, match="must have 15 elements, got 10"):
         dist.all_gather_into_tensor(torch.zeros(10), _row(rank))
+    dist.group.WORLD.set_timeout(timedelta(seconds=LONG_S))  # type: ignore[union-attr]
     _every_call(rank, 3, [0, 1, 2])
 
 
 def test_a_list_of_another_length_stays_an_error_while_all_live() -> None:
     run_mortal(_too_short, 3, dead=set(), timeout_s=60)
+
+
+def _one_too_short(rank: int, num_ranks: int, folder: str) -> None:
+    _start(rank, num_ranks, folder, 3_000_000)
+    kind = InvalidArgument if rank == 0 else MismatchError  # the peers get the reason before their own time-out
+    with pytest.raises(kind, match=r"one tensor per rank \(3\), got 2"):
+        dist.all_gather([torch.zeros(WIDTH) for _ in range(2 if rank == 0 else 3)], _row(rank))
+    _every_call(rank, 3, [0, 1, 2])
+
+
+def test_a_list_of_one_rank_that_is_too_short_is_named_to_the_others() -> None:
+    run_mortal(_one_too_short, 3, dead=set(), timeout_s=60)

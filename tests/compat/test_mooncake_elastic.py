@@ -309,11 +309,14 @@ def moved_lists(rank: int, num_ranks: int, folder: str) -> None:
     world = start(rank, 3, folder, None)
     dist.barrier()
     if rank == 2:
+        for other in range(2):
+            stages.wait_for(folder, f"issued-{other}")  # a call that is issued later may be one without this rank
         die()
     outs = [torch.full((2,), -7.0) for _ in range(3)]
     work = dist.all_gather(outs, torch.full((2,), 1.0 + rank), async_op=True)
     wide = torch.full((6,), -7.0)
     later = dist.all_gather_into_tensor(wide, torch.full((2,), 1.0 + rank), async_op=True)
+    stages.reach(folder, f"issued-{rank}")
     assert not pg.get_local_success(work)
     assert not pg.get_local_success(later)
     assert [out.tolist() for out in outs] == [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]]

@@ -28,6 +28,7 @@ from epee.backend.cuda.messages import meetings
 from epee.backend.cuda.messages.params import MessageConfig
 from tests.backend.test_staging import _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
+from tests.survive import stages
 
 To = Callable[[torch.Tensor], torch.Tensor]
 
@@ -323,6 +324,38 @@ def masked_deaths(rank: int, num_ranks: int, folder: str, backend: str, passes: 
         assert same(other, values(500, number + (rank ^ 1))), number
     half.close(False)
     return num_came, hint
+
+
+def shown_deaths(rank: int, num_ranks: int, folder: str, how: str) -> tuple[list[int], int, int]:
+    """A message with a rank that is killed fails; return what shows when its `wait` returns."""
+    active = torch.ones(num_ranks, dtype=torch.int32)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options: Any = mooncake.MooncakeBackendOptions(active)
+    mooncake.set_fault_reconciliation_window_us(400_000)  # the members agree later than the kernels know
+    dist.init_process_group("mooncake", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group: Any = dist.group.WORLD
+    half = give_messages(30.0)
+    last = num_ranks - 1
+    plan = [(src, dst, 20, src) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
+    batch(plan, rank, num_ranks, on_gpu)
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "late":  # the message is made when the death is known
+        while not half._pairs.machine.device.is_marked(last):  # type: ignore[union-attr]
+            time.sleep(0.001)
+    if rank == 0 and how != "send":
+        work: Any = dist.irecv(on_gpu(torch.zeros(900)), last)
+    elif how == "batch":
+        ops = [dist.P2POp(dist.irecv, on_gpu(torch.zeros(900)), last)]
+        (work,) = dist.batch_isend_irecv(ops)
+    else:
+        work = dist.isend(on_gpu(torch.zeros(9000)), last)
+    work.wait()
+    seen = active.tolist(), dist.get_world_size(), mooncake.get_current_epoch(group)
+    assert not mooncake.get_local_success(work)
+    stages.meet(folder, "seen", rank, range(last))
+    half.close(False)
+    return seen
 
 
 def late(rank: int, num_ranks: int) -> str:

@@ -52,6 +52,12 @@ def test_in_mode_mask_what_came_of_a_dead_rank_counts_and_its_other_messages_are
     assert all(num_came > 0 and hint == [2] for num_came, hint in found)
 
 
+@pytest.mark.parametrize("how", ["send", "recv", "batch", "late"])
+def test_a_message_that_fails_shows_the_death_before_its_wait_returns(how: str) -> None:
+    shown = [1, 1, 0], 2, 2
+    assert run_mortal(cases.shown_deaths, 3, how, dead={2}, timeout_s=200) == [shown, shown, DEAD]
+
+
 def test_a_late_sender_is_told_and_both_go_on() -> None:
     sender, receiver = run_ranks(cases.late, 2, backend="epee", timeout_s=200)
     assert "within the time-out" in receiver

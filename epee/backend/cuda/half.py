@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...engine.membership.members import TooShort
 from ...errors import (
     AbortedError,
     CommTimeoutError,
@@ -261,16 +262,30 @@ class DeviceHalf(MeetingHalf):
         entries = max(least, min(size, self._engine.mask.told))
         try:
             call = prepare(method, self._rank, entries, args, kwargs)
-        except InvalidArgument:
-            for number in range(least, size + 1):  # the lists may be made with or without a recent loss
+        except InvalidArgument as error:
+            shorter = range(least - 1, self._rank, -1) if self._policy.counts_present else ()
+            for number in (*range(least, size + 1), *shorter):  # the lists may be made with or without a recent loss
                 with ignored(InvalidArgument):
                     call, entries = prepare(method, self._rank, number, args, kwargs), number
                     break
             else:
                 raise
+            if entries < least:
+                self._await_lost(error, entries)
         if self._policy.is_masked:
             call.moves = [masked(move, self._rank, size, entries) for move in call.moves]
         return call
+
+    def _await_lost(self, error: InvalidArgument, num_entries: int) -> None:
+        """Wait until the members are lost for which the lists of a call have no entry, at most the group's timeout.
+
+        Raises:
+            InvalidArgument: they live.
+        """
+        members, mask = self._engine.members, self._engine.mask
+        beyond = [rank for rank in members.members if rank >= num_entries]
+        if not mask.has_lost(beyond, members.epoch):
+            self._engine.await_lost(TooShort(error, beyond, members.epoch), self._engine.timeout_s)
 
     def _queue(self, machine: Collectives, made: list[Move], again: list[Move], count: Count | None) -> int:
         """Queue a call on the current stream of the group's GPU; returns the stream.

@@ -38,7 +38,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, context, ignored
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    EvictedError,
+    InvalidArgument,
+    InvalidState,
+    NoQuorumError,
+    context,
+    ignored,
+)
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import JobHandle
@@ -48,7 +57,7 @@ from ...view.protocol.outcome import Course, cut_of
 from ..bootstrap.group_note import FOUNDER, IN, Offer, parse_offers
 from ..bootstrap.local_state import LocalState, Mark
 from ..bootstrap.membership_start import MembershipStart
-from ..entry import CHANGING, ENDED, NEWS
+from ..entry import CHANGING, ENDED, NEWS, TROUBLED
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
@@ -56,12 +65,13 @@ from ..replication.links import GroupLinks, NoGroupLinks
 from ..replication.loss_resolution import Gate, LossResolution, NoGate, NoLossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
-from .members import Arrival, EpochRegions, Joiners, unready
+from .members import Arrival, EpochRegions, Joiners, TooShort, unready
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-SHOWN_S, SHOWN_LOOK_S = 1.0, 0.001
+SHOWN_POLL_S, DEAD_POLL_S = 0.001, 0.005  # between checks
+REFUSAL_S = 1.0  # how long before its timeout a call that waits for a loss is refused, at most
 
 
 class GroupMembership(MembershipStart):
@@ -345,12 +355,41 @@ class GroupMembership(MembershipStart):
         self._engine.mask.lose(ranks, self._rank_table.epoch + 1, is_agreed=False)
 
     def await_shown(self, ranks: Collection[int]) -> None:
-        """Wait a moment until the members have agreed that these ranks are lost, and it is shown. Without the lock."""
-        mask, until = self._engine.mask, time.monotonic() + SHOWN_S
-        while mask.shows_at_once and not mask.has_agreed(ranks) and not self._engine.flags & ENDED:
+        """Wait until the members have agreed that these ranks are lost, and it is shown; at most the group's timeout.
+
+        Without the lock.
+        """
+        engine, until = self._engine, time.monotonic() + self._engine.timeout_s
+        mask = engine.mask
+        while mask.shows_at_once and not mask.has_agreed(ranks) and not engine.flags & (ENDED | TROUBLED):
             if time.monotonic() > until:
                 return
-            time.sleep(SHOWN_LOOK_S)
+            time.sleep(SHOWN_POLL_S)
+        mask.join()
+
+    def await_lost(self, short: TooShort, timeout_s: float) -> None:
+        """Wait until the members for which a call's lists have no entry are known to be lost. Without the lock.
+
+        Args:
+            short: these members.
+            timeout_s: of the call.
+        Raises:
+            InvalidArgument: they live. It comes some time before the timeout, so that the peers get the reason.
+        """
+        engine = self._engine
+        until = time.monotonic() + timeout_s - min(REFUSAL_S, timeout_s / 4)
+        while not engine.mask.has_lost(short.members, short.epoch):
+            if time.monotonic() > until:
+                raise InvalidArgument(*short.args) from None
+            engine.look(partial(self._check_for_deaths, short.members))
+            time.sleep(DEAD_POLL_S)
+
+    def _check_for_deaths(self, ranks: Sequence[int]) -> None:
+        watch = self._engine.watch
+        watch.look(ranks)
+        dead = {*watch.dead()}.intersection(ranks)
+        if dead:
+            self.found_dead(dead)
 
     # ---- single calls
 

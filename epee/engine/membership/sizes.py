@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ...arrays import array_of, writing
-from ...errors import expected
+from ...errors import expected, ignored
 from ..limits import MAX_RANKS
 
 logger = logging.getLogger("epee")
@@ -157,6 +157,12 @@ class Mask:
     def has_agreed(self, ranks: Iterable[int]) -> bool:
         """Return whether the members have agreed on a view without these ranks, and it is shown."""
         return all(rank in self._agreed or not self._words[rank] for rank in ranks)
+
+    def join(self) -> None:
+        """Order the current stream after what the agent thread has written to a mask on a GPU."""
+        if self._side is not None and self._shown is not None and not torch.cuda.is_current_stream_capturing():
+            with ignored(RuntimeError):  # the GPU is broken, see `_write`
+                torch.cuda.current_stream(self._shown.device).wait_stream(self._side)
 
     def put_out(self, ranks: Iterable[int]) -> None:
         """Hide those of `ranks` that do not take part: the program has acknowledged their loss."""

@@ -43,6 +43,7 @@ class MaskedWork(DeviceWork):
             return super().wait(timeout)
         except PeerError as exc:
             if self.engine.reports_losses and is_loss(exc):
+                self.engine.await_shown(exc.ranks)
                 self._join()
                 return True
             raise

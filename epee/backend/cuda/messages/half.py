@@ -333,6 +333,7 @@ class LostMessages:
         if self._engine.reports_losses:
             for error in filter(is_loss, errors):
                 logger.warning("%s", error)
+                self._engine.await_shown(getattr(error, "ranks", ()))
             errors = [error for error in errors if not is_loss(error)]
         for error in errors[1:]:
             logger.info("beside the failure that is raised now: %s", error)
@@ -365,8 +366,14 @@ class LostMessages:
         dead = [rank for rank in who if machine.device.is_marked(rank)]
         text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
         if dead:
+            self._engine.await_shown(dead)
             return RankFailedError(f"{text}; dead: {dead}", dead, name, 0, cause="process ended")
         return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer], has_job=True)
+
+    def is_dead(self, peer: int) -> bool:
+        """Return whether kernels have been notified of the death of a rank."""
+        machine = self._pairs.machine
+        return machine is not None and machine.device.is_marked(peer)
 
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
         """Block the cpu until a message's end, and raise its failure."""
@@ -392,7 +399,7 @@ class MessageHalf:
 
     Attributes:
         engine: of the group.
-        check, lost_by, await_end: as in `LostMessages`.
+        check, lost_by, await_end, is_dead: as in `LostMessages`.
     """
 
     def __init__(
@@ -415,6 +422,7 @@ class MessageHalf:
         self._losses = LostMessages(engine, rank, self._pairs, self._lock)
         self._short = ShortWay(self, self._pairs, self._batch, self._lock)
         self.check, self.lost_by, self.await_end = self._losses.check, self._losses.lost_by, self._losses.await_end
+        self.is_dead = self._losses.is_dead
         self._is_closed = self._is_in_graphs = False
 
     # --- messages

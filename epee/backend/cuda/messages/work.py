@@ -36,6 +36,9 @@ class Owner(Protocol):
     def await_end(self, is_done: Callable[[], bool], name: str) -> None:
         """Block the cpu until a message's end, and raise its failure."""
 
+    def is_dead(self, peer: int) -> bool:
+        """Return whether kernels have been notified of the death of a rank."""
+
     def lost_by(self, peer: int, is_send: bool, queued: Queued) -> EpeeError | None:
         """Return why a message whose kernel has ended was lost, None if it was not."""
 
@@ -120,7 +123,8 @@ class MessageWork(DeviceWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the message; the cpu waits, too, for a receive from any source, whose source
-        it must know, and with a timeout above 0.
+        it must know, with a timeout above 0, and in groups that report losses if the other rank is known to be dead:
+        mask, size and epoch show the death when this returns.
 
         Raises:
             CommTimeoutError: the time has passed, the message continues. Else what kernels have reported; if the group
@@ -132,6 +136,8 @@ class MessageWork(DeviceWork):
         assert end is not None
         if end.queued.source is not None:
             self._owner.await_end(end.event.query, "recv")
+        elif self.engine.reports_losses and end.mark is not None and self._owner.is_dead(self._peer):
+            self._owner.await_end(end.event.query, "send" if self._is_send else "recv")
         elif timeout is None and end.codes == NO_REPORTS:
             raw = end.platform.stream()
             if raw != end.stream and raw != end.joined:

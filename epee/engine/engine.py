@@ -737,6 +737,8 @@ class Engine:
 
     def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
         """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
+        if not op.done:
+            self.helper.expect_callbacks()
         if not self.entry.stop_calls(0.0):  # a signal handler may be here inside a call: it has the lock already
             self.entry.queue_up()
         try:

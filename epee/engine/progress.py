@@ -10,8 +10,17 @@ checks without work; it never spins. Parking is timed, in case an interrupt has 
 is a daemon and is stopped and joined before the interpreter exits (`creation.py`), because a thread inside native code
 at that moment can end the process.
 
-Writers: `Helper` is a group's part and is accessed under that group's lock; the list of groups and the number of users
-are guarded by a lock of this module, which no thread holds while it waits for anything.
+Callbacks of futures run on the thread that ends the call, without the group's lock, and may block there, for example to
+wait for another group. So a process in which a future was asked for has a second thread, the stand-by: every
+`STANDBY_S` it checks whether the thread that leads, which alone drives calls, has been in callbacks for `BLOCKED_S`. It
+takes the lead then, and starts the next stand-by; the former leader finds on its return that it does not lead, and ends
+or stands by. Where the system gives no further thread, or `MAX_THREADS` are blocked, calls without a waiter wait for
+the callback. Only the call that asks for a future starts a thread, without the group's lock.
+
+Writers: `Helper` is a group's part and is accessed under that group's lock; the list of groups, the number of users and
+the list of threads are guarded by a lock of this module, which no thread holds while it waits for anything. The lead
+passes on by one store of the stand-by; the leader alone writes the time at which its callbacks began, into an object of
+its own lead, so a former leader that returns changes nothing of the present one.
 """
 
 from __future__ import annotations
@@ -21,9 +30,10 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import AbortedError, EpeeError, ResourceError, expected
+from ..errors import AbortedError, EpeeError, ResourceError, expected, is_of_handler
 from ..threads import BackgroundThread
 from . import stall as trouble
 from .entry import SLICE_S
@@ -42,12 +52,29 @@ SHARED_SLICE_S = 0.005  # how long one group's lock is waited for where other gr
 LINGER_ROUNDS = 10  # checks without work before it parks, so that a burst of calls pays for one wake-up
 MAX_MISSES = 5  # checks in a row that found the lock taken, before one waits for it
 JOIN_S = 5.0
+STANDBY_S, BLOCKED_S = 0.05, 0.02
+MAX_THREADS = 16
 
 logger = logging.getLogger(__name__)
 
 
+class Lead:
+    """The time in which one thread drives the calls.
+
+    Attributes:
+        thread: it.
+        calls_since: when it began to run callbacks; 0.0 while it runs none.
+    """
+
+    __slots__ = ("calls_since", "thread")
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self.calls_since = 0.0
+
+
 class HelperThread:
-    """The thread; `acquire` returns the one of this process. Each user calls `release` once.
+    """The thread, and its stand-by; `acquire` returns those of this process. Each user calls `release` once.
 
     Attributes:
         is_urgent: a future of some call is to be completed: the next check comes at once.
@@ -58,16 +85,22 @@ class HelperThread:
         self.num_users = 0
         self.is_urgent = False
         self._helpers: tuple[Helper, ...] = ()
-        self._serving: Helper | None = None
+        self._serving: dict[threading.Thread, Helper] = {}
         self._is_stopping = False
         self._gate = threading.Lock()
         self._gate.acquire()
-        self._thread = BackgroundThread(self._main, "epee-backend")
-        self._thread.begin("calls that nobody waits for")
+        first = BackgroundThread(self._main, "epee-backend")
+        self._threads: tuple[threading.Thread, ...] = (first,)
+        self._standby: threading.Thread | None = None
+        self._not_before = 0.0  # no stand-by is started: the system had no thread
+        self._end = threading.Lock()
+        self._end.acquire()
+        self._lead = Lead(first)
+        first.begin("calls that nobody waits for")
 
     def is_current(self) -> bool:
-        """Return whether this is the thread itself."""
-        return threading.current_thread() is self._thread
+        """Return whether this is one of the threads."""
+        return threading.current_thread() in self._threads
 
     def enlist(self, helper: Helper) -> None:
         """Serve a group from now on."""
@@ -85,9 +118,9 @@ class HelperThread:
             return
 
     def release(self, helper: Helper | None = None) -> None:
-        """Release a use, of a group or of its creator; when this returns the thread is not inside the group.
+        """Release a use, of a group or of its creator; when this returns no thread is inside the group.
 
-        The last user ends the thread. A call on the thread itself, from a callback, waits for nothing.
+        The last user ends the threads. A call on one of them, from a callback, waits for nothing.
         """
         with _guard:
             self._helpers = tuple(other for other in self._helpers if other is not helper)
@@ -98,27 +131,101 @@ class HelperThread:
                 _threads.pop(os.getpid(), None)
         if is_last:
             self.wake()
+            self._end.release()
         if self.is_current():
             return
-        if is_last:
-            self._thread.join(JOIN_S)
         deadline = time.monotonic() + JOIN_S
-        while helper is not None and self._serving is helper and time.monotonic() < deadline:
+        for thread in self._threads if is_last else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        while helper is not None and helper in self._serving.values() and time.monotonic() < deadline:
             time.sleep(0.0005)
+
+    def stand_by(self) -> None:
+        """Start the stand-by if there is none; nothing happens where the system gives no thread."""
+        if self._standby is not None or time.monotonic() < self._not_before:
+            return
+        thread = BackgroundThread(self._main, "epee-standby")
+        with _guard:
+            if self._standby is not None or self._is_stopping or len(self._threads) >= MAX_THREADS:
+                return
+            self._standby, self._threads = thread, (*self._threads, thread)
+        try:
+            thread.begin("calls that nobody waits for while a callback blocks")
+        except BaseException as exc:
+            self._leave(thread)
+            if not isinstance(exc, ResourceError) or is_of_handler(exc):
+                raise
+            self._not_before = time.monotonic() + PARK_S
+            logger.warning("callbacks of futures that block hold up calls that nobody waits for: %s", exc)
+
+    def call_back(self, step: Callable[[], None]) -> None:
+        """Run `step`, which may run callbacks of futures."""
+        lead = self._lead
+        if lead.thread is not threading.current_thread():  # it has come back, and to further callbacks
+            step()
+            return
+        lead.calls_since = time.monotonic()
+        try:
+            step()
+        finally:
+            lead.calls_since = 0.0
+
+    def _leads(self) -> bool:
+        return self._lead.thread is threading.current_thread()
 
     def _main(self) -> None:
         while not self._is_stopping:
-            if not self.is_urgent:
-                time.sleep(GRACE_S)
-            self.is_urgent = False
-            if not self._serve() and not self._gate.acquire(timeout=PARK_S):
-                self._look_at_all()
+            if self._leads():
+                self._drive()
+            elif self._takes_over():
+                self._lead = Lead(threading.current_thread())
+                self.stand_by()
+            elif not self._stays():
+                return
+            else:
+                self._end.acquire(timeout=STANDBY_S)
+
+    def _drive(self) -> None:
+        if not self.is_urgent:
+            time.sleep(GRACE_S)
+        self.is_urgent = False
+        if not self._serve() and not self._gate.acquire(timeout=PARK_S):
+            self._look_at_all()
+
+    def _takes_over(self) -> bool:
+        """Whether this thread, which does not lead, is to lead now: it is the stand-by, and a callback blocks."""
+        since = self._lead.calls_since
+        if not since or time.monotonic() - since < BLOCKED_S:
+            return False
+        with _guard:
+            if self._standby is not threading.current_thread():
+                return False
+            self._standby = None
+        return True
+
+    def _stays(self) -> bool:
+        """Whether this thread, which does not lead, is the stand-by; it becomes that if there is none, else it ends."""
+        thread = threading.current_thread()
+        with _guard:
+            if self._standby is None:
+                self._standby = thread
+            is_standby = self._standby is thread
+        if not is_standby:
+            self._leave(thread)
+        return is_standby
+
+    def _leave(self, thread: threading.Thread) -> None:
+        with _guard:
+            self._threads = tuple(other for other in self._threads if other is not thread)
+            if self._standby is thread:
+                self._standby = None
 
     def _serve(self) -> bool:
         """Serve each group that is not parked; return whether one is left. No frame refers to a group afterwards."""
+        thread = threading.current_thread()
         active = [helper for helper in self._helpers if not helper.is_parked]
         for helper in active:
-            self._serving = helper
+            self._serving[thread] = helper
             try:
                 if not self._is_stopping and helper in self._helpers:
                     helper.turn(len(active) == 1)
@@ -126,7 +233,9 @@ class HelperThread:
                 logger.exception("a look at calls that nobody waits for has failed")
                 helper.put_off(PARK_S)
             finally:
-                self._serving = None
+                self._serving.pop(thread, None)
+            if not self._leads():
+                return True
         return not all(helper.is_parked for helper in self._helpers)
 
     def _look_at_all(self) -> None:
@@ -197,8 +306,13 @@ class Helper:
             self._thread.wake()
 
     def is_current(self) -> bool:
-        """True on the background thread itself: inside a callback of a future."""
+        """True on a background thread itself: inside a callback of a future."""
         return self._thread.is_current()
+
+    def expect_callbacks(self) -> None:
+        """Have a thread stand by for callbacks that block. Without the engine's lock."""
+        if not self.is_over:
+            self._thread.stand_by()
 
     def go_on(self, soon: bool) -> None:
         """Resume like `kick`, for a group that is served: calls that were left to a waiter have none now."""
@@ -250,7 +364,7 @@ class Helper:
         except AbortedError:
             self.is_over = self.is_parked = True
         finally:
-            self._engine.entry.leave()
+            self._thread.call_back(self._engine.entry.leave)
 
     def _unattended_s(self) -> float:
         """Return for how long the oldest call without a waiter has been pending; below 0: there is none.

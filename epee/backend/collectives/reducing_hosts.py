@@ -1,27 +1,23 @@
-"""Reductions of more data over several hosts: a sum inside each host first, which then crosses the network.
-
-Two steps, as on one host, but each host makes a sum of its own: of its n ranks the i-th reduces the i-th of n shares of
-a round, over the values of this host alone (nothing of them leaves it), and sends its share to the other hosts
-(MERGED). A rank that takes the result reduces, piece by piece, the shares of all hosts. So a host sends to every other
-one as many bytes as the tensor has, where n / R of all ranks' values and then the sums would be (n + 1) / H times that;
-it is done where it is less (`is_less`), as between few hosts with many ranks.
-
-In a reduce_scatter a rank of another host gets one row from each host: the sum over the ranks of that host, made by the
-one of them that is at its own position (modulo their number).
-
-Order: inside a host ranks ascending, rounded to the tensor's dtype; then hosts ascending (by their lowest rank at
-creation), rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit;
-with another placement of the ranks they may be rounded otherwise. The oracle is in `tests/hosts/test_sums.py`. A mean
-is not made so: it is the exact sum, divided.
-
-all_reduce, reduce and reduce_scatter.
+"""all_reduce, reduce and reduce_scatter.
 
 all_reduce of little data is one step: every rank puts its values and every rank reduces all of them. Of more data it is
-two: rank r reduces the r-th share of each round (MERGED) and all ranks fetch the shares. A rank does not put its own
-share, it reads it from the tensor. reduce is the same call in which only the root fetches. reduce_scatter is one step:
-a rank puts the segments of the others and reduces its own.
+two: the ranks form sets, and each set makes a sum of its own. Of its n ranks the i-th reduces the i-th of n shares of a
+round, over the values of its set (MERGED); then a rank that takes the result fetches the shares, and reduces those of
+several sets, piece by piece. A rank does not put its own share, it reads it from the tensor. reduce is the same call in
+which only the root fetches.
 
-All sums run in rank order (`reduce.py`), whatever the split into rounds and shares.
+Mostly all ranks are one set. Where it sends fewer bytes over the network (`is_less`), as between few hosts with many
+ranks, each host is one: nothing of its ranks' values leaves it, and it sends to every other host as many bytes as the
+tensor has, where n / R of all ranks' values and then the sums would be (n + 1) / H times that.
+
+reduce_scatter is one step: a rank puts the segments of the others and reduces its own. Of more data over several hosts
+it is two: a rank of another host gets one row from each host, the sum over the ranks of that host, made by the one of
+them that is at its own position (modulo their number).
+
+Order: inside a set ranks ascending, whatever the split into rounds and shares (`reduce.py`), rounded to the tensor's
+dtype; then sets ascending (by their lowest rank at creation), rounded once more. All ranks do the same on the same
+values, so results are equal everywhere, bit for bit; with another placement of the ranks they may be rounded otherwise.
+The oracle is in `tests/hosts/test_sums.py`. A mean is not made by several sets: it is the exact sum, divided.
 """
 
 from __future__ import annotations
@@ -40,16 +36,30 @@ from .reduce import AVG, Reducer
 from .rounds import cut, lay_out
 from .segments import Segmented, SegmentsOfCall
 
+SMALL_BYTES = 64 << 10  # of all values of a host: less is sent to all ranks at once
+
+Hosts = Sequence[tuple[int, ...]]
+
 
 class AllReduce(Plan):
-    """all_reduce in place on `sink.array`; with `root` >= 0 only that rank gets the result."""
+    """all_reduce in place on `sink.array`; with `root` >= 0 only that rank gets the result.
+
+    `sets`: positions of the ranks that make a sum of their own, if there are several: it is two steps then.
+    """
 
     one_step_bytes = 256 << 10
     _private: Array | None = None
-    _share = 0  # elements of a rank's share of a round; 0 in one step
+    _share = 0  # elements of the longest share of a round; 0 in one step
 
     def __init__(
-        self, name: str, signature: int, sink: Any, reducer: Reducer, peer_regions: PeerRegions, root: int = -1
+        self,
+        name: str,
+        signature: int,
+        sink: Any,
+        reducer: Reducer,
+        peer_regions: PeerRegions,
+        root: int = -1,
+        sets: Hosts = (),
     ) -> None:
         super().__init__(name, signature)
         array = sink.array
@@ -62,19 +72,20 @@ class AllReduce(Plan):
         self._count = count = len(array)
         self._itemsize = itemsize = array.itemsize
         nbytes = count * itemsize
-        self._summed: Sequence[int] = range(
-            peer_regions.num_ranks
-        )  # positions of those whose values a share is made of
-        if nbytes <= self.one_step_bytes and nbytes <= peer_regions.staging_bytes:
+        if not sets and nbytes <= self.one_step_bytes and nbytes <= peer_regions.staging_bytes:
             self.put_bytes = self.read_bytes = nbytes
             self._scratch = reducer.scratch(count) if reducer.is_wide else None
         else:
-            self._plan_two_steps(peer_regions, count, itemsize)
+            self._plan_two_steps(peer_regions, count, itemsize, sets)
 
-    def _plan_two_steps(self, peer_regions: PeerRegions, count: int, itemsize: int) -> None:
+    def _plan_two_steps(self, peer_regions: PeerRegions, count: int, itemsize: int, sets: Hosts) -> None:
+        self._sets = sets = sets or (tuple(range(peer_regions.num_ranks)),)
+        self._place_of = {rank: (number, at) for number, ranks in enumerate(sets) for at, rank in enumerate(ranks)}
+        self._summed = sets[self._place_of[self._rank][0]]
         rounds = cut(count, itemsize, peer_regions.staging_bytes)
         self._length = length = min(rounds.length, count)
-        self._share = align_up(-(-length // peer_regions.num_ranks), ALIGN_BYTES)
+        self._shares = [align_up(-(-length // len(ranks)), ALIGN_BYTES) for ranks in sets]
+        self._share = max(self._shares)
         lay_out(self, rounds, length * itemsize, self._share * itemsize, puts=True)
         if rounds.private and self._takes:
             self._private = np.empty(count, self._array.dtype)
@@ -96,10 +107,10 @@ class AllReduce(Plan):
             view[place + high : place + length] = self._array[first + high : last]
 
     def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
-        """Return everything in one step, if a reader takes the result; in two the shares of the readers."""
+        """Return everything in one step, if a reader takes the result; in two the shares of the readers of its set."""
         if not self._share:
             return ((0, self.put_bytes),) if self._root == -1 or self._root in readers else ()
-        parts = [self._part(k, rank) for rank in readers]
+        parts = [self._part(k, rank) for rank in readers if rank in self._summed]
         return [(low * self._itemsize, (high - low) * self._itemsize) for low, high in parts]
 
     def exports_merged(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
@@ -109,9 +120,10 @@ class AllReduce(Plan):
 
     def _part(self, k: int, rank: int) -> tuple[int, int]:
         """Return the elements of round `k`, from its first one on, that are a rank's share."""
-        length = min(self._length, self._count - k * self._length)
-        low = min(length, rank * self._share)
-        return low, min(length, low + self._share)
+        number, at = self._place_of[rank]
+        length, share = min(self._length, self._count - k * self._length), self._shares[number]
+        low = min(length, at * share)
+        return low, min(length, low + share)
 
     def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`."""
@@ -150,12 +162,19 @@ class AllReduce(Plan):
         self._fetch(peer_regions, k, offsets, out[first : min(first + self._length, self._count)])
 
     def _fetch(self, peer_regions: PeerRegions, k: int, offsets: list[int], out: Array) -> None:
-        """Fill `out`, the elements of round `k`, from all ranks' shares."""
-        for rank, view in enumerate(peer_regions.views[self._array.dtype]):
-            low, high = self._part(k, rank)
-            if low < high:
-                place = offsets[rank] // self._itemsize
-                out[low:high] = view[place : place + high - low]
+        """Fill `out`, the elements of round `k`: reduce the shares of all sets, between the offsets where one ends."""
+        views = peer_regions.views[self._array.dtype]
+        ends = sorted({end for rank in self._place_of for end in self._part(k, rank)})
+        for low, high in itertools.pairwise(ends):
+            parts = []
+            for share, ranks in zip(self._shares, self._sets, strict=True):
+                at = low // share
+                place = offsets[ranks[at]] // self._itemsize + low - at * share
+                parts.append(views[ranks[at]][place : place + high - low])
+            if len(parts) == 1:
+                out[low:high] = parts[0]
+            else:
+                self._reducer.reduce(parts, out[low:high], self._scratch)
 
     def commit(self) -> None:
         """Move private results into the tensor."""
@@ -188,20 +207,16 @@ class ReduceScatter(Segmented):
         self._reducer.reduce(parts, out, self._scratch)
 
 
-SMALL_BYTES = 64 << 10  # of all values of a host: less is sent to all ranks at once
-
-Hosts = Sequence[tuple[int, ...]]
-
-
 def plan_reduction(
     name: str, signature: int, sink: Any, reducer: Reducer, op: int, peer_regions: PeerRegions, root: int = -1
 ) -> AllReduce:
     """Return the plan of an all_reduce in place on `sink.array`, or of a reduce to position `root`."""
+    sets: Hosts = ()
     if len(peer_regions.sites) > 1 and op != AVG:
         hosts: Hosts = tuple(peer_regions.sites.values())
         if sink.array.nbytes * peer_regions.num_ranks > SMALL_BYTES and is_less(hosts, sink.array.nbytes):
-            return HostsAllReduce(name, signature, sink, reducer, peer_regions, hosts, root)
-    return AllReduce(name, signature, sink, reducer, peer_regions, root)
+            sets = hosts
+    return AllReduce(name, signature, sink, reducer, peer_regions, root, sets)
 
 
 def is_less(hosts: Hosts, nbytes: int) -> bool:
@@ -210,7 +225,7 @@ def is_less(hosts: Hosts, nbytes: int) -> bool:
     return num_ranks * nbytes > SMALL_BYTES * len(hosts) and num_ranks >= len(hosts) ** 2
 
 
-def plan_reduce_scatter(call: SegmentsOfCall, reducer: Reducer, op: int) -> ReduceScatter:
+def plan_reduce_scatter(call: SegmentsOfCall, reducer: Reducer, op: int) -> Segmented:
     """Return the plan of a reduce_scatter of segments, one per rank, into the sink's array.
 
     The choice depends on the length of the longest segment, which is the same number on all ranks.
@@ -220,61 +235,17 @@ def plan_reduce_scatter(call: SegmentsOfCall, reducer: Reducer, op: int) -> Redu
         hosts: Hosts = tuple(peer_regions.sites.values())
         is_large = longest * sink.array.itemsize * peer_regions.num_ranks > SMALL_BYTES
         if is_large and len(hosts) < peer_regions.num_ranks:
-            return HostsReduceScatter(call, reducer, hosts)
+            return TwoStepReduceScatter(call, reducer, hosts)
     return ReduceScatter(call, reducer)
 
 
-class HostsAllReduce(AllReduce):
-    """The all_reduce, or reduce, with a sum per host."""
-
-    one_step_bytes = 0
-
-    def __init__(
-        self, name: str, signature: int, sink: Any, reducer: Reducer, peer_regions: PeerRegions, hosts: Hosts, root: int
-    ) -> None:
-        self._hosts = hosts
-        self._place_of = {rank: (host, at) for host, ranks in enumerate(hosts) for at, rank in enumerate(ranks)}
-        super().__init__(name, signature, sink, reducer, peer_regions, root)
-        self._summed = hosts[self._place_of[self._rank][0]]
-
-    def _plan_two_steps(self, peer_regions: PeerRegions, count: int, itemsize: int) -> None:
-        rounds = cut(count, itemsize, peer_regions.staging_bytes)
-        self._length = length = min(rounds.length, count)
-        self._shares = [align_up(-(-length // len(ranks)), ALIGN_BYTES) for ranks in self._hosts]
-        self._share = max(self._shares)
-        lay_out(self, rounds, length * itemsize, self._share * itemsize, puts=True)
-        if rounds.private and self._takes:
-            self._private = np.empty(count, self._array.dtype)
-        self._scratch = self._reducer.scratch(self._share)
-
-    def _part(self, k: int, rank: int) -> tuple[int, int]:
-        host, at = self._place_of[rank]
-        length, share = min(self._length, self._count - k * self._length), self._shares[host]
-        low = min(length, at * share)
-        return low, min(length, low + share)
-
-    def exports(self, peer_regions: PeerRegions, k: int, readers: Sequence[int]) -> Sequence[Range]:
-        """Return nothing: only this host reads the values."""
-        return ()
-
-    def _fetch(self, peer_regions: PeerRegions, k: int, offsets: list[int], out: Array) -> None:
-        """Reduce the shares of all hosts, between the offsets where a host's share ends."""
-        views = peer_regions.views[self._array.dtype]
-        ends = sorted({end for rank in self._place_of for end in self._part(k, rank)})
-        for low, high in itertools.pairwise(ends):
-            parts = []
-            for host, ranks in enumerate(self._hosts):
-                at = low // self._shares[host]
-                place = offsets[ranks[at]] // self._itemsize + low - at * self._shares[host]
-                parts.append(views[ranks[at]][place : place + high - low])
-            self._reducer.reduce(parts, out[low:high], self._scratch)
-
-
-class HostsReduceScatter(ReduceScatter):
+class TwoStepReduceScatter(Segmented):
     """The reduce_scatter with a sum per host."""
 
     def __init__(self, call: SegmentsOfCall, reducer: Reducer, hosts: Hosts) -> None:
-        super().__init__(call, reducer)
+        super().__init__(call, puts=True)
+        self._reducer = reducer
+        self._scratch = reducer.scratch(self._length)
         *_, sink, peer_regions, longest = call
         self._hosts = hosts
         self._here = next(ranks for ranks in hosts if peer_regions.rank in ranks)

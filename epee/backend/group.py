@@ -42,9 +42,9 @@ from ..engine import (
     find_place,
     is_newcomer,
     join_engine,
+    joins_job,
     leave_note,
     meeting_place,
-    names_job,
     own_job,
     place_of,
 )
@@ -173,13 +173,14 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
             self.options = chosen = self._checked(options, default)
             if is_extension and chosen.joins_later:
-                self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes))
+                self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes, chosen.mode), is_in=False)
             else:
                 self._begin(self._come_in(timeout_s, is_born=True))
         else:
             store = meeting_place(self._store, dist_opts.global_ranks_in_group)
             self._begin(create_engine(store, rank, num_ranks, timeout_s, lambda: self._choose(options, default)))
-            leave_note(self._store, self._place)
+            if self._place is not None:
+                leave_note(self._store, self._place)
         begin_group(id(self))
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
@@ -201,18 +202,18 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         """Seconds that the program has set for the calls of this group; 0 where it has set none."""
         return self._timeout_s or self.options.op_timeout_s
 
-    def _begin(self, engine: Engine) -> None:
-        """Run calls on `engine` from now on."""
+    def _begin(self, engine: Engine, is_in: bool = True) -> None:
+        """Run calls on `engine` from now on; `is_in`: it takes part in the group, and does not work alone."""
         self._engine: Engine = engine
         self._engine.timeout_s = self.own_timeout_s or self._default_timeout_s
         self._engine.p2p_timeout_s = self._p2p_timeout_s
         self._show_name()
-        if self._engine.membership is not None:
+        if is_in:
             self._engine.membership.remember(self._store)
             self._engine.membership.local_state.note()  # ranks whose processes waited before the group was made
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
-        if self._engine.membership is not None and self._engine.mask.shows_at_once:
+        if self._engine.mask.shows_at_once:
             self._engine.membership.show_losses()
         self._engine.reports_losses = self.options.reports_losses
         for old in self._ends:
@@ -249,7 +250,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def size(self) -> int:
         """Return the number of ranks: that at creation, unless the options have it follow the ranks that take part."""
         engine = self._engine
-        if not self._counts_present or engine.membership is None:
+        if not self._counts_present or self._place is None:
             return self._num_ranks
         size = engine.mask.told = engine.mask.span
         return size
@@ -257,7 +258,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _expected_size(self) -> int:
         """Return how many entries the lists of the next call have most likely; `fitted` accepts others, too."""
         engine = self._engine
-        return self._num_ranks if engine.membership is None else engine.mask.told
+        return self._num_ranks if self._place is None else engine.mask.told
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -288,8 +289,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _show_name(self) -> None:
         """Use torch's name of the group in errors and hang reports."""
         self._engine.peer_regions.label.text = text = group_label(self._group_name, self._group_desc)
-        if self._engine.membership is not None:
-            self._engine.membership.call_it(text)
+        self._engine.membership.call_it(text)
 
     def get_group_store(self) -> Any:
         """Return the store through which the group was made."""
@@ -660,7 +660,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def _come_in(self, timeout_s: float, is_born: bool = False) -> Engine:
         """Take this process into the running group; `is_born`: others may wait for it, to make the group."""
         mode = self.options.mode
-        if self._place is None and own_job() is None and (self._is_first or names_job(self._store)):
+        if self._place is None and joins_job(self._store, self._is_first):
             return join_engine(self._store, self._rank, self._num_ranks, timeout_s, mode)
         place = self._place
         try:

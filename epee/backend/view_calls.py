@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..engine import Engine
+from ..engine import Engine, Place
 from ..engine.entry import ENDED
 from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission
@@ -20,7 +20,7 @@ from ..engine.outbox import leavers
 from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError, expected
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
-from ..view.group import NO_VIEW, GroupInView
+from ..view.group import GroupInView
 from .options import BackendOptions
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class CallsOfView:
     _engine: Engine
     _rank: int
     _counts_present: bool
+    _place: Place | None  # in the group; None: this process works alone, until it joins one
     _on_device: DeviceHalf | None
 
     def _meet(self) -> None:
@@ -94,8 +95,7 @@ class CallsOfView:
             ranks: 0 ... 63; ranks that never existed may ask to join, too.
         """
         _check_ranks(ranks, "get_peer_state")
-        membership = self._engine.membership
-        ready = set() if membership is None else membership.admission.joining()
+        ready = self._engine.membership.admission.joining()
         state = torch.tensor([int(rank in ready) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
@@ -120,10 +120,7 @@ class CallsOfView:
         """
         _check_ranks(ranks, "local_peer_state")
         self._require_open()
-        membership = self._engine.membership
-        if membership is None:
-            return [rank in self._engine.members.members for rank in ranks]
-        return membership.local_state.states(ranks)
+        return self._engine.membership.local_state.states(ranks)
 
     def take_in(self, ranks: Sequence[int]) -> int:
         """Take in the processes that wait for those of `ranks` that are lost or never existed.
@@ -136,8 +133,6 @@ class CallsOfView:
         """
         self._require_open()
         membership = self._engine.membership
-        if membership is None:
-            return next((rank for rank in ranks if rank not in self._engine.members.members), -1)
         wanted = membership.local_state.must_be_taken_in(ranks)
         here = {*membership.admission.waiting(), *membership.local_state.alive(membership.runtime.view())}
         for rank in wanted:
@@ -152,25 +147,19 @@ class CallsOfView:
             raise InvalidState("the process group was destroyed or aborted; it has no ranks any more")
 
     def in_view(self, num_ranks: int) -> GroupInView:
-        """Return the group's part in the view of its job, for objects built on it.
-
-        `NO_VIEW` for a group of one rank.
-        """
-        membership = self._engine.membership
-        return NO_VIEW if membership is None else membership.in_view(num_ranks)
+        """Return the group's part in the view of its job, for objects built on it."""
+        return self._engine.membership.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank knows; no communication."""
-        membership = self._engine.membership
-        return () if membership is None else membership.admission.waiting()
+        return self._engine.membership.admission.waiting()
 
     def ready_ranks(self) -> set[int]:
         """Return the ranks that take part, and those for which a process waits or has just been taken in.
 
         As far as this rank knows; no communication. `get_peer_state` returns what all members know.
         """
-        membership = self._engine.membership
-        return {*self._engine.members.members, *(() if membership is None else membership.admission.ready())}
+        return {*self._engine.members.members, *self._engine.membership.admission.ready()}
 
     def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
         """Take in the processes that wait for these ranks; the next call of this rank runs with them.
@@ -184,7 +173,7 @@ class CallsOfView:
             timeout_s: how long to wait for all of them; None: the group's timeout.
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
-            InvalidState: a group that takes no process in: of one rank.
+            InvalidState: this process works alone: it has joined no group yet (`join`).
         """
         _check_ranks(ranks, "recover_ranks")
         admission = self._admission()
@@ -223,7 +212,7 @@ class CallsOfView:
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
             )
         present = self._engine.members.group_size
-        if size == present and self._engine.membership is None:
+        if size == present and self._place is None:
             return
         admission = self._admission()
         admission.recover(range(present, size), self._limit(timeout_s))
@@ -245,7 +234,7 @@ class CallsOfView:
             timeout_s: how long to wait for the members' agreement; None: the group's timeout.
         Raises:
             CommTimeoutError: the members do not agree in time.
-            InvalidState: no rank would be left, or a group of one rank.
+            InvalidState: no rank would be left, or this process works alone.
             UnsupportedError: a group with `fault_mode="raise"`.
         """
         if self.options.fault_mode != "mask":
@@ -313,17 +302,14 @@ class CallsOfView:
 
     def _is_out(self) -> bool:
         """Return whether this process was excluded from the group."""
-        membership = self._engine.membership
-        if membership is None or self._engine.flags & ENDED:
-            return True
-        return self._rank not in membership.admission.present()
+        return bool(self._engine.flags & ENDED) or self._rank not in self._engine.membership.admission.present()
 
     def _beyond(self, size: int) -> list[int]:
         return [rank for rank in self._engine.members.members if rank >= size]
 
     def _admission(self) -> Admission:
-        if self._engine.membership is None:
-            raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
+        if self._place is None:
+            raise InvalidState("this process works alone: it has joined no group yet; call join first")
         return self._engine.membership.admission
 
 

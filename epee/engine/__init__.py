@@ -16,8 +16,8 @@ from .bootstrap.joining import (
     find_place,
     is_newcomer,
     join_engine,
+    joins_job,
     leave_note,
-    names_job,
     place_of,
 )
 from .engine import Engine
@@ -35,9 +35,9 @@ __all__ = [
     "find_place",
     "is_newcomer",
     "join_engine",
+    "joins_job",
     "leave_note",
     "meeting_place",
-    "names_job",
     "own_job",
     "pack_home",
     "parse_home",

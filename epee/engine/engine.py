@@ -180,8 +180,8 @@ class Engine:
         peer_regions: PeerRegions,
         watch: DeathWatch,
         timeout_s: float,
+        membership: GroupMembership,
         first_number: int = 1,
-        waiting: Callable[[Engine, Entry], Waiting] | None = None,
     ) -> None:
         self.peer_regions = peer_regions
         self.watch = watch
@@ -190,7 +190,7 @@ class Engine:
         self.flags = 0
         self._flags_lock = threading.Lock()
         self.entry = Entry(self)
-        self.waits = (waiting or Waiting)(self, self.entry)
+        self.waits = Waiting(self, self.entry)
         self.seq: int = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(peer_regions, first_number)
@@ -200,13 +200,14 @@ class Engine:
         self.recovery = Recovery(self)
         self.members: PeerRegions = peer_regions
         self.contributors: tuple[int, ...] = ()
-        self.membership: GroupMembership | None = None
+        self.membership = membership
         self.has_failed = False
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
         self.unsettled = UnresolvedCalls()
         self.ended_by = ""
         self.mask = Mask(peer_regions.num_ranks, peer_regions.members)  # the group may put in the user's own
+        membership.attach(self)
 
     # ---- membership
 
@@ -376,8 +377,6 @@ class Engine:
             up.
         """
         membership, until = self.membership, time.monotonic() + self.timeout_s
-        if membership is None:
-            return
         while not membership.settle():
             if time.monotonic() > until and not membership.insist_on_tellers(until):
                 raise membership.not_told(self.timeout_s)
@@ -406,7 +405,7 @@ class Engine:
         op.on_done = None
 
     def _publish_waiting(self) -> None:
-        if self.flags & CHANGING and self.queue and self.membership is not None:
+        if self.flags & CHANGING and self.queue:
             self.membership.heed(self.queue[0])
             if not self.membership.may_publish(self.queue[0]):
                 return
@@ -531,7 +530,7 @@ class Engine:
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
         if isinstance(op, Message):
-            if self.flags & CHANGING and self.membership is not None:
+            if self.flags & CHANGING:
                 self.membership.settle()
             try:
                 block = None if op.done else self.mail.ends[op.is_send].step(op)
@@ -547,7 +546,7 @@ class Engine:
                 self.retire(self.mail.finished.pop())
             return block
         head = self.queue[0]
-        if self.flags & CHANGING and self.membership is not None:
+        if self.flags & CHANGING:
             self.membership.heed(head)
             if not head.done and not self.membership.may_publish(head):
                 return NO_ROOM
@@ -600,12 +599,11 @@ class Engine:
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
             self.peer_regions.exports.consumed(op.seq)
             self.contributors = op.peer_regions.members if op.error is None else ()
-            if self.membership is not None:
-                self.unsettled.note(op)
+            self.unsettled.note(op)
             retired = True
             self.retire(op)
             queue.popleft()  # last: all of this may be run again after an interrupt
-        if self.flags & CHANGING and self.membership is not None:
+        if self.flags & CHANGING:
             self.membership.retired(self.num_retired)
         if retired and queue:
             self._publish_waiting()
@@ -619,7 +617,7 @@ class Engine:
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         has_room = Operation(plan, op.seq, op.peer_regions, 0.0).publish(op.peer_regions)
-        return has_room or (self.membership is not None and self.membership.has_lost_one_of(op.peer_regions))
+        return has_room or self.membership.has_lost_one_of(op.peer_regions)
 
     def settle(self) -> None:
         """Make the state consistent after an interrupt; the lock is held."""
@@ -659,7 +657,6 @@ class Engine:
         if self.flags & ENDED:
             raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
         membership = self.membership
-        assert membership is not None, "only `membership/group_membership.py` sets the other bits"
         if self.flags & NEWS:
             membership.take_news()
             if op.done:
@@ -688,9 +685,9 @@ class Engine:
 
     def may_go_on(self, while_frozen: bool = False) -> bool:
         """Check `flags` with the lock held; False when a call must not run now."""
-        if self.flags & NEWS and self.membership is not None:
+        if self.flags & NEWS:
             self.membership.take_news()
-        eviction = None if self.membership is None else self.membership.eviction
+        eviction = self.membership.eviction
         if self.flags & TROUBLED and eviction is not None:
             for op in self.queue:
                 op.fail(eviction)  # no thread may be waiting, only a future
@@ -703,7 +700,7 @@ class Engine:
         Raise the error that it implies for a call.
         """
         membership = self.membership
-        if self.flags & ENDED or membership is None:
+        if self.flags & ENDED:
             self.entry.raise_ended()
             return
         if self.flags & TROUBLED:
@@ -716,8 +713,7 @@ class Engine:
 
     def await_shown(self, ranks: Collection[int]) -> None:
         """Wait until these losses are shown, in groups that show losses at once. Without the lock."""
-        if self.membership is not None:
-            self.membership.await_shown(ranks)
+        self.membership.await_shown(ranks)
 
     def await_lost(self, short: TooShort, timeout_s: float) -> None:
         """Wait until the ranks are lost for which a call's lists have no entry. Without the lock.
@@ -725,13 +721,11 @@ class Engine:
         Raises:
             InvalidArgument: they live.
         """
-        assert self.membership is not None, "only a group of several ranks has lists that can be too short"
         self.membership.await_lost(short, timeout_s)
 
     def retire(self, op: Driven) -> None:
         """Schedule the listeners of an ended call for when the lock is free."""
-        if self.membership is not None:
-            self.membership.hide()
+        self.membership.hide()
         if op.on_done:
             self.entry.after.append(partial(_call_listeners, op))
 
@@ -799,8 +793,7 @@ class Engine:
         entry.do_rest()
         self.helper.stop()
         self.watch.close()
-        if self.membership is not None:
-            self.membership.close(self.has_failed)
+        self.membership.close(self.has_failed)
         deadline = time.monotonic() + 1.0
         while entry.asleep and time.monotonic() < deadline:
             time.sleep(0.001)

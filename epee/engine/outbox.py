@@ -266,6 +266,9 @@ class NoExports:
     consumed: Callable[[int], object] = int
     tell_ends: Callable[[int], object] = int
     say_goodbye: Callable[[], object] = int
+    pump: Callable[[], bool] = bool
+    rest: Callable[[], object] = int
+    tell_progress: Callable[[], object] = int
 
     def is_here(self, rank: int) -> bool:
         """Return whether a rank shares this rank's host."""

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
 GAVE_THE_CALL_UP = "gave the call up"
-MAY_HAVE_COMPLETED = "its process has ended, or is not heard of any more, and may have completed the call"
 LEAVE_GRACE_S = 0.5  # a process that leaves the group at its end leaves the view a moment later
 _MEANING: dict[str, tuple[type[PeerError], str]] = {
     ENDED: (RankFailedError, "make a new group without the rank"),
-    MAY_HAVE_COMPLETED: (RankFailedError, "make a new group without the rank"),
     HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
     GAVE_THE_CALL_UP: (
         PeerError,
@@ -41,18 +39,14 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     """Examine why a word has not arrived: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
     engine.end_with_others()
-    if (
-        isinstance(head, Operation)
-        and not head.done
-        and engine.membership is not None
-        and engine.membership.unsettled()
-    ):
-        _examine_unsettled(engine, engine.membership, head, now)
+    membership = engine.membership
+    if isinstance(head, Operation) and not head.done and membership.unsettled():
+        _examine_unsettled(engine, membership, head, now)
         raise_if_overdue(engine, op, until, now)
         return
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
-        unready = [] if engine.membership is None or head.published else engine.membership.unready(head.peer_regions)
+        unready = [] if head.published else membership.unready(head.peer_regions)
         silent = (
             unready
             or head.missing()
@@ -62,23 +56,19 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         )
     awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
     found = engine.watch.look(sorted(awaited))
-    if found and engine.membership is not None:
-        engine.membership.found_dead(found)
-    if engine.membership is not None and not head.done:
-        engine.membership.show(head, awaited)
+    if found:
+        membership.found_dead(found)
+    if not head.done:
+        membership.show(head, awaited)
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
-        if undecided and now > head.deadline and engine.membership is not None:
-            engine.membership.insist(head, undecided, now)  # without its view the outcome may never be known
-        if not undecided or engine.membership is not None or not set(undecided) <= set(engine.watch.dead()):
-            raise_if_overdue(engine, op, until, now)
-            return  # the next step finds the outcome
-        head.fail(
-            _peer_error(engine.peer_regions, undecided, head, now, MAY_HAVE_COMPLETED)
-        )  # they will not decide any more
+        if undecided and now > head.deadline:
+            membership.insist(head, undecided, now)  # without its view the outcome may never be known
+        raise_if_overdue(engine, op, until, now)
+        return  # the next step finds the outcome
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
-    if is_late and isinstance(head, Operation) and engine.membership is not None:
-        is_late = not engine.membership.insist(head, silent, now)
+    if is_late and isinstance(head, Operation):
+        is_late = not membership.insist(head, silent, now)
     if is_late:
         head.holds_back = engine.order.held_by(head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
@@ -218,19 +208,17 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     lost = sorted(concerned.intersection(dead))
     if isinstance(head, Message):  # a rank that left in order has left, whether or not its process has ended since
         lost = [rank for rank in lost if rank not in gone]
-        if head.wanted == ANY and engine.membership is not None:
+        if head.wanted == ANY:
             lost = []  # the view reports it in a moment, and continues without them
-    is_judged = isinstance(head, Operation) and engine.membership is not None
-    if not head.done and isinstance(head, Operation) and engine.membership is not None:
+    if not head.done and isinstance(head, Operation):
         quitters = engine.membership.ended_without(head)
         if quitters:
             head.fail(_unmet(engine, quitters, head, now))
             return True
-    if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
+    if isinstance(head, Operation) and (lost or now - head.started < LEAVE_GRACE_S):
         return head.done  # a lost rank leaves the view as well, and the view decides the outcome of the call
     if lost:
-        if engine.membership is not None:
-            engine.membership.found_dead(lost)
+        engine.membership.found_dead(lost)
         head.fail(_peer_error(engine.peer_regions, lost, head, now, ENDED))
         return True
     left = sorted(concerned.intersection(gone))
@@ -242,7 +230,6 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
 
 def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it."""
-    assert engine.membership is not None
     lost = engine.membership.removed_in(head.peer_regions.epoch)
     names = ", ".join(map(str, quitters))
     told = head.describe(engine.peer_regions, peer=names, elapsed=now - head.started)

@@ -66,7 +66,7 @@ class GroupInView:
     spans: bool = False
 
 
-# of a group that is in no view: one of another backend, or of one rank; it has no slots, and no process joins it
+# of a group that is in no view: one of another backend; it has no slots, and no process joins it
 NO_VIEW = GroupInView(cast(Any, None), 0, (), True, "error", {}, lambda _: False, False, False, None)
 
 

@@ -89,8 +89,7 @@ class Case:
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)
         self.membership = GroupMembership(JobHandle(job, [0, 1], LANE, True, True), mode)
         regions = [processes[0].region, SharedRegion.attach(processes[1].region.blob)]
-        self.engine = Engine(PeerRegions(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
-        self.membership.attach(self.engine)
+        self.engine = Engine(PeerRegions(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0, self.membership)
         for decision in self.decisions if is_told else ():
             self.membership.hooks.decided(decision)
 

@@ -160,6 +160,37 @@ def test_a_group_that_began_on_one_host_grows_onto_others_if_its_ranks_have_said
     assert all(found == (len(placement), hosts_of(placement)) for found in results), results
 
 
+def begun_with_one(rank: int, num_processes: int, folder: str, placement: tuple[int, ...]) -> Any:
+    """Rank 0 is a group of one that may come to run over several hosts; the others come, and one of them is lost."""
+    os.environ["EPEE_OVER_HOSTS"] = "1"
+    settle(placement[rank])
+    if rank == 0:
+        group = member(0, 1, folder)
+        assert group.hosts == ((0,),)
+        sums(group, range(1))
+        say(folder, "ready")
+        group.extend_group_size_to(num_processes)
+    else:
+        hear(folder, "ready")
+        group = joiner(rank, num_processes, folder)
+    sums(group, range(num_processes))
+    found, hosts = len(rows_of(rank, num_processes)), group.hosts
+    if rank == num_processes - 1:
+        kill_points.die()
+    lose(group, {num_processes - 1})
+    sums(group, range(num_processes - 1))
+    dist.destroy_process_group()
+    return found, hosts
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0), (0, 0, 1), (0, 1, 2)])
+def test_a_group_that_began_with_one_rank_grows_onto_hosts(tmp_path: Path, placement: tuple[int, ...]) -> None:
+    num = len(placement)
+    results = run_ranks(begun_with_one, num, str(tmp_path), placement, backend=None, timeout_s=60, dead={num - 1})
+    assert results.pop() == DEAD
+    assert results == [(num, hosts_of(placement))] * (num - 1)
+
+
 def tell_late(group: Any, slot: int) -> None:
     """Have nothing that this process tells of the lane before it has come in reach `slot`."""
     switchboard = group._engine.membership.runtime._loop.switchboard

@@ -31,7 +31,17 @@ from ...errors import ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.shared import SharedRegion
-from ...view.job import JobHandle, check_spans, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
+from ...view.job import (
+    JobHandle,
+    check_spans,
+    common_job,
+    new_folder,
+    own_hello,
+    pack_member,
+    parse_hello,
+    parse_member,
+    start_job,
+)
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import EXITED, LEFT, Member
@@ -44,7 +54,6 @@ from ..outbox import OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.joining_over_hosts import leave_notes
-from ..replication.links import GroupLinks, NoGroupLinks
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
 from .job_handle import Greeting, take_job_handle
@@ -91,11 +100,7 @@ def create_engine(
     with attempt(store, rank, num_ranks) as this:
         options = choose()
         deadline = time.monotonic() + timeout_s
-        greeting = topology = None
-        if num_ranks > 1:
-            greeting = _greeted(this, deadline)
-            topology = Topology(rank, [hello.host for hello in greeting.hellos])
-        engine = _Creation(this, greeting, topology, deadline, options).run(timeout_s)
+        engine = _Creation(this, _greeted(this, deadline), deadline, options).run(timeout_s)
         keep(engine)
         return engine
 
@@ -103,26 +108,19 @@ def create_engine(
 class _Creation:
     """One rank's part of the creation; `replication/creation_over_hosts.py` has more steps for several hosts."""
 
-    def __init__(
-        self,
-        this: BootstrapAttempt,
-        greeting: Greeting | None,
-        topology: Topology | None,
-        deadline: float,
-        options: EngineOptions,
-    ) -> None:
+    _job_handle: JobHandle
+    _membership: GroupMembership
+    _helper: HelperThread
+
+    def __init__(self, this: BootstrapAttempt, greeting: Greeting, deadline: float, options: EngineOptions) -> None:
         self._this, self._greeting, self._deadline = this, greeting, deadline
-        spans = topology is not None and (topology.num_hosts > 1 or (greeting is not None and greeting.spans))
-        self._topology = topology if spans else None
+        self._topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
+        self._spans = self._topology.num_hosts > 1 or greeting.spans
         self._staging_bytes, self._mode = options.staging_bytes, options.mode
-        self._extra_bytes = options.extra_bytes if self._topology is not None else 0
+        self._extra_bytes = options.extra_bytes if self._spans else 0
         self._watch = DeathWatch()
-        self._job_handle: JobHandle | None = None
-        self._membership: GroupMembership | None = None
-        self._ways: GroupLinks | NoGroupLinks = NoGroupLinks()
-        self._helper: HelperThread | None = None
         self._left: set[int] = set()  # slots
-        self._leave = greeting.withdraw if greeting is not None else int
+        self._leave: Callable[[], object] = greeting.withdraw
 
     def run(self, timeout_s: float) -> Engine:
         """Create the engine; report a failure to the others."""
@@ -135,107 +133,109 @@ class _Creation:
             try:
                 peer_regions = self._make(undo, half_made)
             except BaseException as exc:
-                error = self._this.explain(exc if self._topology is None else in_words(exc), watch)
+                error = self._this.explain(in_words(exc) if self._spans else exc, watch)
                 self._this.fail(error)
                 if error is not exc:
                     raise error from exc
                 raise
             undo.pop_all()
-        engine = Engine(peer_regions, watch, timeout_s, waiting=self._ways.waiting)
-        if self._helper is not None:
-            self._helper.release()  # the engine has a use of its own
-        if self._membership is not None:
-            self._membership.attach(engine)
+        engine = Engine(peer_regions, watch, timeout_s, self._membership)
+        self._helper.release()  # the engine has a use of its own
         return engine
 
     def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> PeerRegions:
-        this, greeting = self._this, self._greeting
-        capacity = greeting.capacity if greeting is not None else this.num_ranks
+        this, greeting, topology = self._this, self._greeting, self._topology
+        capacity = greeting.capacity
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
         self._helper = helper = acquire()  # now, so that all ranks are notified if the system gives no thread
         undo.callback(helper.release)
         this.region = region = SharedRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
-        listener = None
-        if self._topology is not None:
+        address, port, listener = "", 0, None
+        if self._spans:
             listener = listen(own_address(this.store))
             undo.callback(listener.close)
-        if greeting is not None:
-            self._sit_down(greeting, region, 0 if listener is None else listener.getsockname()[1], half_made)
-        records, owners = [], []
-        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._job_handle, self._membership)
-        if greeting is not None:
-            if listener is not None:
-                address, port = listener.getsockname()[:2]
-                mine = replace(mine, address=address, port=port)
-            assert self._job_handle is not None
-            records = exchange(this, mine, Proof(self._job_handle.job.directory.token, greeting.told), self._deadline)
-            owners = [self._owner(self._job_handle, peer, record) for peer, record in enumerate(records)]
+            address, port = listener.getsockname()[:2]
+        self._sit_down(region, port, half_made)
+        job = self._job_handle.job
+        known = (pack_member(job.runtime.member), 1) if self._job_handle.is_founder else ("", self._membership.epoch)
+        sizes = this.num_ranks, self._staging_bytes
+        mine = own_record(*sizes, region, self._mode, job.runtime.member.nonce, *known)
+        mine, token = replace(mine, address=address, port=port), job.directory.token
+        records = exchange(this, mine, Proof(token, greeting.told), self._deadline)
+        owners = [self._owner(peer, record) for peer, record in enumerate(records)]
         regions = self._map(region, records, owners, undo)
-        if self._job_handle is not None:
-            self._begin(self._job_handle, records)
-        mirrors: dict[int, SharedRegion] = {}
+        self._begin(records)
         check = StoreLook(this, self._watch, self._lost)
-        if self._topology is not None:
-            own = PeerRegions(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
-            mirrors = make_mirrors(self._topology, owners, own, undo)
-            for peer in self._topology.elsewhere:
-                keeper = self._topology.gateway(peer, self._topology.host)
-                regions[peer] = mirrors.get(peer) or map_mirror(
-                    peer, keeper, regions[keeper], own, owners[peer], self._deadline, check
-                )
-                undo.callback(regions[peer].close)
+        mirrors = self._mirrors(region, regions, owners, undo, check)
         peer_regions = PeerRegions(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
         undo.callback(peer_regions.close)
-        if self._topology is not None and listener is not None and self._job_handle is not None:
-            assert self._membership is not None
-            peer_regions.place(self._topology.host_of)
-            token = self._job_handle.job.directory.token
+        if listener is not None:
+            peer_regions.place(topology.host_of)
             args = records, owners, mirrors, token, listener, self._deadline, check, undo
-            self._ways = ways = link(self._topology, peer_regions, *args)
+            ways = link(topology, peer_regions, *args)
             ways.begin(self._membership.epoch, self._membership.since())
             self._membership.use(ways)
-        await_all(this, peer_regions, self._watch, self._deadline, check if self._topology is not None else _no_more)
-        await_told(self._ways, peer_regions, self._watch, self._lost, self._deadline)
+        await_all(this, peer_regions, self._watch, self._deadline, check)
+        await_told(self._membership.links, peer_regions, self._watch, self._lost, self._deadline)
         return peer_regions
+
+    def _mirrors(
+        self,
+        own: SharedRegion,
+        regions: list[SharedRegion],
+        owners: list[OutboxOwner],
+        undo: contextlib.ExitStack,
+        check: Callable[[], None],
+    ) -> dict[int, SharedRegion]:
+        """Make the mirrors that this rank keeps, and map those of all ranks of other hosts in `regions`."""
+        topology = self._topology
+        if not topology.elsewhere:
+            return {}
+        layout = PeerRegions(0, [own], self._staging_bytes, 1, self._greeting.capacity, self._extra_bytes)
+        mirrors = make_mirrors(topology, owners, layout, undo)
+        for peer in topology.elsewhere:
+            keeper = topology.gateway(peer, topology.host)
+            regions[peer] = mirrors.get(peer) or map_mirror(
+                peer, keeper, regions[keeper], layout, owners[peer], self._deadline, check
+            )
+            undo.callback(regions[peer].close)
+        return mirrors
 
     def _lost(self) -> tuple[int, ...]:
         """Return the ranks that left the view by a loss: a rank that fails leaves in order, and reports why."""
-        assert self._job_handle is not None
         view = self._job_handle.job.runtime.view()
         self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}
         here = self._left | {member.slot for member in view.members}
         return tuple(rank for rank, slot in enumerate(self._job_handle.slots) if slot not in here)
 
-    def _sit_down(self, greeting: Greeting, region: SharedRegion, port: int, half_made: contextlib.ExitStack) -> None:
+    def _sit_down(self, region: SharedRegion, port: int, half_made: contextlib.ExitStack) -> None:
         """Take the job handle, and write the owner into this rank's outbox."""
-        this, topology = self._this, self._topology
-        rank = this.rank
+        this, greeting = self._this, self._greeting
 
         def enter() -> JobDirectory:
             """Return this host's folder of the new job."""
-            if topology is not None:
-                return enter_job(this, greeting, topology.is_here(0), self._deadline)
+            if self._spans:
+                return enter_job(this, greeting, self._topology.is_here(0), self._deadline)
             return greeting.directory or JobDirectory.open(greeting.folder)
 
         def listen_to_hosts() -> socket.socket | None:
             """Return the listener for the agents of other hosts."""
-            return None if topology is None else listen(own_address(this.store))
+            return listen(own_address(this.store)) if self._spans else None
 
-        self._job_handle = job_handle = take_job_handle(
-            greeting, rank, region.blob, port, enter, listen_to_hosts, half_made
-        )
+        args = greeting, this.rank, region.blob, port, enter, listen_to_hosts, half_made
+        self._job_handle = job_handle = take_job_handle(*args)
         self._leave = job_handle.job.release
-        OutboxOwner(job_handle.job.runtime.member.nonce, job_handle.lane, job_handle.slots[rank]).sign(region)
+        OutboxOwner(job_handle.job.runtime.member.nonce, job_handle.lane, job_handle.slots[this.rank]).sign(region)
         if not job_handle.is_founder:
-            self._follow(job_handle)
+            self._follow()
 
-    def _follow(self, job_handle: JobHandle) -> None:
-        self._membership = GroupMembership(job_handle, self._mode)
+    def _follow(self) -> None:
+        self._membership = GroupMembership(self._job_handle, self._mode)
         self._leave = self._membership.close
 
-    def _owner(self, job_handle: JobHandle, peer: int, record: RankRecord) -> OutboxOwner:
-        return OutboxOwner(bytes.fromhex(record.nonce), job_handle.lane, job_handle.slots[peer])
+    def _owner(self, peer: int, record: RankRecord) -> OutboxOwner:
+        return OutboxOwner(bytes.fromhex(record.nonce), self._job_handle.lane, self._job_handle.slots[peer])
 
     def _map(
         self, region: SharedRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
@@ -243,33 +243,32 @@ class _Creation:
         """Watch the ranks of this host and map their outboxes; this rank's own stands for those of other hosts."""
         regions = [region] * self._this.num_ranks
         for peer, record in enumerate(records):
-            if peer != self._this.rank and (self._topology is None or self._topology.is_here(peer)):
+            if peer != self._this.rank and self._topology.is_here(peer):
                 self._watch.watch(peer, record.pid, record.start_time)
                 regions[peer] = _attach(peer, record, owners[peer])
                 undo.callback(regions[peer].close)
         return regions
 
     def _founder(self, peer: int, record: RankRecord) -> Member:
-        member = parse_member(record.member, peer)
-        assert self._greeting is not None
-        if member.host != self._greeting.hellos[peer].host:
-            raise ProtocolError(f"rank {peer} greets from host {self._greeting.hellos[peer].host}, not {member.host}")
+        member, host = parse_member(record.member, peer), self._greeting.hellos[peer].host
+        if member.host != host:
+            raise ProtocolError(f"rank {peer} greets from host {host}, not {member.host}")
         return member
 
-    def _begin(self, job_handle: JobHandle, records: list[RankRecord]) -> None:
+    def _begin(self, records: list[RankRecord]) -> None:
         """Create the job, if this group does, and begin with its view."""
+        job_handle, job = self._job_handle, self._job_handle.job
         if job_handle.is_founder:
             start_job(job_handle, [self._founder(peer, record) for peer, record in enumerate(records)])
-            self._follow(job_handle)
+            self._follow()
             home = Home(job_handle.lane, self._this.num_ranks, self._staging_bytes, self._mode)
-            if self._topology is not None:
+            if self._spans:
                 spanning = home._replace(spans=True, link=records[0].link, link_mac=records[0].link_mac)
-                leave_notes(self._this.store, job_handle.job, self._topology, spanning)
+                leave_notes(self._this.store, job, self._topology, spanning)
             elif self._this.rank == 0:
-                job_handle.job.directory.write_home(pack_home(home))
-                place = pack_place(str(job_handle.job.directory.path), own_host_key())
-                self._this.store.set(FOLDER_KEY, prove(job_handle.job.directory.token, place, FOLDER_KEY.encode()))
-        assert self._membership is not None
+                job.directory.write_home(pack_home(home))
+                place = pack_place(str(job.directory.path), own_host_key())
+                self._this.store.set(FOLDER_KEY, prove(job.directory.token, place, FOLDER_KEY.encode()))
         self._membership.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
 
 
@@ -351,7 +350,3 @@ def _mark_forked() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_mark_forked)
-
-
-def _no_more() -> None:
-    """Do nothing: no records are read any more, only the outboxes."""

@@ -109,7 +109,7 @@ def parse_home(raw: bytes) -> Home:
     if len(raw) != _HOME.size:
         raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
     version, lane, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
-    sizes_ok = 2 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
+    sizes_ok = 1 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
     if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
         raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
     link = "nixl" if flags & _NIXL else "tcp"

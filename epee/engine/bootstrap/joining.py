@@ -34,7 +34,7 @@ from ...errors import (
 )
 from ...link.engine import chosen_engine
 from ...memory.shared import BLOB_BYTES, SharedRegion
-from ...view.job import Job, JobHandle, job_name, retained
+from ...view.job import Job, JobHandle, job_name, new_folder, retained
 from ...view.process.detector import DeathWatch
 from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision
@@ -42,8 +42,8 @@ from ...view.transport.directory import JobDirectory, find_jobs
 from ..engine import Engine
 from ..limits import MAX_RANKS
 from ..membership.group_membership import GroupMembership
-from ..membership.members import attach_outbox, make_blank, narrow
-from ..outbox import LIFE, LIFE_READY, OutboxOwner, PeerRegions, outbox_layout
+from ..membership.members import attach_outbox, make_blank
+from ..outbox import OutboxOwner, PeerRegions, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.joining_over_hosts import Entrance, Found, find_over_hosts, tell_contact
 from .attempt import read_fields
@@ -184,25 +184,33 @@ def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
     return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
 
 
-def names_job(store: Any) -> bool:
-    """Return whether a group's store names a running job: the group is the first of it."""
-    return bool(store.check([FOLDER_KEY]))
+def joins_job(store: Any, is_first: bool) -> bool:
+    """Return whether a process that joins the group of a store joins the group's job with it.
+
+    The group is the first of its job then, which the store names, and this process is not in that job; it may be in
+    others, such as that of a group of its own.
+
+    Args:
+        is_first: the group is torch's default group.
+    """
+    job = own_job()
+    if not store.check([FOLDER_KEY]):
+        return is_first and job is None
+    return job is None or job.key not in bytes(store.get(FOLDER_KEY)).decode(errors="replace")
 
 
-def place_of(engine: Engine, mode: str) -> Place | None:
-    """Return the slot of this process in a group that it is in, None in one that takes no joiners."""
-    if engine.membership is None:
-        return None
+def place_of(engine: Engine, mode: str) -> Place:
+    """Return the slot of this process in a group that it is in."""
     peer_regions, (lane, slots, is_home) = engine.peer_regions, engine.membership.place
     link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if peer_regions.exports.spans else ()
     num_ranks = peer_regions.num_ranks if is_home else len(slots)
     return Place(Home(lane, num_ranks, peer_regions.staging_bytes, mode, *link), slots, peer_regions.rank, is_home)
 
 
-def leave_note(store: Any, place: Place | None) -> None:
+def leave_note(store: Any, place: Place) -> None:
     """Publish, in the store of a group of which this process is rank 0, the note by which later processes find it."""
     job = own_job()
-    if place is None or place.is_home or place.rank or job is None:
+    if place.is_home or place.rank or job is None:
         return
     with ignored(RuntimeError):  # the store no longer exists: then no process joins
         note = prove(job.directory.token, pack_home(place.home).hex(), LANE_KEY.encode())
@@ -343,34 +351,38 @@ def _start(
         for peer, part in parts.items():
             if peer != rank and (door is None or door.is_here(part)):
                 watch.watch(peer, part.pid, part.start_time)
-        if door is None:
-            engine = Engine(peer_regions, watch, 300.0, first_number(decision.epoch))
-        else:
+        if door is not None:
             ways = door.enter(membership, decision, parts, peer_regions, home)
             undo.callback(ways.exports.abandon)
-            engine = Engine(peer_regions, watch, 300.0, first_number(decision.epoch), waiting=ways.waiting)
-        membership.attach(engine)
-        if door is None:
-            peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
+        engine = Engine(peer_regions, watch, 300.0, membership, first_number(decision.epoch))
         keep(engine)
         undo.pop_all()
         return engine
 
 
-def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:
-    """Return the engine of a process that joins a group later: it counts `num_ranks`, and has itself alone."""
+def alone(rank: int, num_ranks: int, timeout_s: float, staging_bytes: int, mode: str) -> Engine:
+    """Return the engine of a process that joins a group later: it counts `num_ranks`, and has itself alone.
+
+    It is the only member of a job of its own, which no process finds and no other group uses.
+    """
     layout = outbox_layout(num_ranks, staging_bytes)
-    region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
-    try:
+    with contextlib.ExitStack() as undo:
+        region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+        undo.callback(region.close)
+        directory = new_folder("/alone")
+        leave: Callable[[], object] = directory.leave
+        undo.callback(lambda: leave())
+        job = Job(directory, rank, b"")
+        leave = job.release
+        job.runtime.start([job.runtime.member])
+        membership = GroupMembership(JobHandle(job, list(range(num_ranks)), 0, True, True), mode)
+        leave = membership.close
         blank = make_blank(layout.nbytes)
         peer_regions = PeerRegions(
             rank, [region if peer == rank else blank for peer in range(num_ranks)], staging_bytes, 1
         )
         peer_regions.blanks.update(peer_regions.peers)
-        engine = Engine(peer_regions, DeathWatch(), timeout_s)
-        engine.plan_with(narrow(peer_regions, [rank], 1))
-    except BaseException:
-        region.close()
-        raise
-    keep(engine)
-    return engine
+        engine = Engine(peer_regions, DeathWatch(), timeout_s, membership)
+        keep(engine)
+        undo.pop_all()
+        return engine

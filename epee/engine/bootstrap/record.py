@@ -16,11 +16,9 @@ from ... import env
 from ...errors import MismatchError, ProtocolError, expected, shortage
 from ...link.engine import chosen_engine
 from ...memory.shared import BLOB_BYTES, SharedRegion, process_start_time
-from ...view.job import JobHandle, pack_member
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
 from ..limits import MODES
-from ..membership.group_membership import GroupMembership
 from .attempt import BootstrapAttempt, read_fields
 from .proof import prove, proved
 
@@ -58,9 +56,11 @@ def own_record(
     staging_bytes: int,
     region: SharedRegion,
     mode: str = MODES[0],
-    job_handle: JobHandle | None = None,
-    membership: GroupMembership | None = None,
+    nonce: bytes = bytes(NONCE_BYTES),
+    member: str = "",
+    epoch: int = 1,
 ) -> RankRecord:
+    """Return this rank's record; the last three are the fields of a process that is in a job, or makes one."""
     pid = os.getpid()
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -78,9 +78,9 @@ def own_record(
         process_start_time(pid),
         region.blob.hex(),
         mode,
-        job_handle.job.runtime.member.nonce.hex() if job_handle is not None else bytes(NONCE_BYTES).hex(),
-        pack_member(job_handle.job.runtime.member) if job_handle is not None and job_handle.is_founder else "",
-        membership.epoch if membership is not None else 1,
+        nonce.hex(),
+        member,
+        epoch,
         "",
         0,
         env.get_bool("EPEE_LINK_MAC"),

@@ -48,6 +48,7 @@ from ...errors import (
     context,
     ignored,
 )
+from ...link.topology import Roles, one_host
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import JobHandle
@@ -62,7 +63,7 @@ from ..operation import Operation
 from ..outbox import LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
 from ..replication.links import GroupLinks, NoGroupLinks
-from ..replication.loss_resolution import Gate, LossResolution, NoGate, NoLossResolution
+from ..replication.loss_resolution import Gate, LossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
 from .members import Arrival, EpochRegions, Joiners, TooShort, unready
@@ -89,17 +90,14 @@ class GroupMembership(MembershipStart):
         """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(job_handle, mode, joined_by, asks)
         self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
-        self._loss_resolution: LossResolution | NoLossResolution = NoLossResolution()
-        self._gate: Gate | NoGate = NoGate()
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
-        self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
 
     # ---- creation
 
     def attach(self, engine: Engine) -> None:
-        """Attach the engine. Its number of the last call is set to where this rank joins, if it is a joiner."""
+        """Attach the engine, which has just been made. A joiner's number of the last call is set to where it joins."""
         rank_table, peer_regions = self._rank_table, engine.peer_regions
         members = rank_table.begin(peer_regions.members)
         joined_in = rank_table.epoch if self._is_joiner else 0
@@ -112,12 +110,14 @@ class GroupMembership(MembershipStart):
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
         self._call_outcome = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
-        self._loss_resolution, self._gate = self._links.follow(
-            rank_table, since, joined_in, self._all_regions, self._tell_turned
-        )
-        self._is_ready = not (joined_in and self._links.spans)
+        links, here = self._links, one_host(peer_regions.rank, peer_regions.capacity)
+        roles = Roles(links.topology if isinstance(links, GroupLinks) else here, [*since], since)
+        self._loss_resolution = LossResolution(peer_regions, roles, links.owners, self._all_regions)
+        self._gate = Gate(rank_table, self._loss_resolution, self._tell_turned)
+        self._is_ready = not joined_in  # a joiner is when it reads all others
         self._intake = Joiners(engine, rank_table, self._epoch_regions, self._links.host)
         if joined_in:
+            self._loss_resolution.begin(joined_in)
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
         self.admission = Admission(
@@ -126,7 +126,6 @@ class GroupMembership(MembershipStart):
         asked = self.admission, self._read_marks, self._publish_mark
         self.local_state = LocalState(self.runtime, engine, rank_table, *asked)
         self._engine = engine
-        engine.membership = self
         own = peer_regions.regions[peer_regions.rank].blob
         assert self._row is not None, "`close` comes later"
         state = IN if self._is_joiner else FOUNDER
@@ -136,10 +135,16 @@ class GroupMembership(MembershipStart):
             self._leave_out(rank)
         self.hooks.attach(engine, course, self._links)
         self.hooks.on_asked = self.local_state.note
+        self._look_settled()
 
     def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
         rank_of = self._rank_table.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
+
+    @property
+    def links(self) -> GroupLinks | NoGroupLinks:
+        """This rank's part between hosts."""
+        return self._links
 
     def use(self, links: GroupLinks) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
@@ -218,6 +223,8 @@ class GroupMembership(MembershipStart):
 
     def _may_take(self, decision: Decision) -> bool:
         """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
+        if not self._links.spans:
+            return True
         gate, resolution, rank_table = self._gate, self._loss_resolution, self._rank_table
         parts = parts_of(decision, rank_table.lane)
         own = rank_table.slot_of[self._epoch_regions.full.rank]
@@ -257,7 +264,9 @@ class GroupMembership(MembershipStart):
             self._row.tell(self._offer.pack())
 
     def _change_hosts(self, decision: Decision) -> None:
-        """Have the mirrors of lost ranks settled."""
+        """Have the mirrors of lost ranks settled; on one host all that was stored is here."""
+        if not self._links.spans:
+            return
         self._cuts[decision.epoch] = cut_of(decision, self._rank_table.lane, Removal(0, 0, PUT_OUT))
         parts = parts_of(decision, self._rank_table.lane)
         present = [slot for slot, when in self._rank_table.since.items() if parts.get(slot) == when]
@@ -266,7 +275,9 @@ class GroupMembership(MembershipStart):
             self._engine.raise_flag(CHANGING)
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
-        """Begin a new placement with joiners."""
+        """Begin a new placement with joiners, over several hosts."""
+        if not self._links.spans:
+            return
         parts = parts_of(decision, self._rank_table.lane)
         staying = {slot: when for slot, when in self._rank_table.since.items() if parts.get(slot) == when}
         since = self._since_of_ranks(staying)

@@ -56,7 +56,7 @@ class StoreLook:
 
     def __init__(self, this: BootstrapAttempt, watch: DeathWatch, lost: Callable[[], tuple[int, ...]]) -> None:
         self._this, self._watch, self._lost = this, watch, lost
-        self._next = 0.0
+        self._next = time.monotonic() + _LOOK_S
 
     def __call__(self) -> None:
         """Raise the error that a peer has reported, from time to time."""

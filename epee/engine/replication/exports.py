@@ -96,6 +96,16 @@ class Exports:
         self.on_close: Callable[[], object] = int  # further resources to release
         self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
 
+    @property
+    def pump(self) -> Callable[[], bool]:
+        """Moves the bytes that can be moved now; returns whether any were."""
+        return self.links.pump
+
+    @property
+    def rest(self) -> Callable[[], object]:
+        """Leaves the sockets to the thread of the links."""
+        return self.links.rest
+
     def new_looks(self, first: int) -> RemoteReads:
         """Return remote reads for another caller, which does not hold the engine's lock; they count from `first`."""
         return RemoteReads(self, self._ears, first)

@@ -40,8 +40,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...errors import EpeeError, ProtocolError, expected
@@ -54,7 +53,6 @@ from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence
 from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
-from ..membership.rank_table import RankTable
 from ..outbox import (
     CONSUMED,
     CONSUMED_TOO,
@@ -68,12 +66,9 @@ from ..outbox import (
     PeerRegions,
     has_left,
 )
-from ..waiting import Waiting
 from .exports import Exports
-from .loss_resolution import Gate, LossResolution, NoGate, NoLossResolution
 from .mirror import FROM_BIRTH, LinkReader, Mirror
 from .snapshot import tell_all
-from .waiting import LinkedWaiting
 
 logger = logging.getLogger("epee")
 
@@ -117,11 +112,7 @@ class NoGroupLinks:
     """`GroupLinks` of a group on one host, which has no links."""
 
     spans, host, port, epoch, is_told = False, "", 0, FOREVER, True
-    waiting: Callable[..., Waiting] = Waiting
-
-    def follow(self, *group: object) -> tuple[NoLossResolution, NoGate]:
-        """Return the parts of the membership that follow the data of other hosts."""
-        return NoLossResolution(), NoGate()
+    owners: dict[int, OutboxOwner] = {}  # noqa: RUF012 - nobody adds one
 
     def adopted(self, epoch: int) -> None:
         """Do nothing."""
@@ -148,7 +139,6 @@ class GroupLinks:
         epoch: of the newest view whose roles are played.
         port: where links with this rank are made.
         spans: whether ranks of other hosts may take part.
-        waiting: makes the waits of an engine that has these links.
     """
 
     spans = True
@@ -180,7 +170,6 @@ class GroupLinks:
         self._own = peer_regions.own
         self._retry_at = 0.0
         self.exports = exports = Exports(topology, peer_regions, links, self._ears)
-        self.waiting: Callable[..., Waiting] = partial(LinkedWaiting, exports=exports)
         exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
 
     def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, SharedRegion]) -> None:
@@ -213,22 +202,6 @@ class GroupLinks:
         self._roles = Roles(self._roles.topology, self._roles.present, since)
         if joined:
             self._joined[self._roles.topology.rank] = self._own[GENERATION] = epoch
-
-    def follow(
-        self,
-        rank_table: RankTable,
-        since: Mapping[int, int],
-        joined_in: int,
-        epoch_regions: Callable[[], Iterable[PeerRegions]],
-        tell: Callable[[int], None],
-    ) -> tuple[LossResolution, Gate]:
-        """Return the parts of the membership that follow the data of other hosts, from the present placement on."""
-        resolution = LossResolution(
-            self.peer_regions, Roles(self.topology, [*since], since), self.owners, epoch_regions
-        )
-        if joined_in:
-            resolution.begin(joined_in)
-        return resolution, Gate(rank_table, resolution, tell)
 
     def adopted(self, epoch: int) -> None:
         """Note that the engine has applied a view with joiners; the engine's lock is held."""

@@ -56,33 +56,8 @@ from ..outbox import (
 logger = logging.getLogger("epee")
 
 
-class NoLossResolution:
-    """`LossResolution` of a group on one host, whose ranks have received all that was stored."""
-
-    is_over, has_moves = True, False
-    unsettled: Mapping[int, int] = {}
-
-    def is_here(self, rank: int) -> bool:
-        """Return whether a rank shares this rank's host."""
-        return True
-
-    def change(self, epoch: int, present: Iterable[int]) -> None:
-        """Do nothing."""
-
-    def bring_in(self, epoch: int, keys: object, since: object, owners: object) -> None:
-        """Do nothing."""
-
-    def awaited(self) -> list[int]:
-        """Return no rank."""
-        return []
-
-    def look(self) -> list[tuple[int, int]]:
-        """Return no rank."""
-        return []
-
-
 class LossResolution:
-    """The mirrors of one rank's host, as far as a change of the view concerns them.
+    """The mirrors of one rank's host, as far as a change of the view concerns them: none in a group on one host.
 
     Args:
         peer_regions: the peer regions of all ranks.
@@ -258,32 +233,8 @@ class LossResolution:
                     peer_regions.forget_views()
 
 
-class NoGate:
-    """`Gate` of a group on one host, where every view may be applied."""
-
-    epoch = newest = 0
-    late: tuple[int, ...] = ()
-
-    def begin(self, epoch: int) -> bool:
-        """Return that nothing follows."""
-        return False
-
-    def begun(self, decision: Decision) -> None:
-        """Do nothing."""
-
-    def hear(self, decision: Decision) -> None:
-        """Do nothing."""
-
-    def is_open(self, offers: Callable[[], Mapping[int, Offer]]) -> bool:
-        """Return that the view may be applied."""
-        return True
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
 class Gate:
-    """The condition that a view with joiners waits for at one rank.
+    """The condition that a view with joiners waits for at one rank; none waits in a group on one host.
 
     Args:
         tell: reports to the others that this rank has turned.

@@ -133,7 +133,7 @@ class Assembly:
         masks.
         """
         membership, job_handle = self._engine.membership, self._job_handle
-        if not job_handle.is_open or membership is None:
+        if not job_handle.is_open:
             return 0, 0
         there, left = membership.admission.expected()
         ready = [rank for rank in there if rank < self._control.config.num_ranks]
@@ -142,5 +142,4 @@ class Assembly:
 
     def _take_in(self, ranks: set[int], deadline: float) -> None:
         membership = self._engine.membership
-        assert membership is not None, "nobody is missing where there is no view"
         membership.admission.take_in(ranks, min(time.monotonic() + SLICE_S, max(deadline, time.monotonic() + 1e-3)))

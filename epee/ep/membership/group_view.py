@@ -41,7 +41,7 @@ _LANE_SALT = 0x9E3779B97F4A7C15
 
 
 def job_handle_of(group: Any, num_ranks: int) -> GroupInView:
-    """Return the job handle of a group; `NO_VIEW` for groups of other backends than "epee" and of one rank."""
+    """Return the job handle of a group; `NO_VIEW` for groups of other backends than "epee"."""
     found: GroupInView = getattr(group, "in_view", in_no_view)(num_ranks)
     return found
 

@@ -346,9 +346,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         """
         ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
         ended.update(self._engine.watch.dead())
-        membership = self._engine.membership
-        assert membership is not None
-        since, (members, epoch) = membership.admission.since(), self._met
+        since, (members, epoch) = self._engine.membership.admission.since(), self._met
         there = {rank for rank in members if rank in since and since[rank] <= epoch}
         cut = set(range(self.config.num_ranks)).difference(there)
         ended |= cut

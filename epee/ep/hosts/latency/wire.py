@@ -52,7 +52,7 @@ from ....engine import Engine
 from ....engine.outbox import CONSUMED, SLEEPERS, STATE_WORDS
 from ....engine.replication.exports import Exports
 from ....engine.replication.remote_reads import RemoteReads
-from ....engine.replication.waiting import MOST_MOVES_S
+from ....engine.waiting import MOST_MOVES_S
 from ....errors import ProtocolError
 from ....link.frames import NO_WORD
 from ....link.topology import Roles, Topology

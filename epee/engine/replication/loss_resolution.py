@@ -1,4 +1,4 @@
-"""What a change of the view still waits for in a group over several hosts: mirrors, and the gate before joiners.
+"""The data that a change of the view still waits for in a group over several hosts: mirrors, and the gate for joiners.
 
 **Mirrors.** The gateways of a host's mirrors publish in their outboxes which mirrors they have made anew and what they
 have received (`links.py`). A rank applies that here (`LossResolution`), under its engine's lock, whenever it drives a

@@ -1,7 +1,7 @@
 """How a call ends that is given up: the rule alone, over everything that three peers can say.
 
-That its answers are right is shown by `tests/backend/test_withdrawal_model.py`, `tests/ep/test_row_withdrawal.py` and
-`tests/sim`.
+That its answers are right is shown by `tests/backend/test_withdrawal_model.py`,
+`tests/survive/test_buffer_outcomes.py` and `tests/sim`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ The two layouts of words define the memory of each state, with the proof: `engin
 and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has stopped between its last check and its
 announcement has not decided, and no other rank can decide for it.
 
-`tests/backend/test_withdrawal_model.py` and `tests/ep/test_row_withdrawal.py` run this rule in all orders of the loads
-and stores of either layout; the group of the simulator follows it while views change.
+`tests/backend/test_withdrawal_model.py` runs this rule in all orders of the loads and stores of the first layout, and
+`tests/survive/test_buffer_outcomes.py` real calls of the second; the group of the simulator follows it while views
+change.
 """
 
 from __future__ import annotations

@@ -13,17 +13,12 @@ Protocol on the CPU: all ranks make the same calls of a kind in the same order; 
 runs after what the buffer has put on other streams before. Reports of kernels are in pinned memory and are raised by
 `check`, with which every call begins.
 
-A crash of a peer leaves its words unset: kernels wait for the timeout, then exclude that source.
-
 Into the region of `LatencyMemory` the CPU writes the addresses of the others' regions, the members, and the number from
-which calls count.
+which calls count. An agreed view is entered in two steps: `set_view` makes this rank unreachable for all others and
+clears what was stored; once all members have done so, `open_view` lets calls reach the others again.
 
-An agreed view is entered in two steps. `set_view` makes this rank unreachable for all others and clears what
-was stored; once all members have done so, `open_view` lets calls reach the others again. No call of the view is made
-before that.
-
-A crash of a peer leaves its region mapped, and its words as they were; a process that replaces it lends another one
-(`attach_peer`, `replace_peer`).
+A crash of a peer leaves its region mapped, and its words as they were or unset: kernels wait for the timeout, then
+exclude that source; a process that replaces it lends another region (`attach_peer`, `replace_peer`).
 """
 
 from __future__ import annotations
@@ -233,15 +228,11 @@ class LatencyCore:
     """The GPU side of a rank's latency buffer. One call at a time; calls of a kind in the same order on all ranks.
 
     Args:
-        platform: the GPU.
-        config: sizes, equal on all ranks.
-        all_gather: returns the bytes of all ranks in rank order, b"" for ranks to be attached later (`replace_peer`);
-            called at construction.
+        platform, config, all_gather: as for `LatencyMemory`.
 
     Attributes:
         device: kernels, reports, the order of calls.
-        active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
-        memory: that the ranks lend each other.
+        memory: that the ranks lend each other; `active_ranks` is its mask.
         plans: makes the plans of calls.
         num_calls: calls that this rank has begun; those recorded in graphs do not count.
         is_poisoned: fill results with 0xFF before each call.

@@ -279,7 +279,7 @@ FLOAT32 = 13 | 9 << 6 | 9 << 12  # the signature of point_to_point of float32 wi
 
 def lying_header(rank: int, num_ranks: int, lie: dict[int, int], tag: int) -> str:
     """Rank 0's first header holds `lie` (position -> value); rank 1 gets an error and nothing is written."""
-    from epee.engine.p2p import send as sending
+    from epee.engine.p2p import ends
 
     if rank == 0:
 
@@ -288,7 +288,7 @@ def lying_header(rank: int, num_ranks: int, lie: dict[int, int], tag: int) -> st
                 told = [lie.get(position, value) for position, value in enumerate(values)]
                 real.pack_into(words, offset, *told)
 
-        real, sending._HEADER = sending._HEADER, Liar()  # type: ignore[assignment]
+        real, ends._HEADER = ends._HEADER, Liar()  # type: ignore[assignment]
         work = dist.isend(torch.ones(4), 1, tag=1)
         dist.barrier()
         assert not work.is_completed()

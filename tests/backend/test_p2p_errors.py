@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from epee.engine.entry import NEWS, TROUBLED
 from epee.engine.outbox import TAKEN_BACK
-from epee.engine.p2p import recv as receiving
+from epee.engine.p2p import ends
 from epee.errors import CommTimeoutError, InvalidState, NoQuorumError, RankFailedError
 from tests.harness import run_ranks
 from tests.survive import stages
@@ -159,10 +159,10 @@ def receiver_stands_still(rank: int, num_ranks: int, folder: str, where: str, sa
         for value in (0.0, 1.0)[1 - same :]:
             dist.send(torch.tensor([value]), 1)
         return told
-    real_fence, real_answer = receiving.fence, receiving.Receiver._answer
+    real_fence, real_answer = ends.fence, ends.Receiver._answer
 
     def stand(*args: Any) -> None:
-        receiving.fence, receiving.Receiver._answer = real_fence, real_answer  # type: ignore[method-assign]
+        ends.fence, ends.Receiver._answer = real_fence, real_answer  # type: ignore[method-assign]
         if not args:
             real_fence()
         stages.wait_for(folder, "twice")
@@ -171,9 +171,9 @@ def receiver_stands_still(rank: int, num_ranks: int, folder: str, where: str, sa
         stages.reach(folder, "on")
 
     if where == "claim":
-        receiving.fence = stand
+        ends.fence = stand
     else:
-        receiving.Receiver._answer = stand  # type: ignore[method-assign]
+        ends.Receiver._answer = stand  # type: ignore[method-assign]
     got = []
     for _ in range(1 if not same and where == "claim" else 2):
         x = torch.zeros(1)

@@ -18,8 +18,7 @@ import pytest
 import epee.backend
 import epee.engine
 from epee.engine.outbox import PeerRegions, outbox_layout
-from epee.engine.p2p import recv as receiving
-from epee.engine.p2p import send as sending
+from epee.engine.p2p import ends
 from epee.engine.p2p.channel import Mailroom
 from epee.engine.p2p.message import STAYS_OPEN, Message
 from epee.engine.signature import OP_CODE, pack
@@ -199,7 +198,7 @@ def test_a_send_given_up_at_any_line_is_delivered_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kind == "collected":  # as what is longer than its lane
-        monkeypatch.setattr(receiving, "LANE_BYTES", 1 << 20)
+        monkeypatch.setattr(ends, "LANE_BYTES", 1 << 20)
     seen, at = [], 1
     while not seen or seen[-1]:
         seen.append(run(pairs(), kind, at))
@@ -233,7 +232,7 @@ def test_a_send_given_up_before_it_was_refused_does_not_fail_a_receive(pairs: Ca
 def stand_still(pair: Pair, after_look: bool) -> tuple[Message, Message, Callable[[], None]]:
     """Give a send up while the receiver stands in its claim; returns it, the receive, and what lets that go on."""
     send, receive = pair.send(numbered(4, 1.0)), pair.receive(4)
-    module: Any = receiving
+    module: Any = ends
     kept = module.fence, module.Receiver._answer
 
     def stop(*args: Any) -> None:
@@ -305,7 +304,7 @@ def test_messages_that_were_given_up_do_not_fill_the_window(pairs: Callable[[], 
         pair.drive(send, receive)
         assert receive.array.tolist() == [i] * 3
         assert pair.give_up(given_up) == "taken back"
-    assert not sending.Sender.is_open(pair.sender._sender, given_up)
+    assert not ends.Sender.is_open(pair.sender._sender, given_up)
 
 
 def test_what_an_interrupted_receive_had_got_waits_for_one_that_fits(pairs: Callable[[], Pair]) -> None:

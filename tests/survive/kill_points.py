@@ -16,8 +16,7 @@ from typing import Any
 
 from epee.engine.operation import Operation
 from epee.engine.outbox import NoExports
-from epee.engine.p2p import recv as receiving
-from epee.engine.p2p import send as sending
+from epee.engine.p2p import ends
 from epee.engine.plan import Plan
 from epee.engine.replication.exports import Exports
 from epee.view.process.board import Board
@@ -145,12 +144,12 @@ def arm_messages(point: str, act: Callable[..., None] = die) -> None:
     if point == "before_send":
         act()
     elif point == "mid_send":
-        sending.Sender._write = _wrapped(sending.Sender._write, act, True)  # type: ignore[method-assign]
+        ends.Sender._write = _wrapped(ends.Sender._write, act, True)  # type: ignore[method-assign]
     elif point in ("after_payload", "after_tag"):
         is_before = point == "after_payload"
         _wrap_publishing("publish_fragment", act, is_before, lambda *word: True)
     elif point == "before_copyout":
-        receiving.Receiver._pull = _wrapped(receiving.Receiver._pull, act, True)  # type: ignore[method-assign]
+        ends.Receiver._pull = _wrapped(ends.Receiver._pull, act, True)  # type: ignore[method-assign]
     else:
         is_before = point == "mid_copyout"
         _wrap_publishing("publish", act, is_before, _is_verdict)

@@ -37,7 +37,7 @@ messages that it has sent and no receive has taken are never delivered, even if 
 An exception from a signal handler can come between any two lines. Every change of the state is therefore one entry: a
 function that may be run twice, noted before it runs; `settle` runs again the entry that was noted and not finished.
 
-`Mailroom` is the front, `send.py` and `recv.py` the two ends of a channel, `message.py` their state.
+`Mailroom` is the front, `ends.py` has the two ends of a channel, `message.py` their state.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from ...errors import PeerError
 from ..operation import Block
 from ..outbox import PeerRegions
 from ..ranges import let_begin
+from .ends import Receiver, Sender
 from .message import ANY, MATCHED, STAYS_OPEN, Absence, Message
-from .recv import Receiver
-from .send import Sender
 
 
 def first_number(epoch: int) -> int:

@@ -143,8 +143,9 @@ def test_a_send_that_raised_for_lack_of_a_quorum_is_not_delivered(tmp_path: Path
 
 def receiver_stands_still(rank: int, num_ranks: int, folder: str, where: str, same: bool) -> Any:
     """The receiver is stopped in the midst of its claim until its sender has given up twice."""
-    cases.init(rank, num_ranks, folder, op_timeout=0.2 if rank == 0 else 30.0)
+    cases.init(rank, num_ranks, folder, op_timeout=1.0 if rank == 0 else 30.0)
     if rank == 0:
+        stages.wait_for(folder, "receives")  # else the first send may end before it is taken
         told = []
         for _ in range(2):
             with pytest.raises(CommTimeoutError) as caught:
@@ -175,6 +176,7 @@ def receiver_stands_still(rank: int, num_ranks: int, folder: str, where: str, sa
     else:
         ends.Receiver._answer = stand  # type: ignore[method-assign]
     got = []
+    stages.reach(folder, "receives")
     for _ in range(1 if not same and where == "claim" else 2):
         x = torch.zeros(1)
         dist.recv(x, 0)

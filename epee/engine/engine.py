@@ -22,7 +22,7 @@ Interfaces for failure handling, and their guarantees:
   the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes
   `await_flags` (entering) or `_wait_ended` (inside). Nothing else on the fast path checks the health of the group.
 - `await_flags` runs without the lock, `_wait_ended` with it; both raise if the call cannot continue.
-- `trouble.examine` runs with the lock, in the waiting thread, after each sleep in which no word arrived. It may `fail`
+- `examine` runs with the lock, in the waiting thread, after each sleep in which no word arrived. It may `fail`
   any call of the queue and retires the calls that it ended; it must not block.
 - A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
   outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was aborted (GAVE_UP).
@@ -50,7 +50,6 @@ from typing import Any
 from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
 from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
-from . import stall as trouble
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .interrupts import Recovery
 from .membership.call_outcome import UnresolvedCalls
@@ -91,7 +90,7 @@ from .p2p.channel import Mailroom
 from .p2p.message import Absence, Message
 from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from .progress import Helper
-from .waiting import NAP_ROUNDS, Waiting
+from .waiting import NAP_ROUNDS, Waiting, examine, raise_if_open, raise_if_overdue
 from .withdrawal import withdrawn
 
 
@@ -507,14 +506,14 @@ class Engine:
             while not op.done:
                 if self.flags & ~CHANGING:
                     self._wait_ended(op)
-                    trouble.raise_if_overdue(self, op, until, op.start_clock())
+                    raise_if_overdue(self, op, until, op.start_clock())
                     continue  # the lock was given back: another thread may have ended the call
                 is_alone = is_message and not op.before and not self.mail.held
                 head = op if is_alone else self.order.foremost(op)
                 block = self.advance(head)
                 if block is not None and not op.done and (head is op or self.order.foremost(op) is head):
                     if not is_alone:
-                        trouble.raise_if_open(head, op)
+                        raise_if_open(head, op)
                     self._wait(block, head, op, until)
             if not is_message:
                 self.retire_heads()
@@ -635,7 +634,7 @@ class Engine:
             if self.flags & ~CHANGING:
                 self._wait_ended(op)
             if head.patience == NAP_ROUNDS:
-                trouble.examine(self, None, head, op, until)
+                examine(self, None, head, op, until)
             return
         if head.patience == 0 and (self.waits.spin(block) or self.waits.yield_until(block, head.start_clock())):
             return
@@ -644,7 +643,7 @@ class Engine:
         if self.flags & ~CHANGING:
             self._wait_ended(op)
         if self.peer_regions.words[block.rank][block.word] < block.value:
-            trouble.examine(self, block, head, op, until)
+            examine(self, block, head, op, until)
         else:
             head.patience = 0
 

@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, EpeeError, ResourceError, expected, is_of_handler
 from ..threads import BackgroundThread
-from . import stall as trouble
 from .entry import SLICE_S
 from .operation import Block, Driven
 from .outbox import BELL
 from .p2p.message import Message
+from .waiting import examine
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -411,5 +411,5 @@ class Helper:
         now = head.start_clock()
         if head.patience or now > head.deadline:
             on_peer = block.rank >= 0 and block.word != BELL
-            trouble.examine(self._engine, block if on_peer else None, head, head, None)
+            examine(self._engine, block if on_peer else None, head, head, None)
         head.patience = 1

@@ -23,7 +23,7 @@ takes a message stores its number in CLAIM, and then reads TAKEN_BACK. Each has 
 
     neither            the receiver will find the mark, whenever it comes: it stores DECLINED and continues with the
     next a claim only       it may have read before the mark was there. The sender waits for the verdict, for GRACE_S at
-                       most (`engine/stall.py`), else the message stays open, and the error says so
+                       most (`engine/waiting.py`), else the message stays open, and the error says so
     MATCHED, REFUSED   it was too late: the send ends with that
 
 The next send of the tag continues an open message: it is sent only if the receiver has not delivered that. A receive

@@ -209,7 +209,7 @@ class CallsOfView:
             beyond = self._beyond(size)
         if beyond:
             raise InvalidArgument(
-                f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
+                f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} are members and must leave first"
             )
         present = self._engine.members.group_size
         if size == present and self._place is None:
@@ -238,7 +238,9 @@ class CallsOfView:
             UnsupportedError: a group with `fault_mode="raise"`.
         """
         if self.options.fault_mode != "mask":
-            raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')
+            raise UnsupportedError(
+                'put_out needs fault_mode="mask"; with "raise" the rank itself calls destroy_process_group'
+            )
         _check_ranks(ranks, "put_out")
         self._admission().put_out(ranks, self._limit(timeout_s))
 
@@ -332,7 +334,7 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
         )
     if peer >= peer_regions.num_ranks or peer in peer_regions.blanks:
         raise RankFailedError(
-            f"{name}: rank {peer} is not in the view (epoch {epoch}); it was lost or has not come yet",
+            f"{name}: rank {peer} is no member (epoch {epoch}): it has failed or left, or has not joined yet",
             [peer],
             name,
             0,

@@ -68,16 +68,15 @@ class Settings:
         if self.killed_host is not None and not 1 <= self.killed_host < self.num_hosts:
             raise InvalidArgument(
                 f"--kill-host must be a host from 1 to {self.num_hosts - 1} of --hosts, got {self.killed_host}; host 0 "
-                "has rank 0, which keeps the clock and speaks to the screen"
+                "has rank 0, which reports"
             )
         if self.num_hosts > 1 and self.killed_host is None and self.victim is not None and self.fault == "stall":
             raise InvalidArgument(
-                "--stall needs one host: over several who is heard of through the stopped rank may be voted out with it"
+                "--stall needs --hosts 1: over hosts, ranks reached through the stopped one may be evicted, too"
             )
         if self.victim is not None and not 1 <= self.victim < self.num_ranks:
             raise InvalidArgument(
-                f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
-                "clock and speaks to the screen"
+                f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 reports"
             )
 
     def most_ranks(self, most: int) -> int:

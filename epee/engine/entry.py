@@ -87,7 +87,7 @@ class Entry:
             if time.monotonic() > until:
                 raise CommTimeoutError(
                     f"the ranks have not agreed on a view for {self._engine.timeout_s:.0f} s (rank="
-                    f"{self._engine.peer_regions.rank}); no call was made, it may be tried again",
+                    f"{self._engine.peer_regions.rank}); the call was not made, it may be repeated",
                     has_job=True,
                 )
             self.queue_up()

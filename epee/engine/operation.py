@@ -242,7 +242,7 @@ class Operation:
         here, and stays: no rank can complete a call with it, and its reason is for ranks that arrive late.
         """
         if isinstance(self.plan, RefusedPlan):
-            told = f"{self.describe(peer_regions)}: refused here, and given up by another rank"
+            told = f"{self.describe(peer_regions)}: refused here, and aborted by another rank"
             self.fail(cause or CommTimeoutError(told, silent, has_job=True))
         else:
             self.withdrawal = Withdrawal(self, peer_regions, silent, cause)
@@ -285,8 +285,8 @@ class Operation:
             raise ProtocolError(
                 f"{self.describe(peer_regions)}: the header of rank "
                 f"{peer_regions.members[self.damaged]} does not fit together (it names "
-                f"offset {self.offsets[self.damaged]}); is its memory damaged? No result was written; the next call "
-                "pairs by its number"
+                f"offset {self.offsets[self.damaged]}); is its memory damaged? No result was written; the group "
+                "can be used"
             )
         if self.mismatch:
             raise self._mismatch(peer_regions)
@@ -351,7 +351,7 @@ class Operation:
         for words in peer_regions.peer_words:
             if words[cell] != tag != words[cell + GAVE_UP]:
                 raise EvictedError(
-                    f"{self.describe(peer_regions)}: the others went on while this rank stood still; "
+                    f"{self.describe(peer_regions)}: the other ranks continued while this rank was stopped; "
                     "the result of this call "
                     "must not be used; start this rank again with is_extension=True",
                     [peer_regions.members[peer_regions.rank]],
@@ -447,7 +447,7 @@ class Operation:
         return ProtocolError(
             f"{self.describe(peer_regions)}: rank {peer_regions.members[peer]} counts its rounds with "
             f"{word:#x}, which cannot be; is its "
-            "memory damaged? No result was written; the next call pairs by its number"
+            "memory damaged? No result was written; the group can be used"
         )
 
     def merge(self, peer_regions: PeerRegions) -> None:
@@ -528,7 +528,7 @@ class Operation:
         if plan.signature & 63 == REFUSED:
             return MismatchError(f"{self.describe(peer_regions)}: refused here, so it failed everywhere: {told}")
         return MismatchError(
-            f"{self.describe(peer_regions)}: the ranks disagree: {told}; no result was written, the group works on; "
+            f"{self.describe(peer_regions)}: the ranks disagree: {told}; no result was written, the group can be used; "
             "make the calls agree"
         )
 

@@ -229,14 +229,14 @@ class Waiting:
 
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
-GAVE_THE_CALL_UP = "gave the call up"
+GAVE_THE_CALL_UP = "aborted the call"
 LEAVE_GRACE_S = 0.5  # a process that leaves the group at its end leaves the view a moment later
 _MEANING: dict[str, tuple[type[PeerError], str]] = {
     ENDED: (RankFailedError, "make a new group without the rank"),
     HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
     GAVE_THE_CALL_UP: (
         PeerError,
-        "the group works on: the next call pairs by its number, all may repeat this one",
+        "the group can be used, and all ranks may repeat this call",
     ),
 }
 
@@ -286,8 +286,7 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         head.fail(
             CommTimeoutError(
                 f"{head.describe(engine.peer_regions, elapsed=now - head.started)}: {told}; the call "
-                "is given up; the group "
-                "can be used: the next call pairs by its number",
+                "is aborted; the group can be used",
                 silent,
                 has_job=True,
             )
@@ -317,12 +316,12 @@ def _examine_unsettled(engine: Engine, head: Operation, now: float) -> None:
     if head.withdrawal is not None:
         head.withdrawal.undecided = lost  # its outcome is not known before all is here: waiters get an error meanwhile
     elif not head.done:
-        told = f"what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here"
+        told = f"what rank(s) {', '.join(map(str, lost))} had sent before the view changed has not all arrived"
         head.fail(
             CommTimeoutError(
                 f"{head.describe(engine.peer_regions, elapsed=now - head.started)}: {told}, rank(s) "
-                f"{', '.join(map(str, tellers)) or 'none'} could tell; the call is given up; the next one pairs by its "
-                "number",
+                f"{', '.join(map(str, tellers)) or 'none'} can resend it; the call is aborted; the group can be "
+                "used",
                 tellers or lost,
                 has_job=True,
             )
@@ -339,10 +338,10 @@ def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> N
     if is_undecided:
         told += f"; {STAYS_OPEN}"
     elif head.is_send:
-        told += "; the message is taken back and will not be delivered; it may be sent again"
+        told += "; the message is cancelled and will not be delivered; it may be sent again"
     else:
         told = told or "nothing with this tag was sent to this rank by any other"
-        told += "; nothing was taken; the receive may be posted again"
+        told += "; nothing was received; the receive may be posted again"
     where = head.describe(engine.peer_regions, elapsed=now - head.started)
     head.fail(CommTimeoutError(f"{where}: {told.lstrip('; ')}", silent, has_job=True))
 
@@ -366,7 +365,7 @@ def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float
     """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
     if until is not None and now > until and not op.done:
         is_told = isinstance(op, Operation) and op.told is not None
-        told = "its end is still open; repeat the call" if is_told else "the call goes on and may be waited for again"
+        told = "its end is still open; repeat the call" if is_told else "the call continues; wait for it again"
         raise CommTimeoutError(
             f"{op.describe(engine.peer_regions, elapsed=now - op.started)}: not done within the "
             f"time-out of wait(); {told}",

@@ -44,13 +44,11 @@ if TYPE_CHECKING:
     from .operation import Operation
 
 _MEANING = {
-    End.FAILED: "the call is given up, on all ranks that began it; results are untouched; the group can be used: the "
-    "next call pairs by its number",
-    End.OPEN: "rank(s) {} began it and may have completed it, so it is neither given up nor complete; results are "
-    "untouched; repeat the call (wait again for an asynchronous one) to go on with it",
-    End.LOST: "the call is lost: rank(s) {} are through with it, and their words do not tell whether they completed it "
-    "(is their memory damaged?); results are untouched; agree with them before you repeat it; the next call pairs by "
-    "its number",
+    End.FAILED: "the call is aborted on all ranks that began it; results are untouched; the group can be used",
+    End.OPEN: "rank(s) {} began it and may have completed it, so it is neither aborted nor complete; results are "
+    "untouched; repeat the call (wait again for an asynchronous one) to continue it",
+    End.LOST: "the call is lost: rank(s) {} have ended it, and their memory does not show whether they completed it "
+    "(is their memory damaged?); results are untouched; agree with them before you repeat it",
 }
 
 

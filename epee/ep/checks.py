@@ -353,7 +353,7 @@ def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int
         raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {shown(capacity)}")
     if handle is not None:
         raise InvalidArgument(
-            f"capacity must be None with a handle, whose dispatch has said which rows there are, got {shown(capacity)}"
+            f"capacity must be None with a handle, which already fixes the rows, got {shown(capacity)}"
         )
     if layout != "rank":
         raise UnsupportedError(
@@ -418,8 +418,8 @@ def _rows_to_combine(y: object, handle: Handle) -> int:
         return most
     if len(y) < handle.num_read_rows:
         raise InvalidArgument(
-            f"y must have the {handle.num_read_rows} rows that came, up to the {most} of the result, got {len(y)}; "
-            "do not cut off rows that came"
+            f"y must have the {handle.num_read_rows} rows that the dispatch received (at most {most}), got {len(y)}; "
+            "pass a result for every received row"
         )
     return len(y)
 

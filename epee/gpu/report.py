@@ -31,7 +31,7 @@ GAVE_UP = 3  # that rank has left the call without waiting for this one
 REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID, REFUSED_OLD_HANDLE, REFUSED_HAUNTED = 4, 5, 6, 7
 OTHER_BARRIER = 8  # no refusal: that rank makes a barrier
 REFUSED_NO_ROOM = 9  # that rank's call needs a larger buffer
-_ECHOES = ("gave up this call", "gave the call up")
+_ECHOES = ("aborted this call", "aborted the call")
 _OTHER = {"dispatch": "combine", "combine": "dispatch"}
 _REFUSALS = {
     REFUSED_INVALID_ARGUMENT: "an argument was invalid",
@@ -108,13 +108,13 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
         )
     if code == REFUSED and got == REFUSED_BAD_HANDLE and src == rank:
         return InvalidState(
-            f"{context(name, rank=rank, seq=seq)}: the dispatch that made this handle has failed, so there is nothing "
-            "to go by; dispatch again"
+            f"{context(name, rank=rank, seq=seq)}: the dispatch that made this handle has failed, so it "
+            "cannot be used; dispatch again"
         )
     if code == REFUSED and got == REFUSED_OLD_HANDLE and src == rank:
         return StaleHandleError(
-            f"{context(name, rank=rank, seq=seq)}: the handle is of an earlier view; dispatch again, and record graphs "
-            "again that use a handle from outside"
+            f"{context(name, rank=rank, seq=seq)}: the handle is of an earlier epoch; dispatch again, and record "
+            "again the graphs that use a handle made outside of them"
         )
     if code == REFUSED and got == REFUSED_HAUNTED and src == rank:
         return ResourceError(
@@ -133,20 +133,20 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
         )
     if code == REFUSED and got == REFUSED_NO_ROOM:
         return NoRoomError(
-            f"{context(name, seq=seq)}: rank {src} needs a larger buffer for its call, so nobody's took place; make "
+            f"{context(name, seq=seq)}: rank {src} needs a larger buffer for its call, so no rank made it; make "
             "one for the largest call of any rank"
         )
     if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
-        return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")
+        return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so no rank made it: {reason}")
     if code == REFUSED and got == GAVE_UP:
         facts = context(name, rank=rank, peer=src, seq=seq)
-        return MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+        return MismatchError(f"{facts}: rank {src} aborted this call after an error of its own; see its message")
     if code == MISMATCH and is_of_losses(where, expected, got):
         or_else = "" if name != "combine" else " (or they combine by handles of dispatches 32 calls apart)"
         return MismatchError(
             f"{context(name, rank=rank, peer=src, seq=seq)}: an earlier call has failed on one of rank {rank} and rank "
-            f"{src} and ended well on the other{or_else}, so they may stand before different calls; call buffer.sync() "
-            "on all ranks and agree on the step to be made again"
+            f"{src} and ended well on the other{or_else}, so they may be at different calls; call buffer.sync() "
+            "on all ranks and agree on the step to repeat"
         )
     if code == MISMATCH:
         ranks = sorted([(rank, expected), (src, got)])
@@ -187,12 +187,12 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
         return CommTimeoutError(
             f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); the buffer can be used "
             "again where all ranks see this (else they get MismatchError until buffer.sync()): raise timeout= if the "
-            "peer is only slow, or go on without it by buffer.sync() on all others",
+            "peer is only slow, or continue without it: buffer.sync() on all others",
             [peer],
         )
     if code == PEER_GAVE_UP:
         return CommTimeoutError(
-            f"{head}: rank {peer} gave the call up while this rank was waiting for {_WAITS.get(where, where)}; raise "
+            f"{head}: rank {peer} aborted the call while this rank was waiting for {_WAITS.get(where, where)}; raise "
             "timeout= there if this rank is only slow",
             [peer],
         )
@@ -220,5 +220,5 @@ def given_up(where: str) -> str:
     """
     return (
         f"{where}: this call has timed out on this rank and may have ended well on others, so the ranks may stand "
-        "before different calls; call buffer.sync() on all ranks and agree on the step to be made again"
+        "before different calls; call buffer.sync() on all ranks and agree on the step to repeat"
     )

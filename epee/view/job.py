@@ -272,7 +272,7 @@ def parse_member(text: str, rank: int) -> Member:
         parse_endpoint(member.endpoint)
     except expected(ValueError, TypeError, RecursionError, ProtocolError) as exc:
         raise ProtocolError(
-            f"rank {rank}'s record names a member that cannot be right ({exc}); is the store ours?"
+            f"rank {rank}'s record names a member that cannot be right ({exc}); does another job use this store?"
         ) from exc
     return member
 
@@ -295,7 +295,9 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
         if len(bytes.fromhex(hello.nonce)) != NONCE_BYTES:
             raise ValueError("nonce has another size")
     except expected(TypeError, ValueError) as exc:
-        raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
+        raise ProtocolError(
+            f"rank {rank}'s greeting in the store cannot be read ({exc}); does another job use this store?"
+        ) from exc
     if hello.num_ranks != num_ranks:
         raise ProtocolError(f"num_ranks must be equal on all ranks: {num_ranks} here, {hello.num_ranks} on rank {rank}")
     return hello

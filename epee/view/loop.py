@@ -525,7 +525,10 @@ class Loop:
 
     def _evicted(self, effect: Evicted) -> None:
         me, epoch = self.agent.me.slot, effect.epoch
-        text = f"slot {me} was voted out of the group in epoch {epoch} ({effect.cause}); it may come back by joining"
+        text = (
+            f"slot {me} was voted out of the group in epoch {epoch} ({effect.cause}); start the process again with "
+            "is_extension=True"
+        )
         self._fail(EvictedError(text, [me], epoch=epoch, cause=effect.cause))
         self._is_running = False
 
@@ -537,7 +540,7 @@ class Loop:
         told = ", ".join(f"{slot} ({health[slot]})" for slot in silent)
         text = (
             f"slot {me.slot} cannot reach enough members to agree on what follows epoch {effect.epoch}: no answer from "
-            f"slot(s) {told}; retry, calls go on when they answer, or make a new group"
+            f"slot(s) {told}; repeat the call, which continues when they answer, or make a new group"
         )
         self._fail(NoQuorumError(text, silent, epoch=effect.epoch, cause="no quorum"))
 

@@ -480,9 +480,7 @@ class Runtime:
             if loop.shared.has_ended or time.monotonic() > deadline:
                 if done.wait(0.05):
                     return
-                raise loop.shared.error or NoQuorumError(
-                    "the agent does not come to it: an agreement is under way and finds no quorum"
-                )
+                raise loop.shared.error or NoQuorumError("the agent is busy: too few members answer to agree on a view")
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -247,7 +247,7 @@ def twice(rank: int, num_ranks: int, folder: str) -> str:
 
 def test_a_rank_given_twice_is_a_timeout_that_says_what_to_look_at(tmp_path: Path) -> None:
     for told in run_ranks(twice, 2, str(tmp_path), backend=None):
-        assert "no word from rank 1" in told
+        assert "rank 1 did not come to the rendezvous" in told
         assert "rank numbers that differ" in told
 
 

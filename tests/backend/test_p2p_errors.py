@@ -83,7 +83,7 @@ def late_receiver(rank: int, num_ranks: int, folder: str) -> Any:
 def test_a_send_that_timed_out_is_not_delivered_and_may_be_repeated(tmp_path: Path) -> None:
     told, got = run_ranks(late_receiver, 2, str(tmp_path), backend=None)
     assert got == [0.0, 1.0, 2.0, 3.0]
-    assert all("the message is taken back and will not be delivered" in text for text in told)
+    assert all("the message is cancelled and will not be delivered" in text for text in told)
 
 
 def interrupted_sender(rank: int, num_ranks: int, folder: str) -> list[float]:
@@ -284,7 +284,7 @@ def loses_one(rank: int, num_ranks: int, folder: str, mode: str) -> None:
         with pytest.raises(RankFailedError):
             named.wait()
         if mode == "raise":
-            with pytest.raises(RankFailedError, match="the receive is given up") as caught:
+            with pytest.raises(RankFailedError, match="the receive is cancelled") as caught:
                 anyone.wait()
             assert caught.value.ranks == (2,)
             anyone = dist.irecv(y, tag=1)

@@ -57,7 +57,7 @@ def test_the_second_process_with_a_rank_is_told_and_the_others_go_on(tmp_path: P
     assert sum(map(bool, told)) == 1, "one of the two is taken"
     assert told[0] == ""
     assert not is_late or told[2]
-    assert "rank 1 is here twice: process " in "".join(told)
+    assert "rank 1 is used twice: process " in "".join(told)
     assert "a RANK of its own" in "".join(told)
 
 

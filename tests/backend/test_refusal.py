@@ -46,6 +46,6 @@ def test_a_refusal_is_raised_once_and_again_when_the_process_tries_again() -> No
     for _ in range(2):
         elsewhere._tell(runtime, elsewhere._lane_of(LANE), offer)
         admission._require_hosts([0, 1])  # others are waited for
-        with pytest.raises(UnsupportedError, match=r"rank 3 cannot be taken in: slot 5 .* on host b"):
+        with pytest.raises(UnsupportedError, match=r"rank 3 cannot be admitted: slot 5 .* on host b"):
             admission._require_hosts([RANK])
         admission._require_hosts([RANK])  # another process may come

@@ -72,7 +72,7 @@ def test_a_wait_for_what_is_not_here_ends_with_the_time_out(processes: list[Proc
     """The number is not used up, the lock is free, and who could tell is named."""
     waiting = Waiting(processes, "error", 1_000_000)
     waiting.engine.timeout_s = 0.05
-    with pytest.raises(CommTimeoutError, match=r"rank\(s\) 1 could tell; no call was made") as found:
+    with pytest.raises(CommTimeoutError, match=r"rank\(s\) 1 can resend it; the call was not made") as found:
         waiting.engine.start(barrier)
     assert found.value.ranks == (1,)
     assert waiting.judged == waiting.engine.seq == 0

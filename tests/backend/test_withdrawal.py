@@ -72,10 +72,10 @@ def stalled(rank: int, num_ranks: int, folder: str, op: str, length: int) -> lis
         run()
     assert all(torch.equal(out, was) for out, was in zip(outputs, before, strict=True))
     told = str(caught.value)
-    for word in (f"{op} (", f"rank={rank}", "seq=1", "the call is given up", "waited"):
+    for word in (f"{op} (", f"rank={rank}", "seq=1", "the call is aborted", "waited"):
         assert word in told
     assert ("rank(s) 2 silent" in told) == (rank < 2), told
-    assert ("rank(s) 0, 1 gave the call up" in told) == (rank == 2), told
+    assert ("rank(s) 0, 1 aborted the call" in told) == (rank == 2), told
     stages.reach(folder, f"over{rank}")
     await_all(folder, "over", num_ranks)
     y = torch.ones(1)
@@ -110,7 +110,7 @@ def end_of_all_reduce(x: torch.Tensor, rank: int) -> str:
             if "CommTimeoutError" not in repr(error):  # who had no room for its part yet has refused the call with it
                 raise
             assert x.unique().tolist() == [rank + 1.0]
-            if "neither given up nor complete" not in str(error):
+            if "neither aborted nor complete" not in str(error):
                 return "given up"
 
 

@@ -114,7 +114,7 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
         assert answer.new_epoch == 1
     refused = pg.deactivate_ranks(group, [0, 1])
     assert refused.status is pg.ProposalStatus.Rejected
-    assert "one at least must stay" in refused.reject_reason
+    assert "leave at least one" in refused.reject_reason
     assert pg.sync_after_failure(group).status is pg.SyncStatus.NoPending
     pg.join_group(group)
     pg.extend_group_size_to(group, 2)

@@ -196,7 +196,7 @@ def leave(world: Any, by_itself: bool) -> None:
     """Rank 3 leaves: it asks for that itself, or meets it in a call. It comes back in the first case only."""
     if by_itself:
         assert pg.deactivate_ranks(world, [3]).status is pg.ProposalStatus.Applied
-    with pytest.raises(EvictedError, match="as somebody asked"):
+    with pytest.raises(EvictedError, match="as a member asked"):
         call_on(world)
     assert pg.get_active_ranks(world)[3] == 0
     if not hasattr(leave, "again"):
@@ -510,7 +510,7 @@ def unanswered(rank: int, num_ranks: int, folder: str) -> None:
     else:
         with pytest.raises(EvictedError):
             call_on(world)
-        with pytest.raises(CommTimeoutError, match="no member has taken it in"):
+        with pytest.raises(CommTimeoutError, match="no member has admitted it"):
             world.join(timeout_s=0.3)
         stages.reach(folder, "given-up")
         stages.wait_for(folder, "rejected")

@@ -145,7 +145,7 @@ def test_rank_that_gave_a_combine_up_is_heard_behind_its_later_failures() -> Non
     """Rows pulled from a peer that has given up are no result, also when the peer has failed again since."""
     (here, _), (there, later) = run_ranks(_overtaken, 2, timeout_s=100)
     assert "rank 1 was silent too long" in here
-    assert "rank 0 gave the call up" in there
+    assert "rank 0 aborted the call" in there
     assert later
 
 
@@ -191,7 +191,7 @@ def test_ordered_combine_hears_that_a_peer_gave_up() -> None:
     """A rank that is late in an ordered combine learns that the rows it read were given up."""
     (here, _), (there, _) = run_ranks(_ordered, 2, CASE, "reader", timeout_s=100)
     assert "rank 1 was silent too long" in here
-    assert "rank 0 gave the call up" in there
+    assert "rank 0 aborted the call" in there
 
 
 WIDE = Case((80, 80), hidden=8, num_topk=1, num_local_experts=1, layout="expert", routing="one expert")

@@ -281,7 +281,7 @@ def check_refused_combine_ends_at_once_for_the_peers(platform: str) -> None:
     assert mine == ("", "")
     assert peers[0] == MismatchError.__name__
     # a rank that looks late sees the next call of the other one instead
-    texts = ("rank 0 refused the call, an argument was invalid", "rank 0 gave up this call")
+    texts = ("rank 0 refused the call, an argument was invalid", "rank 0 aborted this call")
     assert any(text in peers[1] for text in texts), peers[1]
     assert rows > 0
 
@@ -300,7 +300,7 @@ def check_silent_peer_is_named_and_both_ranks_work_afterwards(platform: str) -> 
     results = run_ranks(late_peer, 2, platform, timeout_s=200)
     for rank, (error, rows) in enumerate(results):
         assert error[0] == CommTimeoutError.__name__, error
-        late = rank == 1 and "rank 0 gave the call up" in error[1]  # it has seen rank 0 in a later call already
+        late = rank == 1 and "rank 0 aborted the call" in error[1]  # it has seen rank 0 in a later call already
         assert late or f"rank {1 - rank} was silent too long" in error[1]
         assert rows > 0
 

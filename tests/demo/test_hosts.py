@@ -41,7 +41,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         Settings(num_ranks=4, num_hosts=5).check()
     with pytest.raises(InvalidArgument, match=r"--kill-host must be a host from 1 to 2 of --hosts, got 3"):
         Settings(num_ranks=4, num_hosts=3, killed_host=3).check()
-    with pytest.raises(InvalidArgument, match="--stall needs one host"):
+    with pytest.raises(InvalidArgument, match="--stall needs --hosts 1"):
         Settings(num_ranks=4, num_hosts=3, victim=1, fault="stall").check()
 
 

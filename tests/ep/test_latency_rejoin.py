@@ -340,7 +340,7 @@ def nobody_asks(slot: int, num_processes: int, folder: str) -> Any:
         stages.wait_for(folder, "lost")
     group = start(rank, 3, folder, joins=slot == 3)
     if slot == 3:
-        with pytest.raises(CommTimeoutError, match="have not taken this process in"):
+        with pytest.raises(CommTimeoutError, match="have not admitted this process"):
             make_buffer(group, timeout=0.5)
         stages.reach(folder, "gave up")
     buffer = make_buffer(group)

@@ -92,7 +92,7 @@ def _limits(rank: int, num_ranks: int) -> None:
     with pytest.raises(epee.InvalidArgument, match="does not grow"):
         group.memory_pool((1 << 30) + 1024)
     rows = [pool.empty(100 << 20, dtype=torch.uint8) for _ in range(10)]
-    with pytest.raises(epee.ResourceError, match="in a row are left"):
+    with pytest.raises(epee.ResourceError, match="contiguous bytes are left"):
         pool.empty(100 << 20, dtype=torch.uint8)
     rows[3].fill_(rank)
     dist.all_reduce(rows.pop(3))

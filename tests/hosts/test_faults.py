@@ -242,7 +242,7 @@ def late_once(rank: int, num_ranks: int) -> list[str]:
             told.append(str(x[0].item()))
         except CommTimeoutError as exc:
             assert torch.equal(x, full(7, rank))
-            told.append("late" if "given up, on all ranks" in str(exc) else str(exc))
+            told.append("late" if "aborted on all ranks" in str(exc) else str(exc))
     return told
 
 

@@ -135,7 +135,7 @@ def test_a_group_of_one_host_refuses_who_comes_from_another(tmp_path: Path, grow
     newcomer = results[2 if grows else 3]
     assert "stays there, and this process runs on host" in newcomer
     for told in results[: 2 if grows else 1]:
-        assert f"rank {2 if grows else 1} cannot be taken in" in told
+        assert f"rank {2 if grows else 1} cannot be admitted" in told
         assert "stays on the host where it was made" in told
     assert grows or results[2] == ""
 

@@ -280,4 +280,4 @@ def another_root(rank: int, num_ranks: int, folder: str) -> tuple[str, int, floa
 
 def test_a_call_that_failed_on_another_host_for_its_lost_root_is_waited_for_by_nobody(tmp_path: Path) -> None:
     results = run_ranks(another_root, 3, str(tmp_path), backend=None, timeout_s=60, dead={0})
-    assert results == [DEAD, ("gave the call up", 2, 3.0), ("left out of the view", 0, 3.0)]
+    assert results == [DEAD, ("aborted the call", 2, 3.0), ("left out of the view", 0, 3.0)]

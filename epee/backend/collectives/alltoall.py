@@ -176,6 +176,6 @@ class AllToAll(Plan):
         return (
             f"{op.describe(peer_regions)}: the ranks disagree: rank {src_rank} sends "
             f"{sent[src_rank][dst_rank]} elements to "
-            f"rank {dst_rank}, which expects {expected[dst_rank][src_rank]}; no result was written, the group works "
-            "on; make the split sizes agree"
+            f"rank {dst_rank}, which expects {expected[dst_rank][src_rank]}; no result was written, the group can be "
+            "used; make the split sizes agree"
         )

@@ -83,13 +83,13 @@ def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
     head = context(name_of(report), rank=rank, peer=peer, seq=tag)
     what = f"{_WAITS.get(where, f'wait {where}')} of rank {peer}"
     if code == TIMEOUT:
-        return CommTimeoutError(f"{head}: no sign of {what} within the time-out; {fate}", [peer])
+        return CommTimeoutError(f"{head}: {what} did not arrive within the timeout; {fate}", [peer])
     if code == PEER_DEAD:
         return failed(report, rank, peer, fate)
     if code == PEER_GAVE_UP:
         return CommTimeoutError(
-            f"{head}: rank {peer} has lost this call or an earlier one, so the ranks may stand before different steps; "
-            f"{fate}; agree on the step to be made again",
+            f"{head}: rank {peer} has lost this call or an earlier one, so the ranks may be at different steps; "
+            f"{fate}; agree on the step to repeat",
             [peer],
         )
     if code == MISMATCH:
@@ -99,8 +99,8 @@ def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
         )
     if code == BAD_ROW:
         return ProtocolError(
-            f"{head}: rank {peer} says that its rows lie where they would be outside of its pool; they were not "
-            "read; this is a fault of epee's, or of who has written into its memory"
+            f"{head}: rank {peer} names rows outside of its memory pool; they were not read; report this as a bug "
+            "of epee, unless something else writes into that memory"
         )
     if code == ABORTED:
         return AbortedError(f"{head}: the call was aborted, waiting for {what}")
@@ -384,7 +384,9 @@ class DeviceHalf(MeetingHalf):
             if self._off or machine is None:
                 raise UnsupportedError(f"memory_pool: collectives on CUDA tensors go through CPU memory: {self._off}")
             if self._poor:
-                raise ResourceError(f"memory_pool: ranks {self._poor} have none") from self._why_no_pool
+                raise ResourceError(
+                    f"memory_pool: rank(s) {self._poor} could not make one; see the errors there"
+                ) from self._why_no_pool
             assert machine.pool is not None
             return machine.pool
 

@@ -192,8 +192,8 @@ class MeetingHalf:
         """Meet all members, until all have restarted in one epoch or know that calls go through cpu memory."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidState(
-                f"{method}: the ranks' hosts must meet before this call (the group's first on CUDA tensors, or the "
-                "first after a loss), which no graph can record; make one such call outside"
+                f"{method}: before this call (the group's first on CUDA tensors, or the first after a loss) the CPUs "
+                "of the ranks exchange data, which a graph cannot record; make one such call before the recording"
             )
         while True:
             own = self._ready(device)

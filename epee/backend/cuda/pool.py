@@ -81,7 +81,7 @@ class MemoryPool:
             if at is None:
                 free = sum(size for _, size in self._free)
                 raise ResourceError(
-                    f"memory_pool: no {nbytes} bytes in a row are left of {self.nbytes} ({free} free); drop tensors, "
+                    f"memory_pool: no {nbytes} contiguous bytes are left of {self.nbytes} ({free} free); drop tensors, "
                     "or make the pool larger"
                 )
         piece = self._region.lease(at, nbytes, functools.partial(self._give_back, at, room))
@@ -122,8 +122,8 @@ class MemoryPool:
         """Wait for the GPU, then make the pieces freed so far available."""
         if self._platform.is_capturing():
             raise InvalidState(
-                "memory_pool: only memory is left that was used before and must be waited for, which no graph can "
-                "record; allocate before the graph is recorded"
+                "memory_pool: the free memory is that of earlier tensors, for which the CPU must wait, which a graph "
+                "cannot record; allocate before the recording"
             )
         aside, self._aside = self._aside, []
         self._platform.synchronize()

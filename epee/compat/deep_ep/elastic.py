@@ -468,6 +468,6 @@ def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor |
 def _refuse_in_graph() -> None:
     if is_capturing():
         raise InvalidState(
-            "while a CUDA graph is recorded the host cannot wait: leave with_cpu_sync out, and make one call on CUDA "
+            "while a CUDA graph is recorded the CPU cannot wait: leave with_cpu_sync out, and make one call on CUDA "
             "tensors before the first barrier"
         )

@@ -105,7 +105,8 @@ class BootstrapAttempt:
                 )
             )
             raise CommTimeoutError(
-                f"init (rank={self.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
+                f"init (rank={self.rank}, peer={peer}): rank {peer} did not come to the rendezvous: "
+                f"{str(exc).splitlines()[0]}; "
                 f"start all ranks with the same rendezvous, and rank numbers that differ{again}",
                 [peer],
                 has_job=False,
@@ -177,7 +178,7 @@ class BootstrapAttempt:
                     self.store.delete_key(self.key(self.rank) + what)
                 self.store.add(_counter(self.rank), -1)
         return SlotTakenError(
-            f"init (rank={self.rank}): rank {self.rank} is here twice: process {self._twin} of this host has it, in a "
+            f"init (rank={self.rank}): rank {self.rank} is used twice: process {self._twin} of this host has it, in a "
             "group that runs; start every process with a RANK of its own"
         )
 
@@ -293,7 +294,9 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
     try:
         return told_fields(raw, MAX_RECORD_BYTES)
     except expected(ValueError) as exc:
-        raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
+        raise ProtocolError(
+            f"rank {peer}'s record in the store cannot be read ({exc}); does another job use this store?"
+        ) from exc
 
 
 def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
@@ -303,7 +306,10 @@ def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
     good = type(failed) is int and 0 <= failed < num_ranks and isinstance(kind, str) and isinstance(reason, str)
     good = good and isinstance(dead, list) and all(type(one) is int and 0 <= one < num_ranks for one in dead)
     if not good or len(fields) != 3 + ("dead" in fields):
-        return ProtocolError(f"an error record in the store cannot be read (fields {list(fields)[:9]}); is it ours?")
+        return ProtocolError(
+            f"an error record in the store cannot be read (fields {list(fields)[:9]}); does another program use this "
+            "store?"
+        )
     assert isinstance(failed, int)
     assert isinstance(kind, str)
     assert isinstance(reason, str)

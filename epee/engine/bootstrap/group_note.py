@@ -107,11 +107,13 @@ def parse_home(raw: bytes) -> Home:
     if not raw:
         raise InvalidState("the job has no group that could be joined yet; start its ranks first")
     if len(raw) != _HOME.size:
-        raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
+        raise ProtocolError(
+            f"the record for joiners has {len(raw)} bytes, {_HOME.size} expected; is it of another version of epee?"
+        )
     version, lane, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
     sizes_ok = 1 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
     if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
-        raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
+        raise ProtocolError("the record for joiners is invalid; is it of another version of epee?")
     link = "nixl" if flags & _NIXL else "tcp"
     return Home(lane, num_ranks, staging_bytes, MODES[mode], bool(flags & _SPANS), link, bool(flags & _MAC))
 

@@ -84,8 +84,8 @@ def find_job(store: Any) -> Found:
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for this one
         if len(jobs) != 1:
             raise InvalidState(
-                f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
-                f"of {job_name()} run here; use the store of the running ranks, and start it on "
+                f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}), and {len(jobs)} jobs "
+                f"of {job_name()} run here; start this process while the job runs, with the store of its ranks and on "
                 "a host of theirs"
             ) from exc
         directory = JobDirectory.open(jobs[0])

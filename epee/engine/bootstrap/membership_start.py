@@ -106,7 +106,7 @@ class MembershipStart:
                 return entry
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
-                    f"rank {offer.rank} asked to come in, and no member has taken it in within {timeout_s:.1f} s; a "
+                    f"rank {offer.rank} asked to join, and no member has admitted it within {timeout_s:.1f} s; a "
                     "member must call recover_ranks",
                     has_job=True,
                 )

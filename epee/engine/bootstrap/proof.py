@@ -52,8 +52,8 @@ def proved(token: Token, fields: dict[str, Any], purpose: bytes, whose: str) -> 
     text, mac = fields.get("record"), fields.get("mac")
     if len(fields) != 2 or not isinstance(text, str) or not isinstance(mac, str) or len(mac) != _MAC_DIGITS:
         raise ProtocolError(
-            f"{whose} record in the store cannot be read (fields {list(fields)[:9]}); is the store ours, and does it "
-            "run one version of epee?"
+            f"{whose} record in the store cannot be read (fields {list(fields)[:9]}); does another job use this store, "
+            "and do the ranks run one version of epee?"
         )
     if not hmac.compare_digest(
         token.derive(b"record", _covered(text, purpose)).hex().encode(), mac.encode(errors="replace")

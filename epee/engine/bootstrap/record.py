@@ -130,7 +130,9 @@ def parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
         if record.address:
             ipaddress.ip_address(record.address)
     except expected(ValueError, TypeError, KeyError) as exc:
-        raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
+        raise ProtocolError(
+            f"rank {peer}'s record in the store cannot be read ({exc}); does another job use this store?"
+        ) from exc
     if record.protocol != PROTOCOL:
         raise ProtocolError(
             f"rank {peer} speaks version {record.protocol} of the backend's protocol, this rank {PROTOCOL}; "

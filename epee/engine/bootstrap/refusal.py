@@ -54,7 +54,7 @@ def require_host(runtime: Runtime, lane: int, offer: Offer, timeout_s: float) ->
         return
     _tell(runtime, _lane_of(lane), offer)
     raise UnsupportedError(
-        f"rank {offer.rank} cannot come into this group: it was made while all its ranks were on one host, "
+        f"rank {offer.rank} cannot join this group: it was made while all its ranks were on one host, "
         f"{min(hosts)}, and stays there, and this process runs on host {own}; make the group anew with all ranks "
         "(new_group), or begin it as one over several hosts (EPEE_OVER_HOSTS=1)"
     )

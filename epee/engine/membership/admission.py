@@ -178,7 +178,7 @@ class Admission:
                 continue
             self._raised.add(who.attempt)
             raise UnsupportedError(
-                f"rank {rank} cannot be taken in: slot {who.slot} of the job has asked for it, on host "
+                f"rank {rank} cannot be admitted: slot {who.slot} of the job has asked for it, on host "
                 f"{runtime.host_of(who.slot)}, and this group stays on the host where it was made, "
                 f"{runtime.member.host}; make the group anew with all ranks (new_group), or begin it as one over "
                 "several hosts (EPEE_OVER_HOSTS=1)"
@@ -262,10 +262,10 @@ class Admission:
                 break
             staying = {*present.values()} - going
             if not staying:
-                raise InvalidState("all ranks would be put out; one at least must stay, or destroy the group")
+                raise InvalidState("put_out cannot remove all ranks; leave at least one, or destroy the group")
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
-                    f"rank(s) {', '.join(map(str, ranks))} were not put out within {timeout_s:.1f} s: the members do "
+                    f"rank(s) {', '.join(map(str, ranks))} were not removed within {timeout_s:.1f} s: the members do "
                     "not agree; call it again",
                     sorted(ranks),
                 )

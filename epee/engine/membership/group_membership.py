@@ -333,7 +333,7 @@ class GroupMembership(MembershipStart):
         self._engine.mask[rank] = 0
         self.hooks.put_out(
             EvictedError(
-                f"rank {rank} was put out of this group in epoch {decision.epoch}, as somebody asked; it can come back "
+                f"rank {rank} was put out of this group in epoch {decision.epoch}, as a member asked; it can return "
                 "(`group.join`, Mooncake: `join_group`) when a member calls recover_ranks",
                 [rank],
                 epoch=decision.epoch,
@@ -456,9 +456,9 @@ class GroupMembership(MembershipStart):
         told = context(LOSS, rank=self._epoch_regions.full.rank, epoch=self._rank_table.epoch, elapsed=elapsed)
         lost, tellers = self.unsettled(), self.tellers()
         return CommTimeoutError(
-            f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
-            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be "
-            "tried again",
+            f"{told}: what rank(s) {', '.join(map(str, lost))} had sent before the view changed has not all arrived, "
+            f"rank(s) {', '.join(map(str, tellers)) or 'none'} can resend it; the call was not made, it may be "
+            "repeated",
             tellers or lost,
             has_job=True,
         )

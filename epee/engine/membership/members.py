@@ -448,7 +448,7 @@ class Joiners:
         except ResourceError as exc:
             raise ResourceError(
                 f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
-                f"taken in here yet (the next call tries again): {exc}"
+                f"admitted on this rank yet (the next call tries again): {exc}"
             ) from exc
         for message in engine.mail.involving(rank):  # out of the state last: then no path comes back to it
             message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))

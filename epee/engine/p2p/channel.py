@@ -134,7 +134,7 @@ class Mailroom:
             error = self.absence(message)
             if error is None and message.wanted == ANY and is_told:
                 told = message.describe(self._peer_regions, peer=rank)
-                text = f"{told}: {absence.cause}; the receive is given up; it may be posted again, for the other ranks"
+                text = f"{told}: {absence.cause}; the receive is cancelled; post it again for the other ranks"
                 error = absence.error(text, [rank], message.name, message.seq, absence.epoch, absence.cause)
             if error is not None:
                 message.fail(error)

@@ -114,7 +114,9 @@ def enter_job(this: BootstrapAttempt, greeting: Greeting, is_at_rank_0: bool, de
         if token is None and len(secret) != TOKEN_BYTES:
             raise ValueError(f"{len(secret)} bytes")
     except expected(ValueError) as exc:
-        raise ProtocolError(f"rank 0's token in the store cannot be read ({exc}); is the store ours?") from exc
+        raise ProtocolError(
+            f"rank 0's token in the store cannot be read ({exc}); does another job use this store?"
+        ) from exc
     return JobDirectory.enter(job_name(), job_id_of(greeting.folder), secret)
 
 

@@ -118,7 +118,9 @@ def find_over_hosts(store: Any, fields: dict[str, Any]) -> Found:
         folder, host = parse_place(str(text.get("place")))
         job_id, home = job_id_of(folder), parse_home(bytes.fromhex(str(text.get(_HOME_KEY))))
     except expected(ValueError) as exc:
-        raise ProtocolError(f"the job's record in the store cannot be read ({exc}); is the store ours?") from exc
+        raise ProtocolError(
+            f"the job's record in the store cannot be read ({exc}); does another job use this store?"
+        ) from exc
     is_rank_0s = host == own_host_key()
     directory = _entered(folder) if is_rank_0s else None
     directory = directory or JobDirectory.enter(job_name(), job_id, secret)

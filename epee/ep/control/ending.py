@@ -243,13 +243,13 @@ class CallEnd:
         told += gave_up(others)
         where = self._caller.where((silent or others or [self._caller.rank])[0], self._caller.began)
         return CommTimeoutError(
-            f"{where}: {'; '.join(told)}; it is given up on all ranks, make the step again", silent or others
+            f"{where}: {'; '.join(told)}; it is aborted on all ranks; repeat the step", silent or others
         )
 
     def _undecided(self, look: Look) -> CommTimeoutError:
         where = self._caller.where(look.ranks[0], self._caller.began)
         return CommTimeoutError(
-            f"{where}: rank(s) {names_of(look.ranks)} may have completed this call, which is given up here, and do not "
-            "say so; the next call sees how it has ended",
+            f"{where}: rank(s) {names_of(look.ranks)} may have completed this call, which is aborted here, and have "
+            "not answered; the next call finds out how it has ended",
             look.ranks,
         )

@@ -142,10 +142,8 @@ def check_agreed(
             where = context(OP_NAMES[header.op], seq=seq, epoch=epoch)
             reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
             if header.refused == GIVEN_UP:
-                raise CommTimeoutError(
-                    f"{where}: rank {src} {reason}, so nobody's took place; make the step again", [src]
-                )
-            raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
+                raise CommTimeoutError(f"{where}: rank {src} {reason}, so no rank made it; repeat the step", [src])
+            raise MismatchError(f"{where}: rank {src} refused its call, so no rank made it: {reason}")
     for src in parties:
         if headers[src][:NUM_AGREED] == first[:NUM_AGREED]:
             continue

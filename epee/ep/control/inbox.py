@@ -437,7 +437,7 @@ class Exchange:
                 raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
             if gave_up:
                 raise MismatchError(
-                    f"{self.where(src)}: rank {src} gave up this call after an error of its own; see its message"
+                    f"{self.where(src)}: rank {src} aborted this call after an error of its own; see its message"
                 )
             if is_current and self.end.withdrawn():
                 raise Withdrawn
@@ -483,7 +483,7 @@ class Exchange:
 def _silent(facts: str, src: int, is_data: bool) -> CommTimeoutError:
     what = "its rows" if is_data else "its call"
     return CommTimeoutError(
-        f"{facts}: rank {src} did not send {what}; this call is given up, make the step again; raise timeout= if the "
+        f"{facts}: rank {src} did not send {what}; the call is aborted; repeat the step; raise timeout= if the "
         "peer is only slow",
         [src],
     )

@@ -114,7 +114,7 @@ class Membership:
 
     def unfinished(self, op: str) -> PeerError:
         """Return the error of a dispatch whose sources died during it; here never raised."""
-        return PeerError(f"{op}: a rank is gone", [])
+        return PeerError(f"{op}: a rank has left", [])
 
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""

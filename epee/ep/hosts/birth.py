@@ -85,7 +85,7 @@ def come_into(
         engine = come_in(place, config.num_ranks, timeout_s, _mode_of(config), None, _extra_of(config))
     except CommTimeoutError as error:
         raise CommTimeoutError(
-            f"Buffer (rank={rank}): the members of the running buffer have not taken this process in within "
+            f"Buffer (rank={rank}): the members of the running buffer have not admitted this process within "
             f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer",
             has_job=True,
         ) from error

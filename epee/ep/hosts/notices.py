@@ -294,7 +294,7 @@ def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
         if elapsed > timeout_s:
             raise CommTimeoutError(
                 f"{context('Buffer', rank=own_rank, elapsed=elapsed)}: slot(s) {', '.join(map(str, missing))} of the "
-                "job have not told which buffers they have; can their hosts be reached?",
+                "job have not reported which buffers they have; can their hosts be reached?",
                 missing,
             )
         time.sleep(_LOOK_S)

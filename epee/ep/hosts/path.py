@@ -263,7 +263,7 @@ class HostsPath(PathOverHosts):
         except BaseException as error:
             if isinstance(error, (InvalidArgument, ProtocolError)) and is_own(error):
                 raise
-            told = error if isinstance(error, Exception) else AbortedError(f"{type(error).__name__} on the way")
+            told = error if isinstance(error, Exception) else AbortedError(f"{type(error).__name__} during the call")
             self._engine.refuse(name, told)
             raise
 

@@ -152,7 +152,7 @@ def check_hook(of_epoch: int, epoch: int) -> None:
     """Raise unless a hook is of a call of the buffer's epoch."""
     if of_epoch != epoch:
         raise StaleHandleError(
-            f"this hook is of a call of epoch {of_epoch}, the buffer is in epoch {epoch}; make the step again"
+            f"this hook is of a call of epoch {of_epoch}, the buffer is in epoch {epoch}; repeat the step"
         )
 
 

@@ -446,7 +446,7 @@ class LatencyCudaPath(GpuPath, Memory):
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self.core.num_calls, self.control.exchange.epoch
         where = context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)
-        return path_lane.death(where, dead, op, seq, epoch, "pass active_ranks= to go on without it")
+        return path_lane.death(where, dead, op, seq, epoch, "pass active_ranks= to continue without it")
 
     def _interrupt(self) -> None:
         if self._closing.asked:

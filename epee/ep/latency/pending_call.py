@@ -257,7 +257,7 @@ class PendingCalls:
         for seq in list(self._begun):
             can_receive = self._hooks.get(seq)
             if can_receive is None or not can_receive():
-                self._end(seq, InvalidState("the call was interrupted, and nobody has its hook"))
+                self._end(seq, InvalidState("the call was interrupted, and its hook was lost"))
 
     def _end(self, seq: int, error: BaseException) -> None:
         pending_call = self._begun[seq]
@@ -516,7 +516,7 @@ class PendingCalls:
         names = ", ".join(str(rank) for rank in lost)
         if dead:
             return RankFailedError(
-                f"{where}: rank {names} is dead (its process ended); give active_ranks to go on without it",
+                f"{where}: rank {names} is dead (its process ended); pass active_ranks to continue without it",
                 lost,
                 pending_call.op,
                 pending_call.seq,
@@ -525,10 +525,10 @@ class PendingCalls:
             )
         if gone:
             kind, why = self._why_gone(gone[0])
-            told = f"{where}: rank {names}: {why}; give active_ranks to go on without it"
+            told = f"{where}: rank {names}: {why}; pass active_ranks to continue without it"
             return kind(told, gone, pending_call.op, pending_call.seq, self._epoch(), why)
         return CommTimeoutError(
-            f"{where}: rank {names} did not send its half; this call is given up, make the step again; give "
-            "active_ranks to go on without silent ranks",
+            f"{where}: rank {names} did not send its part; the call is aborted; repeat the step, or pass "
+            "active_ranks to continue without silent ranks",
             lost,
         )

@@ -78,8 +78,8 @@ class CallCourse:
             base = next((at for at, view in enumerate(known) if view.epoch == since), -1)
             if base < 0:
                 raise InvalidState(
-                    f"Buffer: too much has happened in the job since this process took its place in epoch {since}; a "
-                    "replacement makes its buffers when it has joined"
+                    f"Buffer: the members of the job have changed too often since this process joined in epoch "
+                    f"{since}; a replacement makes its buffers when it has joined"
                 )
         view = known[base]._replace(epoch=first or known[base].epoch)
         if not first and lane in view.met:  # the stream restarts with it, for all ranks

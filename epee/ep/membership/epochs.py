@@ -219,7 +219,7 @@ class EpochLane(BufferLane):
             if now > last:
                 elapsed = now - started
                 where = context(self._op, rank=self._rank, seq=seq, epoch=self._exchange.epoch, elapsed=elapsed)
-                raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
+                raise NoQuorumError(f"{where}: the ranks have not agreed on a view in time; repeat the step")
         place, self._seen = self._calls.place(seq, self._is_whole, self._exchange.epoch)
         self._asked = seq
         self.roster.require_part(self._rank)  # after the lock that `place` takes: the view is of this version, or later
@@ -436,7 +436,7 @@ class EpochLane(BufferLane):
             exchange.settle(deadline)
             return
         if not place.failed:
-            text = reason if header.refused else f"gave up this call in epoch {exchange.epoch}".encode()
+            text = reason if header.refused else f"aborted this call in epoch {exchange.epoch}".encode()
             self._refusal = seq, header._replace(refused=header.refused or GIVEN_UP), text
         self._next = seq + place.failed
         exchange.end.close()
@@ -471,4 +471,6 @@ class EpochLane(BufferLane):
         self._next = 0
         self._line.show_ready(self._came_with)
         if old and len(met.peers) < self._config.num_ranks:
-            logger.warning("a buffer goes on in epoch %d with ranks %s (rank %d)", epoch, sorted(met.peers), self._rank)
+            logger.warning(
+                "a buffer continues in epoch %d with ranks %s (rank %d)", epoch, sorted(met.peers), self._rank
+            )

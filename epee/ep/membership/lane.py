@@ -399,7 +399,7 @@ def retire() -> None:
 def silent(told: str, rank: int) -> CommTimeoutError:
     """Return the error of a wait for a rank that has become too long."""
     return CommTimeoutError(
-        f"{told}; others may have completed this call, so do not make the step again; raise timeout= if the peer is "
+        f"{told}; others may have completed this call, so do not repeat the step; raise timeout= if the peer is "
         "only slow",
         [rank],
     )

@@ -149,7 +149,7 @@ class SyncedLane(BufferLane):
         except NoQuorumError as error:
             where = context("Buffer", rank=self._rank, elapsed=time.monotonic() - started)
             raise CommTimeoutError(
-                f"{where}: the members of the running buffer have not taken this process in; all of them must call "
+                f"{where}: the members of the running buffer have not admitted this process; all of them must call "
                 "buffer.sync() while this one makes its buffer",
                 error.ranks,
                 has_job=True,

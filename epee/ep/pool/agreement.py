@@ -60,7 +60,7 @@ def _unpack(rank: int, data: bytes, num_ranks: int) -> Wish:
     refused, *words, reason = _form(num_ranks).unpack(data)
     if refused:
         text = reason.rstrip(b"\0").decode("utf-8", "replace")
-        raise MismatchError(f"dispatch: rank {rank} refused its call, so nobody's took place: {text}")
+        raise MismatchError(f"dispatch: rank {rank} refused its call, so no rank made it: {text}")
     hidden, dtype, num_topk, num_experts, num_worst_tokens, num_tokens, *num_sent = words
     can_be = min(words) >= 0 and dtype < len(DTYPE_CODES) and max(num_sent) <= num_tokens < _MOST_TOKENS
     if not can_be:

@@ -134,7 +134,7 @@ class CudaPath(GpuPath):
         if lost:
             raise RankFailedError(
                 f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
-                "needs all when it is made; make a group of the others (new_group) for it, or take others in first",
+                "needs all when it is made; make a group of the others (new_group) for it, or replace the lost first",
                 lost,
                 "Buffer",
             )

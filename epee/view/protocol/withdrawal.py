@@ -94,7 +94,7 @@ def end_of(stances: Mapping[int, Stance], dead: Collection[int] = ()) -> Look:
 
 def gave_up(others: Collection[int]) -> list[str]:
     """Return the part of an abort error that names the ranks that aborted the call before."""
-    return [f"rank(s) {names_of(others)} gave the call up"] if others else []
+    return [f"rank(s) {names_of(others)} aborted the call"] if others else []
 
 
 def names_of(ranks: Collection[int]) -> str:

@@ -144,7 +144,7 @@ def job_id_of(path: str) -> bytes:
     """Return the job id from the path of a job's folder on any host; `ProtocolError` if it is no such path."""
     match = _JOB.fullmatch(Path(path).name)
     if match is None:
-        raise ProtocolError(f"{path!r} is not the folder of a job; is the store ours?")
+        raise ProtocolError(f"{path!r} is not the folder of a job; does another job use this store?")
     return bytes.fromhex(match[3])
 
 
@@ -246,7 +246,9 @@ class JobDirectory:
                     return cls.open(folder / own_name)._checked(token)
             with ignored(FileExistsError):  # another process was faster
                 return cls._make(name, job_id, secret)._checked(token)
-        raise ResourceError(f"the folder {own_name} comes and goes; do the processes of its job end all the time?")
+        raise ResourceError(
+            f"the folder {own_name} is made and removed again and again; do the processes of its job keep ending?"
+        )
 
     def _checked(self, token: Token) -> JobDirectory:
         if self.token.derive(b"same", b"") != token.derive(b"same", b""):
@@ -324,7 +326,7 @@ class JobDirectory:
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     raise shortage(f"cannot open {path}", exc) from exc
                 raise ResourceError(
-                    f"the job of {path} has ended, or its folder was removed while it runs ({exc}); start it again"
+                    f"the job has ended, or its folder {path} was removed ({exc.strerror}); start the job again"
                 ) from exc
             undo.pop_all()
             return opened

@@ -96,7 +96,7 @@ class SparseReduction(Plan):
         self._entry_bytes = 8 * num_sparse + self._width * self._carrier.dtype.itemsize
         count = plain.indices().shape[1]
         if not self._is_inside(indices.reshape(num_sparse, count)):
-            raise InvalidArgument(f"{label}: indices must lie in the shape {shape}, got others")
+            raise InvalidArgument(f"{label}: indices must lie in the shape {shape}, got some outside of it")
         self._blocks: list[Array] = []
         self._block: Array = np.concatenate([indices.view(np.uint8), values.view(np.uint8)])
         self.preamble = array("Q", [count])

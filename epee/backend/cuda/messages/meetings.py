@@ -130,8 +130,8 @@ class Pairs:
             return True
         if is_capturing():
             raise InvalidState(
-                f"{name}: the hosts of two ranks must meet before this message (the first between them, or the first "
-                "after a loss), which no graph can record; send one outside"
+                f"{name}: before this message (the first between two ranks, or the first after a loss) their CPUs "
+                "exchange data, which a graph cannot record; send one before the recording"
             )
         own = self._row(device)
         for peer in sorted(set(peers)):

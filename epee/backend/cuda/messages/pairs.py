@@ -94,7 +94,7 @@ class PairBoard:
         try:
             return MeetingRow.parse(told)
         except struct.error as exc:
-            raise ProtocolError(f"{name}: the row of rank {peer} in the store is none ({exc})") from exc
+            raise ProtocolError(f"{name}: the record of rank {peer} in the store cannot be read ({exc})") from exc
 
     def meet_again(self, peer: int, count: int, name: str, empty: Callable[[], None]) -> None:
         """Meet after a lost message, for the `count`-th time; nothing of the pair is unfinished here.
@@ -117,7 +117,7 @@ class PairBoard:
         try:
             self._store.set(f"{_FOLDER}/{key}", value)
         except expected(RuntimeError) as exc:
-            raise ResourceError(f"the group's store takes nothing any more: {exc}") from exc
+            raise ResourceError(f"cannot write to the group's store: {exc}") from exc
 
     def _await(self, key: str, peer: int, name: str, late: str) -> bytes:
         started = time.monotonic()
@@ -126,7 +126,7 @@ class PairBoard:
                 if self._store.check([f"{_FOLDER}/{key}"]):
                     return bytes(self._store.get(f"{_FOLDER}/{key}"))
             except expected(RuntimeError) as exc:
-                raise ResourceError(f"{name}: the group's store gives nothing any more: {exc}") from exc
+                raise ResourceError(f"{name}: cannot read from the group's store: {exc}") from exc
             self._require_peer(peer, name)
             elapsed = time.monotonic() - started
             if elapsed > self._engine.timeout_s:
@@ -142,7 +142,7 @@ class PairBoard:
         if is_in and not has_left(peer_regions.words[peer_regions.members.index(peer)]):
             return
         raise RankFailedError(
-            f"{context(name, rank=self._rank, peer=peer)}: rank {peer} has left or is dead; no message with it",
+            f"{context(name, rank=self._rank, peer=peer)}: rank {peer} has left or is dead; no message reaches it",
             [peer],
             name,
             0,

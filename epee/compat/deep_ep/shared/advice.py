@@ -7,7 +7,7 @@ from epee.errors import EpeeError
 _OURS = ("sync()", "active_ranks")  # epee's calls to continue after a failure, which DeepEP's buffers do not have
 
 NORMAL = (
-    "DeepEP's buffers have no sync: when recover_ranks has taken in who took the lost place, or on a new_group of who "
+    "DeepEP's buffers have no sync: when recover_ranks has replaced the lost rank, or on a new_group of who "
     "is left, all ranks make a new one"
 )
 LOW_LATENCY = (

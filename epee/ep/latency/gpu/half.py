@@ -45,7 +45,7 @@ class Half:
             raise InvalidState(f"{OPS[self._op]}: the hook has been called already")
         calls = self._calls
         if self not in calls:
-            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
+            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or entered another epoch, before this hook")
         ahead, advance = calls.index(self), 0
         if ahead == 0:
             behind = itertools.islice(calls, 1, None)

@@ -57,7 +57,7 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
         silent = [rank for rank in range(64) if got >> rank & 1]
         return CommTimeoutError(
             f"{head}: rank {', '.join(map(str, silent))} was silent too long, so its part was left out; pass "
-            "active_ranks= to go on without it, raise timeout_us= if it is only slow",
+            "active_ranks= to continue without it, raise timeout_us= if it is only slow",
             silent,
             has_job=True,
         )

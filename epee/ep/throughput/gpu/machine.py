@@ -342,7 +342,7 @@ class Machine:
             if self.platform.is_capturing():
                 raise InvalidState(
                     "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
-                    "recorded, and again behind a sync()"
+                    "recorded, and once more after a sync()"
                 )
             place = self._places.meet(slot_bytes, self.members, self._all_gather)
         return place

@@ -66,8 +66,8 @@ class ReceiveSlotPool:
             if not self._has_clean_landing():
                 zombies = sorted(set().union(*self.haunters.values()))
                 raise ResourceError(
-                    f"every free slot may still be written by {_names(zombies)}, which the view leaves out and whose "
-                    "process lives; end that process, drop results, or make a new buffer"
+                    f"every free slot may still be written by {_names(zombies)}, which is excluded and whose "
+                    "process still runs; end that process, drop results, or make a new buffer"
                 )
             return self._landing
 

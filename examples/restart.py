@@ -70,9 +70,13 @@ def launch() -> None:
         for rank, process in list(running.items()):
             if process.poll() == 0:
                 del running[rank]
-            elif process.poll() is not None:
-                print(f"rank {rank} ended with {process.returncode}, starting it again", flush=True)
+            elif process.poll() == -signal.SIGKILL:
+                print(f"rank {rank} was killed, starting it again", flush=True)
                 running[rank] = start(rank, "joiner")
+            elif process.poll() is not None:  # an error, not a kill: the job ends
+                for other in running.values():
+                    other.terminate()
+                sys.exit(f"rank {rank} ended with exit code {process.returncode}")
 
 
 if "RANK" in os.environ:  # a process of the launcher below, or of torchrun

@@ -29,7 +29,7 @@ def test_a_killed_rank_is_started_again_and_gets_step_and_weights() -> None:
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=230, env=environ, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 ended with -9, starting it again" in done.stdout
+    assert "rank 1 was killed, starting it again" in done.stdout
     begins = re.findall(r"rank (\d): begins at step (\d+)", done.stdout)
     assert sorted(rank for rank, step in begins if step == "0") == ["0", "1", "2"]
     later = [(rank, step) for rank, step in begins if step != "0"]

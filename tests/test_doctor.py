@@ -215,7 +215,7 @@ def test_another_descriptor_is_noticed_by_the_probe() -> None:
 
 def test_yama_is_read() -> None:
     assert verdicts(sharing.ptrace_scope(0)) == [OK]
-    assert "descendants only" in one(sharing.ptrace_scope(1)).value
+    assert "ancestors only" in one(sharing.ptrace_scope(1)).value
     assert verdicts(sharing.ptrace_scope(2)) == [WARN]
 
 

@@ -54,7 +54,7 @@ def one(findings: list[Finding]) -> Finding:
 def test_the_key_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = one(network.host())
     assert found.verdict is OK
-    assert re.match("[0-9a-f]{16}; ", found.value)
+    assert re.match("key [0-9a-f]{16}: ", found.value)
     monkeypatch.setenv("EPEE_HOST_KEY", "a")
     assert one(network.host()).verdict is NO
     monkeypatch.setenv("EPEE_TEST", "1")

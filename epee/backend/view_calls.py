@@ -334,7 +334,7 @@ def check_peer(engine: Engine, rank: int, peer: int, name: str) -> None:
         )
     if peer >= peer_regions.num_ranks or peer in peer_regions.blanks:
         raise RankFailedError(
-            f"{name}: rank {peer} is no member (epoch {epoch}): it has failed or left, or has not joined yet",
+            f"{name}: rank {peer} is not in the view (epoch {epoch}): it has failed, left or not joined yet",
             [peer],
             name,
             0,

@@ -145,7 +145,7 @@ def limits(
     few = 0 <= num_files < 1024, Verdict.WARN, "ulimit -n 1024 for many ranks"
     little = 0 <= address_bytes < 64 << 30, Verdict.WARN, "epee maps far more than it touches: ulimit -v unlimited"
     return [
-        *outcome("machine", "descriptors", _limit(num_files, 1, ""), too_few, few),
+        *outcome("machine", "descriptors", _limit(num_files, 1, " open files and sockets"), too_few, few),
         *outcome("machine", "address space", _limit(address_bytes, _MIB, " MiB"), little),
         *outcome("machine", "locked memory", _limit(locked_bytes, _MIB, " MiB") + " (matters between hosts only)"),
     ]

@@ -113,7 +113,7 @@ def over_socket() -> list[Finding]:
 def ptrace_scope(scope: int | None = None) -> list[Finding]:
     """Yama's rule about which processes may trace others, on which pidfd_getfd depends."""
     scope = yama_scope() if scope is None else scope
-    words = {0: "any process of the user", 1: "descendants only", 2: "administrators only", 3: "nobody"}
-    value = f"kernel.yama.ptrace_scope={scope}: {words.get(scope, 'unknown')}"
+    words = {0: "any process of the user", 1: "ancestors only", 2: "administrators only", 3: "no process"}
+    value = f"kernel.yama.ptrace_scope={scope}: {words.get(scope, 'unknown')} may copy descriptors"
     remedy = "GPU memory goes over a unix socket; nothing to do"
     return outcome("sharing", "ptrace", value, (scope, Verdict.WARN, remedy))

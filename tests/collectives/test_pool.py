@@ -37,7 +37,7 @@ def test_tensors_lie_apart_and_keep_their_memory_until_they_are_gone(pool: Memor
     tensors = [pool.empty(ALIGN // 4 - 3).fill_(i) for i in range(8)]
     assert [bool((x == i).all()) for i, x in enumerate(tensors)] == [True] * 8
     assert all(pool.holds(x.data_ptr(), x.nbytes) and x.data_ptr() % ALIGN == pool.address % ALIGN for x in tensors)
-    with pytest.raises(epee.ResourceError, match="no 4 bytes in a row are left of 4096"):
+    with pytest.raises(epee.ResourceError, match="no 4 contiguous bytes are left of 4096"):
         pool.empty(1)
     view = tensors.pop(3)[5:7]
     with pytest.raises(epee.ResourceError):

@@ -477,7 +477,7 @@ def test_results_may_be_cut_to_the_rows_that_came(name: str) -> None:
 
 def test_rows_that_came_may_not_be_cut_off() -> None:
     here, peer = _run(2, cut_cases.too_few, "deep_ep")
-    assert all(text.startswith("InvalidArgument: y must have the 6 rows that came") for text in here)
+    assert all(text.startswith("InvalidArgument: y must have the 6 rows that the dispatch received") for text in here)
     assert all("rank 0" in text for text in peer)
 
 

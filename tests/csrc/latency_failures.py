@@ -443,7 +443,7 @@ def check_refused_call_is_an_error_of_the_peers(platform: str) -> None:
 def check_two_calls_may_be_in_flight_and_their_hooks_come_in_any_order(platform: str) -> None:
     """What else is tried is refused, and names the way out."""
     for errors in run_ranks(hooks, 3, platform, timeout_s=50):
-        texts = ("call the oldest hook first", "call the oldest hook first", "already", "another view")
+        texts = ("call the oldest hook first", "call the oldest hook first", "already", "another epoch")
         for (name, text), part in zip(errors, texts, strict=True):
             assert name == InvalidState.__name__
             assert part in text

@@ -58,7 +58,7 @@ def test_the_others_train_on_when_a_host_is_killed(tmp_path: Path, capsys: pytes
     assert run.run(settings) == run.OK
     told = capsys.readouterr().out
     assert "rank 2 gets SIGKILL" in told
-    assert "ranks [0, 1, 3] go on" in told
+    assert "ranks [0, 1, 3] continue" in told
     result = json.loads((tmp_path / "demo.json").read_text())
     assert [event["what"] for event in result["events"]] == ["kill", "went on"]
     assert len(result["steps"]) == 8

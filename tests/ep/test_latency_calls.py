@@ -278,7 +278,7 @@ def _silent(rank: int, num_ranks: int) -> str:
 def test_without_a_mask_a_silent_rank_is_an_error_and_the_buffer_goes_on() -> None:
     results = run_ranks(_silent, 4)
     for rank in (0, 2, 3):
-        for words in ("dispatch", f"rank={rank}", "peer=1", "seq=3", "waited ", "rank 1 did not send its half"):
+        for words in ("dispatch", f"rank={rank}", "peer=1", "seq=3", "waited ", "rank 1 did not send its part"):
             assert words in results[rank]
 
 

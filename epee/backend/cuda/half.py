@@ -83,7 +83,7 @@ def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
     head = context(name_of(report), rank=rank, peer=peer, seq=tag)
     what = f"{_WAITS.get(where, f'wait {where}')} of rank {peer}"
     if code == TIMEOUT:
-        return CommTimeoutError(f"{head}: {what} did not arrive within the timeout; {fate}", [peer])
+        return CommTimeoutError(f"{head}: {what} did not arrive within the time-out; {fate}", [peer])
     if code == PEER_DEAD:
         return failed(report, rank, peer, fate)
     if code == PEER_GAVE_UP:

@@ -30,7 +30,14 @@ def host() -> list[Finding]:
         key = own_host_key()
     except EpeeError as exc:
         return [Finding("hosts", "host", Verdict.NO, str(exc), "unset EPEE_HOST_KEY, or mount /proc")]
-    return [Finding("hosts", "host", Verdict.OK, f"{key}; ranks with this key share memory (a boot, a PID namespace)")]
+    return [
+        Finding(
+            "hosts",
+            "host",
+            Verdict.OK,
+            f"key {key}: ranks with an equal key share memory (same boot, same PID namespace)",
+        )
+    ]
 
 
 def address(choice: AddressChoice | None = None) -> list[Finding]:
@@ -88,6 +95,6 @@ def token() -> list[Finding]:
             value = "no EPEE_TOKEN_FILE, and EPEE_REQUIRE_TOKEN_FILE=1 refuses groups over several hosts without"
             return [Finding("hosts", "token", Verdict.WARN, value, _MAKE_TOKEN)]
     value = (
-        "no EPEE_TOKEN_FILE: the secret of a group over several hosts goes through its store, and is as safe as that"
+        "no EPEE_TOKEN_FILE: the secret of a group over several hosts is as safe as the store, through which it goes"
     )
     return [Finding("hosts", "token", Verdict.OK, value)]

@@ -301,7 +301,7 @@ class Roster:
         view = self.view if view is None else view
         if rank in view.out:
             raise EvictedError(
-                f"rank {rank} was put out of this buffer in epoch {view.epoch}: it did not take part in sync; call "
+                f"rank {rank} was put out of this buffer in epoch {view.epoch}: it did not come to sync; call "
                 "buffer.sync(active_ranks) together with the others to come back",
                 [rank],
                 epoch=view.epoch,

@@ -39,7 +39,7 @@ def error_of(report: KernelReport, rank: int) -> EpeeError:
     if code == TIMEOUT and not peers:
         return CommTimeoutError(f"{head}: no message with this tag from any rank within the time-out", has_job=True)
     if code == TIMEOUT:
-        return CommTimeoutError(f"{head}: {what} of rank {peer} did not arrive within the timeout; {_ANEW}", peers)
+        return CommTimeoutError(f"{head}: {what} of rank {peer} did not arrive within the time-out; {_ANEW}", peers)
     if code == PEER_DEAD:
         return failed(report, rank, peer)
     if code == PEER_GAVE_UP:

@@ -74,7 +74,7 @@ def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
     served = served if nics else "no RDMA device"
     value = f"EPEE_LINK={chosen}; {served}{f', on {chr(44).join(allowed)} only' if allowed else ''}; {extra}"
     is_efa = chosen == "nixl" and any(device.is_efa for device in devices) and str(env.get("UCX_MODULES")) == "^efa"
-    absent = chosen == "nixl" and missing, Verdict.NO, "pip install 'epee[nixl]', or unset EPEE_LINK"
+    absent = chosen == "nixl" and missing, Verdict.NO, "pip install '.[nixl]' in a clone of epee, or unset EPEE_LINK"
     left_out = is_efa, Verdict.WARN, "unset UCX_MODULES: ^efa leaves out what serves EFA"
     return outcome("hosts", "links", value, absent, left_out)
 

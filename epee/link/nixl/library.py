@@ -23,7 +23,7 @@ from ...errors import UnsupportedError
 from .devices import rdma_devices
 
 WHEELS = ("nixl_cu13", "nixl_cu12")
-_REMEDY = "pip install 'epee[nixl]' on every host, or leave EPEE_LINK at tcp"
+_REMEDY = "pip install '.[nixl]' in a clone of epee on every host, or leave EPEE_LINK at tcp"
 
 
 def why_missing() -> str:

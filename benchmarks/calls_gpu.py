@@ -10,7 +10,8 @@ the same way, as a measure of the machine's host; with several ranks NCCL's `all
 checked against a closed form first.
 
 Groups (`--only`): "barrier"; "latency" (`LatencyBuffer`, 128 tokens) and "latency-names" (the same by DeepEP's names);
-"throughput" (`Buffer`); "v1" and "v2" (DeepEP's `Buffer` and `ElasticBuffer`). Hidden 7168, top-8 of 256 experts.
+"throughput" (`Buffer`); "v1" and "v2" (DeepEP's `Buffer` and `ElasticBuffer`); "clients": calls with the arguments with
+which programs make them (the files that `tests/clients` runs, and DeepEP's README). Hidden 7168, top-8 of 256 experts.
 
 The rows of the barrier:
 
@@ -42,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import epee
 import epee.compat.deep_ep as deep_ep
 from benchmarks import gpu
+from epee.compat.deep_ep.utils import per_token_cast_to_fp8
+from epee.compat.mooncake import ep as mooncake
 
 TIMEOUT_S = 20
 BLOCKS, WARM_UP = 5, 20
@@ -107,9 +110,15 @@ class Inputs:
         wanted = (self.x.float() * self.num_ranks_of[:, None]).bfloat16()
         assert torch.equal(got[: len(wanted)], wanted), "a combine of what was dispatched gave other rows"
 
-    def check_weighted(self, got: torch.Tensor) -> None:
-        """Raise unless `got` is x but for roundings: FP8 there, bfloat16 back."""
-        assert torch.allclose(got.float(), self.x.float(), rtol=0.1, atol=0.1), "a latency pair gave other rows"
+    def check_weighted(self, got: torch.Tensor, factor: float = 1) -> None:
+        """Raise unless `got` is x times a factor, but for roundings: FP8 there, bfloat16 back."""
+        wanted = self.x.float() * factor
+        assert torch.allclose(got.float(), wanted, rtol=0.1, atol=0.1 * factor), "a pair gave other rows"
+
+    def check_weights(self, got: torch.Tensor | None) -> None:
+        """Raise unless `got` is what comes back of the weights: each from the rank of its expert."""
+        assert got is not None
+        assert torch.equal(got, self.weights), "a combine gave other weights"
 
 
 def time_latency(rank: int, num_ranks: int, num_calls: int) -> Rows:
@@ -156,7 +165,33 @@ def time_latency_names(rank: int, num_ranks: int, num_calls: int) -> Rows:
         back = buffer.low_latency_dispatch(given.x, given.idx, FEW, NUM_EXPERTS)
         buffer.low_latency_combine(rows, given.idx, given.weights, back[2])
 
-    return {"low_latency pair, FP8": block_times(pair, num_calls)}
+    calls = {"low_latency pair, FP8": pair}
+    stats = torch.zeros(NUM_EXPERTS // num_ranks, dtype=torch.int32, device="cuda")
+    for name, options in {
+        "with hooks": {"return_recv_hook": True},
+        "with events": {"async_finish": True},
+        "with statistics": {"cumulative_local_expert_recv_stats": stats},
+    }.items():
+
+        def pair_so(options: dict[str, Any] = options) -> torch.Tensor:
+            both = {key: value for key, value in options.items() if value is True}
+            _, _, handle, event, hook = buffer.low_latency_dispatch(given.x, given.idx, FEW, NUM_EXPERTS, **options)
+            _end(event, hook)
+            out, event, hook = buffer.low_latency_combine(rows, given.idx, given.weights, handle, **both)
+            _end(event, hook)
+            return out
+
+        given.check_weighted(pair_so())
+        calls[f"low_latency pair {name}, FP8"] = pair_so
+    return {name: block_times(call, num_calls) for name, call in calls.items()}
+
+
+def _end(event: Any, hook: Any) -> None:
+    """Wait as programs do, if there is anything to wait for."""
+    if hook is not None:
+        hook()
+    if event.event is not None:
+        event.current_stream_wait()
 
 
 def time_throughput(rank: int, num_ranks: int, num_calls: int) -> Rows:
@@ -183,12 +218,40 @@ def time_throughput(rank: int, num_ranks: int, num_calls: int) -> Rows:
             "dispatch, CPU sync": lambda given=given, buffer=buffer: buffer.dispatch(given.x, given.idx, given.weights),
             "cached dispatch": lambda given=given, buffer=buffer, got=got: buffer.dispatch(given.x, handle=got.handle),
             "combine": lambda buffer=buffer, got=got: buffer.combine(got.x, got.handle),
+            "combine, weights": lambda buffer=buffer, got=got: buffer.combine(
+                got.x, got.handle, topk_weights=got.topk_weights
+            ),
         }
+        given.check_weights(buffer.combine(got.x, got.handle, topk_weights=got.topk_weights).topk_weights)
+        calls |= _expert_calls(buffer, given)
         for name, call in calls.items():
             rows[f"Buffer {name}, {num_tokens}"] = block_times(call, num)
         del got, calls
         buffer.close()
     return rows
+
+
+def _expert_calls(buffer: epee.Buffer, given: Inputs) -> dict[str, Callable[[], object]]:
+    """Return the calls of the expert layout: rows in ordinary memory, and where a combine need not copy them."""
+    got = buffer.dispatch(given.x, given.idx, given.weights, layout="expert")
+    assert isinstance(got.x, torch.Tensor)
+    given.check_weighted(buffer.combine(got.x, got.handle).x)
+    back = buffer.combine(got.x, got.handle, topk_weights=got.topk_weights)
+    given.check_weighted(back.x)
+    given.check_weights(back.topk_weights)
+    there = buffer.combine_input(got.handle).copy_(got.x)
+    given.check_weighted(buffer.combine(there, got.handle).x)
+    return {
+        "dispatch, expert layout": lambda: buffer.dispatch(
+            given.x, given.idx, given.weights, layout="expert", sync=False
+        ),
+        "dispatch, expert layout, CPU sync": lambda: buffer.dispatch(
+            given.x, given.idx, given.weights, layout="expert"
+        ),
+        "combine, expert layout": lambda: buffer.combine(got.x, got.handle),
+        "combine, expert layout, in place": lambda: buffer.combine(there, got.handle),
+        "combine, expert layout, weights": lambda: buffer.combine(got.x, got.handle, topk_weights=got.topk_weights),
+    }
 
 
 def time_v1(rank: int, num_ranks: int, num_calls: int) -> Rows:
@@ -213,14 +276,23 @@ def time_v1(rank: int, num_ranks: int, num_calls: int) -> Rows:
             got = dispatch()
             buffer.combine(got[0], got[4])
 
+        def weighted_step(dispatch: Callable[[], Any] = dispatch) -> None:
+            got = dispatch()
+            buffer.combine(got[0], got[4], topk_weights=got[2])
+
         got = dispatch()
         given.check_summed(buffer.combine(got[0], got[4])[0])
+        back = buffer.combine(got[0], got[4], topk_weights=got[2])
+        given.check_summed(back[0])
+        given.check_weights(back[1])
         num = num_calls if num_tokens == FEW else num_calls // 4
         calls = {
             "get_dispatch_layout": lambda given=given: buffer.get_dispatch_layout(given.idx, NUM_EXPERTS),
             "layout + dispatch + combine": step,
+            "layout + dispatch + combine, weights": weighted_step,
             "cached dispatch": lambda given=given, got=got: buffer.dispatch(given.x, handle=got[4]),
             "combine": lambda got=got: buffer.combine(got[0], got[4]),
+            "combine, weights": lambda got=got: buffer.combine(got[0], got[4], topk_weights=got[2]),
         }
         for name, call in calls.items():
             rows[f"V1 {name}, {num_tokens}"] = block_times(call, num)
@@ -251,6 +323,189 @@ def time_v2(rank: int, num_ranks: int, num_calls: int) -> Rows:
             num = num_calls if num_tokens == FEW else num_calls // 4
             rows[f"V2 dispatch + combine, {num_tokens}, do_cpu_sync={int(do_cpu_sync)}"] = block_times(step, num)
         buffer.destroy()
+    return rows
+
+
+class V1Steps:
+    """A layer's calls on DeepEP V1's buffer: Megatron's, SGLang's and vLLM's, and those of DeepEP's README.
+
+    Args:
+        given: inputs.
+        is_async: with events, as all of them do by default.
+        options: of dispatches, those of SGLang.
+    """
+
+    def __init__(self, buffer: Any, given: Inputs, is_async: bool, options: dict[str, Any]) -> None:
+        self.buffer, self.given, self.options = buffer, given, options
+        self.is_async = is_async
+        self.x: Any = given.x
+        self.config = {key: value for key, value in options.items() if key == "config"}
+
+    def run(self) -> dict[str, Any]:
+        """Return the arguments of a call that runs behind the work before."""
+        event = deep_ep.Buffer.capture() if self.is_async else None
+        return {"previous_event": event, "async_finish": self.is_async, "allocate_on_comm_stream": self.is_async}
+
+    def dispatch(self) -> Any:
+        """Count the layout and dispatch; the dispatch waits for the layout's event."""
+        given, run = self.given, self.run()
+        per_rank, _, per_expert, is_in, run["previous_event"] = self.buffer.get_dispatch_layout(
+            given.idx, NUM_EXPERTS, **run
+        )
+        got = self.buffer.dispatch(
+            self.x, topk_idx=given.idx, topk_weights=given.weights, num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=None, is_token_in_rank=is_in, num_tokens_per_expert=per_expert,
+            **run, **self.options,
+        )  # fmt: skip
+        _end(got[5], None)
+        return got
+
+    def combine(self, rows: torch.Tensor, handle: Any, weights: torch.Tensor | None = None) -> Any:
+        """Combine, with weights as in the backward of a dispatch."""
+        back = self.buffer.combine(rows, handle, topk_weights=weights, **self.run(), **self.config)
+        _end(back[2], None)
+        return back
+
+    def forward(self) -> Any:
+        """A layer's forward: rows come back without weights."""
+        got = self.dispatch()
+        rows = got[0] if isinstance(got[0], torch.Tensor) else self.rows
+        return self.combine(rows, got[4])
+
+    def checked(self) -> Any:
+        """Return a dispatch whose rows have come back as they should."""
+        got = self.dispatch()
+        if isinstance(got[0], torch.Tensor):
+            self.given.check_summed(self.combine(got[0], got[4])[0])
+            back = self.combine(got[0], got[4], got[2])
+            self.given.check_summed(back[0])
+            self.given.check_weights(back[1])
+        else:
+            self.rows = torch.zeros(got[0][0].shape, dtype=torch.bfloat16, device="cuda")
+            self.given.check_weights(self.combine(self.rows, got[4], got[2])[1])
+        return got
+
+    def backward(self, got: Any) -> None:
+        """A layer's backward: a dispatch by the handle, a combine with the gradients of the weights."""
+        out = self.buffer.dispatch(self.given.x, handle=got[4], **self.run())
+        _end(out[5], None)
+        self.combine(got[0], got[4], got[2])
+
+
+def time_clients(rank: int, num_ranks: int, num_calls: int) -> Rows:
+    """Time calls as programs make them, by the names of both of DeepEP's buffers, Mooncake's and HybridEP's."""
+    rows: Rows = {}
+    v1 = deep_ep.Buffer(dist.group.WORLD, 1 << 30)
+    for num_tokens in (FEW, MANY):
+        given = Inputs(rank, num_ranks, num_tokens)
+        num = num_calls if num_tokens == FEW else num_calls // 4
+        calls: dict[str, Callable[[], object]] = {}
+        for is_async, name in ((False, "no events"), (True, "events")):
+            steps = V1Steps(v1, given, is_async, {})
+            got = steps.checked()
+            calls[f"Megatron forward, {name}"] = steps.forward
+            calls[f"Megatron backward, {name}"] = lambda steps=steps, got=got: steps.backward(got)
+        config = deep_ep.Buffer.get_dispatch_config(num_ranks)
+        steps = V1Steps(v1, given, True, {"expert_alignment": 128, "config": config})
+        steps.x = per_token_cast_to_fp8(given.x)
+        steps.checked()
+        calls["SGLang forward, FP8, events"] = steps.forward
+        v2 = deep_ep.ElasticBuffer(
+            dist.group.WORLD, num_max_tokens_per_rank=num_tokens, hidden=HIDDEN, num_topk=NUM_TOPK,
+            num_cpu_timeout_secs=TIMEOUT_S, explicitly_destroy=True,
+        )  # fmt: skip
+        calls |= _v2_calls(v2, given)
+        calls |= _hybrid_calls(given, num_ranks)
+        for name, call in calls.items():
+            rows[f"{name}, {num_tokens}"] = block_times(call, num)
+        del got, calls, steps
+        v2.destroy()
+    return rows | _mooncake_calls(rank, num_ranks, num_calls)
+
+
+def _v2_calls(buffer: Any, given: Inputs) -> dict[str, Callable[[], object]]:
+    """Return torchtitan's, SGLang's and DeepSpeed's calls on V2's buffer."""
+
+    def dispatch(do_expand: bool, do_cpu_sync: bool) -> Any:
+        return buffer.dispatch(
+            given.x, topk_idx=given.idx, topk_weights=given.weights, num_experts=NUM_EXPERTS,
+            num_max_tokens_per_rank=len(given.x), do_expand=do_expand, do_cpu_sync=do_cpu_sync,
+        )  # fmt: skip
+
+    def forward(do_expand: bool = False, do_cpu_sync: bool = True, is_async: bool = True) -> torch.Tensor:
+        got = dispatch(do_expand, do_cpu_sync)
+        out, _, event = buffer.combine(got[0], handle=got[3], topk_weights=None, async_with_compute_stream=is_async)
+        _end(event, None)
+        return out
+
+    got = dispatch(False, True)
+
+    def backward() -> Any:
+        buffer.dispatch(given.x, handle=got[3], num_sms=got[3].num_sms, do_cpu_sync=False)
+        return buffer.combine(got[0], handle=got[3], topk_weights=got[2])
+
+    given.check_summed(forward())
+    given.check_weights(backward()[1])
+    for do_cpu_sync in (True, False):
+        given.check_weighted(forward(True, do_cpu_sync), NUM_TOPK)
+    return {
+        "torchtitan forward": forward,
+        "torchtitan backward": backward,
+        "torchtitan without grad, expanded": lambda: forward(True, False),
+        "SGLang V2, expanded": lambda: forward(True, False, False),
+        "DeepSpeed, expanded, CPU sync": lambda: forward(True, True, False),
+    }
+
+
+def _hybrid_calls(given: Inputs, num_ranks: int) -> dict[str, Callable[[], object]]:
+    """Return Megatron's and torchtitan's calls on HybridEP's buffer."""
+    num_local = NUM_EXPERTS // num_ranks
+    buffer = deep_ep.HybridEPBuffer(dist.group.WORLD, HIDDEN, len(given.x), num_local)
+    routing_map = torch.zeros(len(given.x), NUM_EXPERTS, dtype=torch.bool, device="cuda").scatter_(1, given.idx, True)
+    probs = routing_map.float() / NUM_TOPK
+
+    def dispatch() -> Any:
+        return buffer.dispatch_with_permute(
+            hidden=given.x, routing_map=routing_map, probs=probs, num_of_experts_per_rank=num_local
+        )
+
+    def forward() -> torch.Tensor:
+        got = dispatch()
+        return buffer.combine_with_unpermute(hidden=got[0], handle=got[4])[0]
+
+    got = dispatch()
+
+    def backward() -> Any:
+        buffer.dispatch_with_permute(hidden=given.x, handle=got[4], num_permuted_tokens=len(got[0]))
+        return buffer.combine_with_unpermute(hidden=got[0], probs=got[1], handle=got[4])
+
+    given.check_weighted(forward(), NUM_TOPK)
+    assert torch.equal(backward()[1], probs), "a combine gave other probs"
+    return {"HybridEP forward": forward, "HybridEP backward": backward}
+
+
+def _mooncake_calls(rank: int, num_ranks: int, num_calls: int) -> Rows:
+    """Time SGLang's calls on Mooncake's buffer."""
+    given, rows = Inputs(rank, num_ranks, FEW), {}
+    nbytes = mooncake.get_ep_buffer_size_hint(FEW, HIDDEN, num_ranks, NUM_EXPERTS)
+    buffer = mooncake.Buffer(dist.group.WORLD, nbytes)
+    active = torch.ones(num_ranks, dtype=torch.int32, device="cuda")
+    y = torch.zeros(NUM_EXPERTS // num_ranks, num_ranks * FEW, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+    def pair(use_hook: bool, use_fp8: bool = True) -> torch.Tensor:
+        run = {"async_finish": not use_hook, "return_recv_hook": use_hook}
+        got = buffer.dispatch(given.x, given.idx, active, FEW, NUM_EXPERTS, -1, use_fp8=use_fp8, **run)
+        _end(got[3], got[4])
+        rows = y if use_fp8 else got[0]
+        back = buffer.combine(rows, given.idx, given.weights, active, -1, got[2], **run)
+        _end(back[1], back[2])
+        return back[0]
+
+    for use_hook in (True, False):
+        given.check_weighted(pair(use_hook, use_fp8=False))
+        rows[f"Mooncake pair, {'hooks' if use_hook else 'events'}, FP8"] = block_times(
+            lambda use_hook=use_hook: pair(use_hook), num_calls
+        )
     return rows
 
 
@@ -303,6 +558,7 @@ GROUPS: dict[str, Callable[[int, int, int], Rows]] = {
     "throughput": time_throughput,
     "v1": time_v1,
     "v2": time_v2,
+    "clients": time_clients,
 }
 
 
@@ -335,7 +591,7 @@ def report(rows: Rows, args: argparse.Namespace) -> None:
     unit = rows["tensor.add_"][1]
     for name, times in rows.items():
         print(
-            f"  {name:44s} elapsed {times.elapsed:8.2f} us ({times.least:.1f} to {times.largest:.1f})   "
+            f"  {name:46s} elapsed {times.elapsed:8.2f} us ({times.least:.1f} to {times.largest:.1f})   "
             f"host {times.host:8.2f} us = {times.host / unit:5.2f} add_",
             flush=True,
         )

@@ -179,14 +179,15 @@ class PaddedCalls:
         topk_idx: torch.Tensor,
         sizes: tuple[int, int],
         how: tuple[bool, bool, bool],
-        active_ranks: torch.Tensor | None,
+        ways: CallOptions,
+        when_received: Callable[[LatencyDispatched], None] | None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
-        """Run a cached dispatch on a GPU, without event, hook and timeout.
+        """Run a cached dispatch on a GPU, without event and timeout.
 
         Args:
-            x, topk_idx, sizes: as of `dispatch`.
+            x, topk_idx, sizes, when_received: as of `dispatch`.
             how: as `Quantisation`.
-            active_ranks: as in `CallOptions`.
+            ways: of the call.
 
         Returns:
             None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
@@ -196,12 +197,13 @@ class PaddedCalls:
         core = self._lately.get((sizes, x.shape[1:], topk_idx.shape[1:]))
         if core is None or core.again is None:
             return None
-        got = core.again.dispatch(x, topk_idx, None, active_ranks, *how, True)
+        got = core.again.dispatch(x, topk_idx, None, ways.active_ranks, *how, ways.return_recv_hook, True)
         if got is None:
             return None
         of_call = sizes[0], core.config.hidden, sizes[1]
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
-        return got.x, got.num_tokens_per_expert, handle, no_event(), None
+        hook = _after(core.hooked(got), ways, when_received)
+        return got.x, got.num_tokens_per_expert, handle, no_event(), hook
 
     def combine_again(
         self,
@@ -210,7 +212,8 @@ class PaddedCalls:
         topk_weights: torch.Tensor,
         handle: object,
         out: torch.Tensor | None,
-        active_ranks: torch.Tensor | None,
+        ways: CallOptions,
+        when_received: Callable[[LatencyCombined], None] | None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook] | None:
         """Run a cached combine on a GPU, as `dispatch_again`."""
         known = self._handles.facts(handle)
@@ -219,8 +222,9 @@ class PaddedCalls:
             return None
         if type(known.routing) is not torch.Size or topk_idx.shape != known.routing:
             return None
-        got = again.combine(x, known.handle, topk_weights, out, None, active_ranks)
-        return None if got is None else (got.x, no_event(), None)
+        rows = known.combine_buffer if ways.zero_copy else x
+        got = again.combine(rows, known.handle, topk_weights, out, None, ways.active_ranks, ways.return_recv_hook)
+        return None if got is None else (got.x, no_event(), _after(known.core.hooked(got), ways, when_received))
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` reads."""

@@ -204,6 +204,27 @@ class CallsAgain:
                 if self._closing.asked:
                     self._turns.__exit__(None, None, None)
 
+    def receive(self, phase: Any) -> bool:
+        """Make the receive phase of a call with a hook; return False without side effects if the fast path is not
+        allowed.
+
+        Args:
+            phase: has `again`, which launches it if nothing has happened, and returns whether it did.
+        """
+        queue = self._turns.queue_here()
+        if queue is None:
+            return False
+        with queue:
+            try:
+                is_done: bool = phase.again()
+            except expected(Exception) as error:
+                named(error, self._turns.label.text)
+                raise
+            finally:
+                if self._closing.asked:
+                    self._turns.__exit__(None, None, None)
+        return is_done
+
     def _fail(self, op: int, error: Exception, before: int) -> None:
         """Raise the cause of an error, if there is one; notify the peers if they do not know of it."""
         try:

@@ -274,7 +274,7 @@ class Buffer(SharedBuffer):
 
     def _find_again(self, path: CudaPath) -> None:
         """Enable the fast path for cached calls."""
-        self._known = known = KnownPlans(path.machine, self._checked, self._exchange, self._id)
+        self._known = known = KnownPlans(path.shape, self._checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
         self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
 
@@ -438,9 +438,9 @@ class Buffer(SharedBuffer):
         """
         again = self.again
         if again is not None and timeout is None and previous_event is None and async_op is False:
-            has_rows_only = topk_weights is None and bias is None and out is None
-            has_rows_only = has_rows_only and not carries_gradient(y)  # otherwise the ordinary path, which warns
-            found = again.combine(y, handle, num_sms) if has_rows_only else None
+            is_plain = bias is None and out is None
+            is_plain = is_plain and not carries_gradient(y, topk_weights)  # otherwise the ordinary path, which warns
+            found = again.combine(y, handle, topk_weights, num_sms) if is_plain else None
             if found is not None:
                 return found
         run = RunOptions(num_sms, async_op, previous_event)

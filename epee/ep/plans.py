@@ -30,9 +30,9 @@ from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, chec
 from .config import BufferConfig
 from .control.exchanging import RowExchange
 from .handle import Handle
-from .throughput.gpu.combine import AnyCombinePlan, find_rows
+from .throughput.gpu.combine import AnyCombinePlan, find_source
 from .throughput.gpu.dispatch import DispatchPlan, short_key
-from .throughput.gpu.machine import Machine
+from .throughput.gpu.shape import Shape
 from .throughput.gpu_handle import CudaHandle
 
 _MOST_FACTS = 1024  # cached at most: callers may bring new shapes all the time
@@ -117,7 +117,7 @@ class KnownPlans:
     """Finds the plans of one buffer's calls that are like earlier ones.
 
     Args:
-        machine: of the buffer.
+        shape: of the buffer's calls.
         checked: the calls that have passed its checks.
         exchange, buffer_id: of the buffer.
 
@@ -125,8 +125,9 @@ class KnownPlans:
         buffer_id: of the buffer.
     """
 
-    def __init__(self, machine: Machine, checked: CheckedCalls, exchange: RowExchange, buffer_id: int) -> None:
-        self._machine, self._checked, self._exchange, self.buffer_id = machine, checked, exchange, buffer_id
+    def __init__(self, shape: Shape, checked: CheckedCalls, exchange: RowExchange, buffer_id: int) -> None:
+        self._shape, self._machine = shape, shape.machine
+        self._checked, self._exchange, self.buffer_id = checked, exchange, buffer_id
         self._dispatches: dict[Any, DispatchPlan] = {}
         self._lately: list[_Like] = []  # the last few of the usual kinds, the newest first
         self._combines: dict[Any, AnyCombinePlan] = {}
@@ -199,27 +200,35 @@ class KnownPlans:
             others = [like for like in self._lately if like.plan is not plan or like.options != options]
             self._lately = [_Like(plan, options, looks), *others][:MAX_CHECKS]
 
-    def combine(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
+    def combine(self, y: Any, handle: CudaHandle, topk_weights: Any, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
         """Return the plan of combines with the properties of these arguments, if there is one, and the slot of `y`."""
-        if handle.layout != "rank" or not (num_sms is None or type(num_sms) is int):
+        if not (num_sms is None or type(num_sms) is int):
             return None
         try:
             address = y.data_ptr()
-            if address % ALIGNMENT:
+            if address % ALIGNMENT or not y.is_contiguous():
                 return None
-            slot, is_copied = find_rows(self._machine, address)
+            source = find_source(self._shape, handle.core, address, topk_weights is not None)
+            if source is None:
+                return None
+            slot, is_copied, number = source
             (num_rows, hidden), dtype = y.shape, y.dtype
             is_negative = dtype in _MAY_BE_NEGATED and y.is_neg()
-            looks = num_rows == handle.num_rows, hidden, y.stride(), dtype, y.device, is_negative
-            key = looks, handle.form, num_sms, is_copied
+            weights = None
+            if topk_weights is not None:
+                if not topk_weights.is_contiguous():
+                    return None
+                weights = _weights_facts(topk_weights, num_rows)
+            looks = num_rows == handle.num_rows, hidden, dtype, y.device, is_negative, weights
+            key = looks, handle.form, num_sms, is_copied, number
             plan = self._combines.get(key)
             if plan is not None and plan.max_sms == self._machine.max_sms:
                 return plan, slot
-            facts = combine_facts(y, handle, None)
+            facts = combine_facts(y, handle, topk_weights)
         except expected(*NO_FACTS):
             return None
         memo = self._checked.memo_of(facts)
-        plan = None if memo is None else memo.get((is_copied, 0, num_sms, self._machine.max_sms))  # as of `combine`
+        plan = None if memo is None else memo.get((is_copied, number, num_sms, self._machine.max_sms))  # as `combine`
         if plan is None:
             return None
         _remember(self._combines, key, plan)
@@ -290,14 +299,23 @@ def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
 
 
 def combine_facts(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ...]:
-    """Return what the rules of a combine read, as `dispatch_facts`; the number of rows follows from no shape."""
+    """Return what the rules of a combine read, as `dispatch_facts`; the number of rows follows from no shape.
+
+    Nor do strides stand there, which of one row say nothing: `y` and `topk_weights` are contiguous.
+    """
     num_rows, *others = y.shape
-    weights = None if topk_weights is None else _facts_of(topk_weights)
+    weights = None if topk_weights is None else _weights_facts(topk_weights, num_rows)
     order = handle.order  # whose ids are not checked on GPUs
     sums = None if order is None else (order.by, order.bias_first, order.round_partials)
     dtype = y.dtype
-    looks = y.stride(), dtype, y.device, dtype in _MAY_BE_NEGATED and y.is_neg()
+    looks = dtype, y.device, dtype in _MAY_BE_NEGATED and y.is_neg()
     return num_rows == handle.num_recv, *others, looks, weights, _facts_of_handle(handle), sums
+
+
+def _weights_facts(weights: Any, num_rows: int) -> tuple[object, ...]:
+    """Return the checked properties of the contiguous weights of so many rows."""
+    count, *others = weights.shape
+    return count == num_rows, *others, weights.dtype, weights.device, weights.is_neg()
 
 
 def _facts_of(value: Any) -> tuple[object, ...]:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ..gpu.event import DONE, Event, check_event
+from ..torch_private import CudaEvent, current_index, current_raw_stream
+
+_MOST_STREAMS = 64  # of callers whose objects are kept
 
 
 class RunOptions(NamedTuple):
@@ -71,27 +74,30 @@ CURRENT = Lane()
 class _OwnLane(Lane):
     is_own = True
 
-    def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
-        self._caller = caller
-        self._own = own
-        self._inside = torch.cuda.stream(own)
+    def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream, raw: int) -> None:
+        self._caller, self._own, self._raw = caller, own, raw
+        self._index = own.device_index
 
     def __enter__(self) -> Lane:
-        self._inside.__enter__()
+        # as `torch.cuda.stream`, which takes five times as long: it asks for both streams once more
+        self._index = current_index()
+        torch.cuda.set_stream(self._own)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._inside.__exit__(kind, error, traceback)
+        torch.cuda.set_stream(self._caller)
+        if self._index != self._own.device_index:
+            torch.cuda.set_device(self._index)
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
         """Record inputs for the buffer's stream and results for the caller's; returns the caller's raw stream."""
         for tensors, stream in ((inputs, self._own), (results, self._caller)):
-            for tensor in tensors:
-                if tensor is not None and tensor.is_cuda:
+            for tensor in {id(tensor): tensor for tensor in tensors if tensor is not None}.values():
+                if tensor.is_cuda:
                     tensor.record_stream(stream)
-        return [self._caller.cuda_stream]
+        return [self._raw]
 
     def event(self, device: torch.device, stream: int) -> Event:
         """Return the event of the work on the buffer's stream; recorded now, as the caller will wait on another."""
@@ -110,6 +116,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own: torch.cuda.Stream | None = None
+        self._callers: dict[int, torch.cuda.Stream] = {}  # torch's objects by raw handle
 
     def own_stream(self) -> torch.cuda.Stream:
         """Return the stream of calls with `async_op`."""
@@ -130,15 +137,22 @@ class Lanes:
             if event is not None:
                 event.synchronize()
             return CURRENT
-        caller = torch.cuda.current_stream(self._device)
+        raw = current_raw_stream(current_index() if self._device.index is None else self._device.index)
+        caller = self._callers.get(raw)
+        if caller is None:
+            if len(self._callers) >= _MOST_STREAMS:
+                self._callers.clear()
+            caller = self._callers[raw] = torch.cuda.current_stream(self._device)
         if not run.async_op:
             _wait(event, caller)
             return CURRENT
         own = self.own_stream()
         if event is None:
-            own.wait_stream(caller)
+            begin = CudaEvent()
+            begin.record(caller)
+            begin.wait(own)
         _wait(event, own)
-        return _OwnLane(caller, own)
+        return _OwnLane(caller, own, raw)
 
 
 def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:

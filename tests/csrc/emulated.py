@@ -228,6 +228,9 @@ class EmulatedPlatform:
     def order(self, first: int, second: int, event: Any) -> None:
         return None
 
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
     def is_done(self, mark: None) -> bool:
         return True
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from epee.ep import plans
 from epee.ep.throughput.gpu.dispatch import DispatchPlan
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_ranks
 
 pytestmark = [
     pytest.mark.compiler,
@@ -23,8 +25,8 @@ pytestmark = [
 EXPERTS, HIDDEN, TOPK, TOKENS = 4, 64, 2, 8
 
 
-def _buffer(**options: object) -> epee.Buffer:
-    return epee.Buffer(num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=TOKENS, **options)  # type: ignore[arg-type]
+def _buffer(num_experts: int = EXPERTS, **options: object) -> epee.Buffer:
+    return epee.Buffer(num_experts=num_experts, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=TOKENS, **options)  # type: ignore[arg-type]
 
 
 def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -229,3 +231,129 @@ def test_an_error_before_a_call_is_told_to_the_peer() -> None:
     here, there = run_ranks(emulated, 2, _untold, timeout_s=200)
     assert here.startswith("ValueError: a handler's") or "a handler's" in here
     assert "refused" in there
+
+
+def _weighted(rank: int, num_ranks: int, layout: str) -> None:
+    """Combines with weights, in ordinary memory and in place, among calls without them, with changing routings."""
+    with _buffer() as buffer:
+        seen = _count_again(buffer)
+        for turn in range(4):
+            x, idx, weights = _inputs(rank + 10 + 5 * turn)
+            idx[: turn + rank] = -1
+            wanted = torch.where(idx >= 0, weights, 0)
+            got = buffer.dispatch(x, idx, weights, layout=layout)
+            assert isinstance(got.x, torch.Tensor)
+            assert got.topk_weights is not None
+            there = buffer.combine_input(got.handle).copy_(got.x)
+            plain = buffer.combine(got.x.clone(), got.handle)
+            assert plain.topk_weights is None
+            for factor, y in ((1, got.x.clone()), (2, got.x), (3, there)):
+                back = buffer.combine(y, got.handle, topk_weights=factor * got.topk_weights)
+                assert torch.equal(back.x, plain.x)
+                assert torch.equal(back.topk_weights, factor * wanted)  # type: ignore[arg-type]
+            del got, there, y
+        assert seen.count("combine") >= 11, "all but the first ones of a kind are like earlier ones"
+        _change_weighted(buffer, layout, seen)
+        buffer.all_gather_bytes(b"done")
+
+
+def _change_weighted(buffer: epee.Buffer, layout: str, seen: list[str]) -> None:
+    """Whatever is not as in the calls before is checked, and gives the same or an error."""
+    x, idx, weights = _inputs(3)
+    got = buffer.dispatch(x, idx, weights, layout=layout)
+    rows, sent = got.x, got.topk_weights
+    assert isinstance(rows, torch.Tensor)
+    assert sent is not None
+    for _ in range(2):
+        back = buffer.combine(rows, got.handle, topk_weights=sent)
+    for num_sms in (2, 2):
+        seen.clear()
+        other = buffer.combine(rows, got.handle, topk_weights=sent, num_sms=num_sms)
+        assert torch.equal(other.topk_weights, back.topk_weights)  # type: ignore[arg-type]
+    assert seen == ["combine"]
+    seen.clear()
+    apart = torch.stack([sent, sent], -1)[..., 0]
+    for options in ({"topk_weights": apart}, {"topk_weights": sent, "out": torch.empty_like(x)}):
+        other = buffer.combine(rows, got.handle, **options)  # type: ignore[arg-type]
+        assert torch.equal(other.topk_weights, back.topk_weights)  # type: ignore[arg-type]
+        assert torch.equal(other.x, back.x)
+    assert seen == []
+    for wrong in (sent.double(), sent[1:], sent[None], "weights"):
+        if buffer.num_ranks == 1:
+            with pytest.raises(epee.InvalidArgument, match="topk_weights must"):
+                buffer.combine(rows, got.handle, topk_weights=wrong)  # type: ignore[arg-type]
+    with torch.profiler.profile():
+        buffer.combine(rows, got.handle, topk_weights=sent)
+    assert seen == []
+    buffer.sync()
+    if buffer.num_ranks > 1:  # else there is one epoch
+        with pytest.raises(epee.errors.StaleHandleError):
+            buffer.combine(rows, got.handle, topk_weights=sent)
+    for _ in range(3):
+        got = buffer.dispatch(x, idx, weights, layout=layout)
+        back = buffer.combine(got.x, got.handle, topk_weights=got.topk_weights)  # type: ignore[arg-type]
+        assert torch.equal(back.topk_weights, weights)  # type: ignore[arg-type]
+    assert seen[-1] == "combine"
+
+
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_combines_with_weights_and_in_both_layouts_are_like_earlier_ones(num_ranks: int, layout: str) -> None:
+    run_ranks(emulated, num_ranks, _weighted, layout, timeout_s=200)
+
+
+def _one_row(rank: int, num_ranks: int) -> None:
+    """A matrix of one row is contiguous whatever its strides are: it is no model for others."""
+    with _buffer() as buffer:
+        x, idx, weights = _inputs()
+        for num_tokens in (1, 4, 1, 4):
+            got = buffer.dispatch(x[:num_tokens], idx[:num_tokens], weights[:num_tokens])
+            rows, sent = got.x, got.topk_weights
+            assert isinstance(rows, torch.Tensor)
+            assert sent is not None
+            wide = torch.cat([rows, rows], 1)[:, :HIDDEN]
+            if num_tokens > 1:
+                with pytest.raises(epee.InvalidArgument, match="y must be contiguous"):
+                    buffer.combine(wide, got.handle)
+            else:
+                buffer.combine(wide, got.handle)
+            back = buffer.combine(rows, got.handle, topk_weights=torch.cat([sent, sent], 1)[:, :TOPK])
+            assert torch.equal(back.topk_weights, weights[:num_tokens])  # type: ignore[arg-type]
+
+
+def test_a_row_alone_is_no_model_for_the_strides_of_others() -> None:
+    run_ranks(emulated, 1, _one_row, timeout_s=200)
+
+
+def _weighted_death(rank: int, num_ranks: int, layout: str) -> None:
+    """A rank dies among combines with weights; the others hear of it, agree, and go on."""
+    with _buffer(num_experts=6) as buffer:
+        seen = _count_again(buffer)
+        x, _, weights = _inputs(rank)
+        idx = torch.tensor([[0, 2], [2, 4]]).repeat(TOKENS // 2, 1)
+        for _ in range(3):
+            got = buffer.dispatch(x, idx, weights, layout=layout)
+            assert isinstance(got.x, torch.Tensor)
+            buffer.combine(got.x.clone(), got.handle, topk_weights=got.topk_weights)
+        assert "combine" in seen
+        buffer.all_gather_bytes(b"done")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(epee.errors.RankFailedError):
+            _combine_on(buffer, got)
+        assert buffer.sync().tolist() == [1, 1, 0]
+        for _ in range(3):
+            got = buffer.dispatch(x, idx, weights, layout=layout)
+            assert isinstance(got.x, torch.Tensor)
+            back = buffer.combine(got.x.clone(), got.handle, topk_weights=got.topk_weights)
+            assert torch.equal(back.topk_weights, torch.where(idx < 4, weights, 0))  # type: ignore[arg-type]
+
+
+def _combine_on(buffer: epee.Buffer, got: Any) -> None:
+    for _ in range(1000):
+        buffer.combine(got.x.clone(), got.handle, topk_weights=got.topk_weights)
+
+
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_a_death_is_met_by_combines_with_weights(layout: str) -> None:
+    assert run_ranks(emulated, 3, _weighted_death, layout, dead={2}, timeout_s=200) == [None, None, DEAD]

@@ -29,7 +29,18 @@ from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.compat.test_deep_ep_low_latency import make as make_names
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer, emulated
-from tests.ep.latency_cases import BF16, Shape, bits, check_round, combine, dispatch, expert_outputs, inputs, make
+from tests.ep.latency_cases import (
+    BF16,
+    Shape,
+    bits,
+    check_dispatched,
+    check_round,
+    combine,
+    dispatch,
+    expert_outputs,
+    inputs,
+    make,
+)
 from tests.harness import DEAD, run_ranks
 
 pytestmark = [
@@ -64,7 +75,7 @@ def _plain(shape: Shape) -> epee.LatencyBuffer:
 def _spied(made: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
     def spy(*args: Any) -> Any:
         got = made(*args)
-        if got is not None:
+        if got is not None and got is not False:
             seen.append(name)
         return got
 
@@ -111,13 +122,13 @@ def _few_calls(rank: int, num_ranks: int) -> int:
         again = buffer.again
         assert again is not None
         for _ in range(2):
-            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False)
-            back = again.combine(y, got.handle, None, None, None, None)
+            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False, False)
+            back = again.combine(y, got.handle, None, None, None, None, False)
             assert back is not None
         sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
         try:
-            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False)
-            again.combine(y, got.handle, None, None, None, None)
+            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False, False)
+            again.combine(y, got.handle, None, None, None, None, False)
         finally:
             sys.setprofile(None)
         del seen
@@ -127,6 +138,84 @@ def _few_calls(rank: int, num_ranks: int) -> int:
 def test_a_pair_like_an_earlier_one_enters_few_functions() -> None:
     (entered,) = run_ranks(emulated, 1, _few_calls, timeout_s=200)
     assert entered <= 44, "each costs a call on a GPU 0.1 to 0.3 us"
+
+
+def _hooked(rank: int, num_ranks: int) -> list[str]:
+    """Calls with hooks, their receive phases too, are made as ones before, also while others wait for theirs."""
+    gpu_path.LOOK_S = 600.0
+    seen: list[str] = []
+    with _plain(SHAPE) as buffer:
+        for name in (*OP, "receive"):
+            setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
+        for seed in range(4):
+            check_round(buffer, SHAPE, (6, 3), seed, use_hook=True)
+            check_round(buffer, SHAPE, (6, 3), seed, use_hook=True, payload="fp8", late_weights=True)
+            check_round(buffer, SHAPE, (3, 6), seed, use_hook=True, active_ranks=torch.ones(2, dtype=torch.int32))
+            check_round(buffer, SHAPE, (6, 3), seed)
+        found = list(seen)
+        for seed in range(4):
+            given = [inputs(SHAPE, (6, 3), 10 * seed + nth) for nth in range(2)]
+            calls = [dispatch(buffer, each[rank], return_hook=True) for each in given]
+            with pytest.raises(InvalidState, match="the oldest of 2 calls has not received yet"):
+                dispatch(buffer, given[0][rank], return_hook=True)
+            for at in (seed % 2, 1 - seed % 2):
+                hook = calls[at].hook
+                assert hook is not None
+                hook()
+                check_dispatched(calls[at], oracle.dispatch(given[at], SHAPE.num_experts, SHAPE.max_tokens)[rank])
+                with pytest.raises(InvalidState, match="called already"):
+                    hook()
+        found += seen[len(found) :]
+        waiting = dispatch(buffer, inputs(SHAPE, (6, 3), 1)[rank], return_hook=True)
+        with pytest.raises(InvalidState, match="not received"):
+            buffer.sync()
+        assert waiting.hook is not None
+        waiting.hook()
+        buffer.sync()
+        for seed in range(3):
+            check_round(buffer, SHAPE, (6, 3), seed, use_hook=True)
+        buffer.close()
+        with pytest.raises(InvalidState, match="closed"):
+            dispatch(buffer, inputs(SHAPE, (6, 3), 1)[rank], return_hook=True)
+    return found
+
+
+def test_calls_with_hooks_are_made_as_ones_before() -> None:
+    for found in run_ranks(emulated, 2, _hooked, timeout_s=200):
+        assert found.count("dispatch") >= 12 + 7
+        assert found.count("combine") >= 12
+        assert found.count("receive") >= 20 + 8
+
+
+def _hook_after_changes(rank: int, num_ranks: int) -> None:
+    """A hook that is called when something has happened is run after all checks."""
+    with _warm() as (buffer, path, seen):
+        given, platform = inputs(SHAPE, (4,), 1)[0], path._platform
+        buffer.again.receive = _spied(buffer.again.receive, "receive", seen)  # type: ignore[union-attr, method-assign]
+        for _ in range(3):
+            _round(buffer, return_hook=True)
+        seen.clear()
+        _round(buffer, return_hook=True)
+        assert seen == ["dispatch", "receive", "combine", "receive"]
+        for name, value in (("stream", 7), ("is_capturing", True)):
+            waiting = dispatch(buffer, given, return_hook=True)
+            setattr(platform, name, lambda value=value: value)
+            seen.clear()
+            assert waiting.hook is not None
+            waiting.hook()
+            delattr(platform, name)
+            assert seen == []
+            for _ in range(2):
+                _round(buffer)
+        waiting = dispatch(buffer, given, return_hook=True)
+        path.core.device.report.words[0] = 1  # a time-out, of an earlier call
+        assert waiting.hook is not None
+        with pytest.raises(epee.errors.CommTimeoutError):
+            waiting.hook()
+
+
+def test_a_hook_after_changes_is_run_after_all_checks() -> None:
+    run_ranks(emulated, 1, _hook_after_changes, timeout_s=200)
 
 
 def _masks_only(rank: int, num_ranks: int) -> int:
@@ -168,7 +257,7 @@ def _left(rank: int, num_ranks: int) -> None:
         is_ordinary()
         path.set_poison(False)
         for options in ({"timeout": 60.0}, {"timeout_us": 10**7}, {"num_sms": 2}, {"return_hook": True}):
-            is_ordinary(**options)
+            is_ordinary(**options)  # with a hook the first one is
         with torch.profiler.profile():
             is_ordinary()
         path._look_at = 0.0  # it is time to look for the dead
@@ -352,28 +441,31 @@ def test_an_error_before_a_call_is_told_to_the_peer() -> None:
     assert "rank 0 refused the call" in there
 
 
-def _death(rank: int, num_ranks: int) -> None:
+def _death(rank: int, num_ranks: int, use_hook: bool) -> None:
     gpu_path.LOOK_S = 0.001
     with _plain(SHAPE) as buffer:
         for seed in range(4):
-            check_round(buffer, SHAPE, (4, 4), seed)
+            check_round(buffer, SHAPE, (4, 4), seed, use_hook=use_hook)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RankFailedError, match="is dead"):
-            _dispatch_on(buffer, rank)
+            _dispatch_on(buffer, rank, use_hook)
         mask = torch.ones(2, dtype=torch.int32)
         d = dispatch(buffer, inputs(SHAPE, (4, 4), 1)[rank], active_ranks=mask)
         assert d.got.tolist() == [True, False]
         assert mask.tolist() == [1, 0]
 
 
-def _dispatch_on(buffer: epee.LatencyBuffer, rank: int) -> None:
+def _dispatch_on(buffer: epee.LatencyBuffer, rank: int, use_hook: bool) -> None:
     for _ in range(2000):
-        dispatch(buffer, inputs(SHAPE, (4, 4), 1)[rank])
+        got = dispatch(buffer, inputs(SHAPE, (4, 4), 1)[rank], return_hook=use_hook)
+        if got.hook is not None:
+            got.hook()
 
 
-def test_a_death_is_met() -> None:
-    assert run_ranks(emulated, 2, _death, dead={1}, timeout_s=100) == [None, DEAD]
+@pytest.mark.parametrize("use_hook", [False, True])
+def test_a_death_is_met(use_hook: bool) -> None:
+    assert run_ranks(emulated, 2, _death, use_hook, dead={1}, timeout_s=100) == [None, DEAD]
 
 
 def _names(rank: int, num_ranks: int, enable_shrink: bool) -> None:

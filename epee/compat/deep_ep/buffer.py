@@ -29,9 +29,8 @@ from epee.compat.deep_ep.shared.rows import (
     filled_up,
     payload_filled_up,
 )
-from epee.compat.deep_ep.v1.dispatch import Asked, FreshDispatches, asked_of
+from epee.compat.deep_ep.v1.dispatch import Asked, FreshDispatches
 from epee.compat.deep_ep.v1.handle import V1Handle, num_entries
-from epee.compat.deep_ep.v1.wishes import Counts
 from epee.ep import (
     BufferPool,
     CombineOrder,
@@ -178,11 +177,12 @@ class Buffer(LowLatency, PoolOwner):
             `num_tokens_per_rank [num_ranks]` int32, `num_tokens_per_rdma_rank [num_hosts]` int32 (None on one host),
             `num_tokens_per_expert [num_experts]` int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
-        pool = self._pool()
-        if topk_idx.is_cuda and previous_event is None and not async_finish and len(self.hosts) == 1:
+        pool = self.runtime or self._pool()
+        waits_for = None if previous_event is None else cuda_event_of(previous_event)
+        if topk_idx.is_cuda and waits_for is None and not async_finish and len(self.hosts) == 1:
             found = count_layout(topk_idx, self.group_size, num_experts)
             return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, no_event()
-        with pool.lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
+        with pool.lane(topk_idx.device, async_finish, waits_for) as lane:
             found = count_layout(topk_idx, self.group_size, num_experts)
             if not topk_idx.is_cuda:  # on GPUs the dispatch checks this, without making the cpu wait
                 check_topk_idx(topk_idx, num_experts)
@@ -229,22 +229,26 @@ class Buffer(LowLatency, PoolOwner):
             expert (empty with `num_worst_tokens`), handle, event. With `handle`: `recv_x`, four times None, event.
         """
         used = config or _default_config(self.group_size, Buffer.num_sms)
-        counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-        may_stand = True
-        if previous_event is None and not async_finish:
+        given = x, (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert), topk_idx, topk_weights
+        options = Asked(expert_alignment, num_worst_tokens, used)
+        may_stand, fresh = True, None
+        if not async_finish and (previous_event is None or cuda_event_of(previous_event) is None):
             try:
-                if handle is None:
-                    asked = asked_of(expert_alignment, num_worst_tokens, used)
-                    found = self._dispatch_lately(x, counts, topk_idx, topk_weights, asked, used)
-                else:
+                if handle is not None:
                     found = self._cached_lately(x, handle, topk_idx, topk_weights, used)
+                    if found is not None:
+                        return found
+                else:
+                    if self.runtime is None:
+                        self._pool()  # raises
+                    fresh = self._fresh.latest(given, options, GPU_AT_ONCE)
             except Exception as error:
                 if handle is not None or num_worst_tokens or not isinstance(error, NoRoomError):
                     advise(error)
                     raise
-                found, may_stand = None, False  # a peer's call does not fit, and all were notified in this call
-            if found is not None:
-                return found
+                may_stand = False  # a peer's call does not fit, and all were notified in this call
+            if fresh is not None:
+                return *self._results(*fresh, topk_idx, num_worst_tokens), no_event()
         with self._run(device_of(x), async_finish, previous_event) as run:
             if handle is not None:
                 known = self._known(handle)
@@ -254,45 +258,32 @@ class Buffer(LowLatency, PoolOwner):
                     return rows, None, None, None, None, no_event()
                 event = run.event((x, known.handle), (again.x, rows), again)
                 return rows, None, None, None, None, event
-            options = Asked(expert_alignment, num_worst_tokens, used)
-            got, known, listed = self._fresh.run((x, counts, topk_idx, topk_weights), options, run, may_stand)
-            rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
-            if num_worst_tokens:
-                rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)
-            if topk_idx is None:
-                recv_idx = recv_weights = None
-            elif topk_idx.dtype is not torch.int64 and recv_idx is not None:
-                recv_idx = recv_idx.to(topk_idx.dtype)
+            fresh = self._fresh.run(given, options, run, may_stand)
+            got = fresh[0]
+            results = self._results(*fresh, topk_idx, num_worst_tokens)
             if run is GPU_AT_ONCE:
-                return rows, recv_idx, recv_weights, listed, self._handles.handle(known), no_event()
-            given = (x, is_token_in_rank, topk_idx, topk_weights)
-            event = run.event(given, (got.x, got.handle, rows, recv_idx, recv_weights), got)
-        return rows, recv_idx, recv_weights, listed, self._handles.handle(known), event
+                return *results, no_event()
+            inputs = (x, is_token_in_rank, topk_idx, topk_weights)
+            event = run.event(inputs, (got.x, got.handle, *results[:3]), got)
+        return *results, event
 
-    def _dispatch_lately(
-        self, x: Payload, counts: Counts, topk_idx: Any, topk_weights: Any, asked: Any, config: Config
-    ) -> V1Dispatched | None:
-        """Run a dispatch that matches one of the last few cache keys on a GPU; None, without any effect, if none
-        matches. `asked`: as of `asked_of`."""
-        like = (
-            None if asked is None else (self.runtime or self._pool()).latest(asked, x, topk_idx, topk_weights, *counts)
-        )
-        got = None if like is None else like.dispatch(x, topk_idx, topk_weights)
-        if like is None or got is None:
-            return None
-        num_worst_tokens, is_token_in_rank = asked[1], counts[1]
-        assert is_token_in_rank is not None
-        known = V1Handle(like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, config, None)
-        rows, recv_idx, recv_weights, listed = got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert
+    def _results(
+        self, got: Dispatched, known: V1Handle, listed: list[int], topk_idx: torch.Tensor | None, num_worst_tokens: int
+    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int], V1Tuple]:
+        """Return the results of a dispatch with routing, without the event."""
+        rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
         if num_worst_tokens:
             rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)
-            listed = []
-        return rows, recv_idx, recv_weights, listed, self._handles.handle(known), no_event()
+        if topk_idx is None:
+            recv_idx = recv_weights = None
+        elif topk_idx.dtype is not torch.int64 and recv_idx is not None:
+            recv_idx = recv_idx.to(topk_idx.dtype)
+        return rows, recv_idx, recv_weights, listed, self._handles.handle(known)
 
     def _cached_lately(
         self, x: Payload, handle: V1Tuple, topk_idx: object, topk_weights: object, config: Config
     ) -> V1Dispatched | None:
-        """Run a dispatch by a handle as an earlier one, as `_dispatch_lately`."""
+        """Run a dispatch by a handle as an earlier one; None, without any effect, if that is not possible."""
         known = self._known(handle)
         room, again = known.room, known.room.core.again
         if again is None or topk_idx is not None or topk_weights is not None:
@@ -349,24 +340,23 @@ class Buffer(LowLatency, PoolOwner):
             num_recv = known.handle.num_recv
             rows, weights = cut(x, num_recv, known.num_rows), cut(topk_weights, num_recv, known.num_rows)
         again = known.room.core.again
-        is_plain = (
-            previous_event is None and not async_finish and topk_weights is None and bias is None and config is None
-        )
-        if is_plain and again is not None:
+        num_sms = None if config is None else known.room.num_sms(config.num_sms)
+        is_at_once = not async_finish and (previous_event is None or cuda_event_of(previous_event) is None)
+        if again is not None and bias is None and is_at_once:
             try:
-                found = again.combine(rows, known.handle, None)
+                found = again.combine(rows, known.handle, weights, num_sms)
             except Exception as error:
                 advise(error)
                 raise
             if found is not None:
-                return found.x, None, no_event()
+                return found.x, found.topk_weights, no_event()
         with self._run(device_of(x), async_finish, previous_event) as run:
             got = known.room.core.combine(
                 rows,
                 known.handle if is_own_order else known.handle.in_order(_ORDER),
                 topk_weights=weights,
                 bias=None if bias is None else as_bias(bias),
-                num_sms=None if config is None else known.room.num_sms(config.num_sms),
+                num_sms=num_sms,
             )
             if run is GPU_AT_ONCE:
                 return got.x, got.topk_weights, no_event()

@@ -357,7 +357,7 @@ class ElasticBuffer(Experimental, PoolOwner):
         """Dispatch with routing, in a room found by the call's cache key, or else by its sizes."""
         x, topk_idx, topk_weights = given
         key = like = None
-        if run is GPU_AT_ONCE:
+        if run.is_gpu:
             asked, pool = self._asked(options), self._pool()
             like = None if asked is None else pool.latest(asked, x, topk_idx, topk_weights)
             if like is None:

@@ -127,4 +127,4 @@ def cuda_event_of(event: Event | None) -> torch.cuda.Event | None:
 
 def after(is_async: bool) -> EventOverlap:
     """Return the event of a call that has just put its work on the current stream."""
-    return EventOverlap(EventHandle() if is_async else None)
+    return EventOverlap(EventHandle()) if is_async else no_event()

@@ -107,12 +107,11 @@ class LowLatency:
                 _add_cost(dispatch_wait_recv_cost_stats, got)
 
         try:
-            if async_finish is False and return_recv_hook is False and count is None:
-                active = self._active_for(x) if self.enable_shrink else None
-                found = self._padded.dispatch_again(x, topk_idx, sizes, how, active)
+            ways = self._ways(x, async_finish, return_recv_hook)
+            if async_finish is False:
+                found = self._padded.dispatch_again(x, topk_idx, sizes, how, ways, count)
                 if found is not None:
                     return found
-            ways = self._ways(x, async_finish, return_recv_hook)
             return self._padded.dispatch(x, topk_idx, sizes, Quantisation(*how), ways, count)
         except EpeeError as error:
             add_advice(error, LOW_LATENCY)
@@ -175,12 +174,11 @@ class LowLatency:
         if use_logfmt and zero_copy:
             raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
         try:
-            if async_finish is False and return_recv_hook is False and zero_copy is False and count is None:
-                active = self._active_for(x) if self.enable_shrink else None
-                found = self._padded.combine_again(x, topk_idx, topk_weights, handle, out, active)
+            ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
+            if async_finish is False:
+                found = self._padded.combine_again(x, topk_idx, topk_weights, handle, out, ways, count)
                 if found is not None:
                     return found
-            ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
             return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, count)
         except EpeeError as error:
             add_advice(error, LOW_LATENCY)

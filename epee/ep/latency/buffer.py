@@ -256,12 +256,14 @@ class LatencyBuffer(SharedBuffer):
             EpeeError: the errors of `Buffer.dispatch`.
         """
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
-        is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
+        is_plain = async_op is False and previous_event is None and not has_limits
         again = self.again
         if is_plain and again is not None and not carries_gradient(x, topk_weights):
-            found = again.dispatch(x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0)
+            found = again.dispatch(
+                x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0, return_hook
+            )
             if found is not None:
-                return found
+                return self.hooked(found)
         return self._dispatch(
             x,
             (topk_idx, topk_weights, active_ranks),
@@ -289,7 +291,7 @@ class LatencyBuffer(SharedBuffer):
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.dispatch((x, *others), flags, run[1], timeout_s)
                     result = self._rows.dispatch(call, lane)
-                    return result if result.hook is None else self._hooked(result)
+                    return self.hooked(result)
 
     def combine(
         self,
@@ -326,12 +328,12 @@ class LatencyBuffer(SharedBuffer):
             EpeeError: the errors of `Buffer.combine`.
         """
         has_limits = timeout is not None or timeout_us is not None or num_sms is not None
-        is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
+        is_plain = async_op is False and previous_event is None and not has_limits
         again = self.again
         if is_plain and again is not None and not carries_gradient(y, topk_weights):
-            found = again.combine(y, handle, topk_weights, out, partial_dtype, active_ranks)
+            found = again.combine(y, handle, topk_weights, out, partial_dtype, active_ranks, return_hook)
             if found is not None:
-                return found
+                return self.hooked(found)
         return self._combine(
             y,
             handle,
@@ -362,7 +364,7 @@ class LatencyBuffer(SharedBuffer):
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.combine(known, (y, *others), return_hook, run[1], timeout_s)
                     result = self._rows.combine(call, lane)
-                    return result if result.hook is None else self._hooked(result)
+                    return self.hooked(result)
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -378,15 +380,18 @@ class LatencyBuffer(SharedBuffer):
             check_latency_handle(handle, self._id, self._exchange.epoch)
             return self._rows.combine_input(self.config)
 
-    def _hooked(self, result: _Latent) -> _Latent:
-        """Let one hook run at a time, as calls do."""
+    def hooked(self, result: _Latent) -> _Latent:
+        """Return a result of `again` whose hook, if it has one, runs as calls do: one at a time."""
         receive = result.hook
-        assert receive is not None
+        if receive is None:
+            return result
+        again = self.again
 
         def hook() -> None:
             """Run the receive phase as a call of this buffer: after the others, one at a time."""
-            with self._turns.queue(), self._turns:
-                receive()
+            if again is None or not again.receive(receive):
+                with self._turns.queue(), self._turns:
+                    receive()
 
         result.hook = hook
         return result

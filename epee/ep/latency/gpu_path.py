@@ -83,6 +83,31 @@ TAG_STEP = 1 << 12  # the same if no member is new; a rank excluded long ago sho
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
+class ReceivePhase:
+    """The receive phase of a call, before `CallsAgain` or the buffer makes it a hook.
+
+    Args:
+        path: of the call.
+        op: its name.
+        half: launches it.
+        handle: of a dispatch.
+    """
+
+    __slots__ = ("epoch", "half", "handle", "is_done", "op", "path")
+
+    def __init__(self, path: LatencyCudaPath, op: str, half: Hook, handle: CudaLatencyHandle | None = None) -> None:
+        self.path, self.op, self.half, self.handle = path, op, half, handle
+        self.epoch, self.is_done = path.control.exchange.epoch, False
+
+    def __call__(self) -> None:
+        """Receive, after all checks."""
+        self.path.receive(self, is_quiet=False)
+
+    def again(self) -> bool:
+        """Receive if that needs no checks (fast path allowed); return whether it was done."""
+        return self.path.receive(self, is_quiet=True)
+
+
 class LatencyCudaPath(GpuPath, Memory):
     """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement.
 
@@ -207,7 +232,7 @@ class LatencyCudaPath(GpuPath, Memory):
         handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
         if lane.is_own:
             lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
-        hook = None if got.hook is None else self._hook("dispatch", got.hook, handle)
+        hook = None if got.hook is None else ReceivePhase(self, "dispatch", got.hook, handle)
         rows = got.x if scales is None else (got.x, scales)
         return CudaLatencyDispatched(rows, handle, lane, self.config.device, got.stream, hook)
 
@@ -234,11 +259,11 @@ class LatencyCudaPath(GpuPath, Memory):
             raise
         if lane.is_own:
             lane.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
-        hook = None if got.hook is None else self._hook("combine", got.hook, None)
+        hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
         num_local = facts.sizes.config.num_local_experts
         return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
-    def quiet_stream(self, op: int, is_strict: bool) -> int | None:
+    def quiet_stream(self, op: int, is_strict: bool, is_split: bool) -> int | None:
         """Return the current stream if a cached call needs no checks (fast path allowed), else None.
 
         Then nothing has happened since the last check of a call, and no check for dead ranks is due.
@@ -246,13 +271,14 @@ class LatencyCudaPath(GpuPath, Memory):
         Args:
             op: `KERNEL_DISPATCH` or `KERNEL_COMBINE`.
             is_strict: all ranks are needed.
+            is_split: the call has a hook.
         """
         is_quiet = (
             not (self._given_up or self._closing.asked or self._notifier.told)
             and (not is_strict or time.monotonic() < self._look_at)
             and self._lane.is_calm()
         )
-        return self.core.quiet_stream(op) if is_quiet else None
+        return self.core.quiet_stream(op, is_split) if is_quiet else None
 
     def dispatch_again(
         self,
@@ -264,6 +290,7 @@ class LatencyCudaPath(GpuPath, Memory):
         use_fp8: bool,
         round_scale: bool,
         use_ue8m0: bool,
+        return_hook: bool,
         reads_counts: bool = False,
     ) -> LatencyDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
@@ -273,10 +300,11 @@ class LatencyCudaPath(GpuPath, Memory):
             reads_counts: the caller reads `num_tokens_per_expert` of the result at once.
             Others as of `LatencyBuffer.dispatch`.
         """
-        stream = self.quiet_stream(KERNEL_DISPATCH, active_ranks is None)
+        stream = self.quiet_stream(KERNEL_DISPATCH, active_ranks is None, return_hook)
         if stream is None:
             return None
-        facts = known.find_dispatch(x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0)
+        quantisation = use_fp8, round_scale, use_ue8m0
+        facts = known.find_dispatch(x, topk_idx, topk_weights, active_ranks, quantisation, return_hook)
         if facts is None or facts.plan is None:
             return None
         core, plan, (buffer_id, config, _) = self.core, facts.plan, facts.sizes
@@ -287,9 +315,10 @@ class LatencyCudaPath(GpuPath, Memory):
         if core.device.codes != NO_REPORTS:
             core.check()
         made_by = buffer_id, core.num_calls, self.control.exchange.epoch
-        handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, True)
+        handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, got.hook is None)
         rows = got.x if got.scales is None else (got.x, got.scales)
-        result = CudaLatencyDispatched(rows, handle, CURRENT, self.config.device, stream, None)
+        hook = None if got.hook is None else ReceivePhase(self, "dispatch", got.hook, handle)
+        result = CudaLatencyDispatched(rows, handle, CURRENT, self.config.device, stream, hook)
         if counts is not None:
             result.num_tokens_per_expert = counts
         return result
@@ -303,15 +332,16 @@ class LatencyCudaPath(GpuPath, Memory):
         out: torch.Tensor | None,
         partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
+        return_hook: bool,
     ) -> LatencyCombined | None:
         """Run a cached combine, as `dispatch_again`."""
-        stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None)
+        stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None, return_hook)
         if stream is None or type(handle) is not CudaLatencyHandle:
             return None
         is_own = handle.buffer_id == known.buffer_id and handle.epoch == self.control.exchange.epoch
         if not (is_own and handle.is_received):
             return None
-        facts = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks)
+        facts = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks, return_hook)
         if facts is None or facts.plan is None:
             return None
         core = self.core
@@ -320,7 +350,8 @@ class LatencyCudaPath(GpuPath, Memory):
         if core.device.codes != NO_REPORTS:
             core.check()
         num_local = facts.sizes.config.num_local_experts
-        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, CURRENT, self.config.device, stream, None)
+        hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
+        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, CURRENT, self.config.device, stream, hook)
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise that a rank is dead if that is why a call has timed out; else allow no call before a sync."""
@@ -381,28 +412,38 @@ class LatencyCudaPath(GpuPath, Memory):
 
     # -- errors
 
-    def _hook(self, op: str, receive: Hook, handle: CudaLatencyHandle | None) -> Hook:
-        of_epoch, halves = self.control.exchange.epoch, [receive]
+    def receive(self, phase: ReceivePhase, is_quiet: bool) -> bool:
+        """Launch the receive phase of a call, in the epoch of its send phase only.
 
-        def run() -> None:
-            """Launch the receive phase, in the epoch of the send phase only."""
-            if halves:  # a second call raises that it is one
-                check_hook(of_epoch, self.control.exchange.epoch)
+        Args:
+            phase: of the call.
+            is_quiet: only if nothing has happened since the last check of a call.
+
+        Returns:
+            Whether it was launched; else without side effects.
+        """
+        core, is_capturing = self.core, False
+        if is_quiet:
+            has_changed = self._given_up or self._closing.asked or self._notifier.told or core.is_poisoned
+            if has_changed or not self._lane.is_calm() or core.device.quiet_stream() is None:
+                return False
+        if not phase.is_done:  # a second call raises that it is one
+            check_hook(phase.epoch, self.control.exchange.epoch)
+        if not is_quiet:
             is_capturing = self._platform.is_capturing()
             if not is_capturing:
                 self._lane.require_place(is_masked=True)
-            try:
-                receive()
-                if not is_capturing:
-                    self.core.check()
-            except CommTimeoutError as error:
-                self._note_timeout(op, error)
-                raise
-            halves.clear()
-            if handle is not None:
-                handle.is_received = True
-
-        return run
+        try:
+            phase.half()
+            if not is_capturing and core.device.codes != NO_REPORTS:
+                core.check()
+        except CommTimeoutError as error:
+            self._note_timeout(phase.op, error)
+            raise
+        phase.is_done = True
+        if phase.handle is not None:
+            phase.handle.is_received = True
+        return True
 
     def _require(self, op: str, is_strict: bool, is_capturing: bool) -> None:
         """Raise why a call cannot begin: one has timed out, or (outside of graphs) a needed rank is lost."""

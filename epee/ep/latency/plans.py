@@ -143,14 +143,18 @@ class LatencyPlans:
     # -- found by less
 
     def find_dispatch(
-        self, x: Any, idx: Any, weights: Any, mask: Any, use_fp8: Any, round_scale: Any, use_ue8m0: Any
+        self, x: Any, idx: Any, weights: Any, mask: Any, quantisation: tuple[Any, Any, Any], return_hook: Any
     ) -> LatencyDispatchFacts | None:
-        """Return the cache entry of dispatches with the default options whose arguments match, if there is one."""
+        """Return the cache entry of dispatches with the default options whose arguments match, if there is one.
+
+        `quantisation`: use_fp8, round_scale, use_ue8m0.
+        """
+        use_fp8, round_scale, use_ue8m0 = quantisation
         device = self._device
         try:
             is_usual = (
                 type(x) is type(idx) is _Tensor
-                and type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool
+                and type(use_fp8) is type(round_scale) is type(use_ue8m0) is type(return_hook) is bool
                 and x.dtype is _BF16
                 and idx.dtype is _INT64
                 and x.device == device
@@ -161,10 +165,10 @@ class LatencyPlans:
             )
             if not is_usual:
                 return None
-            key = x.shape, weights is None, mask is None, use_fp8, round_scale, use_ue8m0
+            key = x.shape, weights is None, mask is None, quantisation, return_hook
             facts = self._quick_dispatches.get(key)
             if facts is None:
-                flags = False, use_fp8, round_scale, use_ue8m0
+                flags = return_hook, use_fp8, round_scale, use_ue8m0
                 facts = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags, False))
                 if facts is None:
                     return None
@@ -180,7 +184,7 @@ class LatencyPlans:
         return facts
 
     def find_combine(
-        self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any
+        self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any, return_hook: Any
     ) -> LatencyCombineFacts | None:
         """Return the cache entry of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
         try:
@@ -190,17 +194,18 @@ class LatencyPlans:
                 and y.shape == self._y_shape
                 and y.device == self._device
                 and y.is_contiguous()
+                and type(return_hook) is bool
                 and (weights is None or self._are_weights(weights, (num_tokens, self._num_topk)))
                 and (out is None or (self._is_out(out, (num_tokens, self._hidden)) and not _meet(out, y, weights)))
                 and (mask is None or self._is_mask(mask))
             )
             if not is_usual:
                 return None
-            key = num_tokens, weights is None, out is None, mask is None, partial_dtype
+            key = num_tokens, weights is None, out is None, mask is None, partial_dtype, return_hook
             facts = self._quick_combines.get(key)
             if facts is None:
                 facts = self._combines.get(
-                    _combine_key(num_tokens, (y, weights, out, mask, partial_dtype), False, False)
+                    _combine_key(num_tokens, (y, weights, out, mask, partial_dtype), return_hook, False)
                 )
                 if facts is not None:
                     _remember(self._quick_combines, key, facts)

@@ -404,11 +404,10 @@ class CudaDispatched(Dispatched):
 
 
 class CudaCombined(Combined):
-    """The sums of a combine on a GPU without weights, losses, or a stream of its own: `Combined` whose event is made
-    late.
+    """The sums of a combine on a GPU without losses or a stream of its own: `Combined` whose event is made late.
 
     Args:
-        x: as the attribute.
+        x, topk_weights: as the attributes.
         config: of the buffer.
         stream: raw, that the call's work is on.
         epoch, lost: as the attributes.
@@ -417,12 +416,13 @@ class CudaCombined(Combined):
     def __init__(
         self,
         x: torch.Tensor,
+        topk_weights: torch.Tensor | None,
         config: BufferConfig,
         stream: int,
         epoch: int,
         lost: Callable[[], torch.Tensor] | None,
     ) -> None:
-        self.x, self.topk_weights, self.epoch, self.lost = x, None, epoch, lost
+        self.x, self.topk_weights, self.epoch, self.lost = x, topk_weights, epoch, lost
         self.num_ranks, self.lost_ranks = config.num_ranks, ()
         self._where = config.device, stream
 

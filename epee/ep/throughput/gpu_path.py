@@ -401,24 +401,32 @@ class CudaPath(GpuPath):
         result.num_tokens_per_expert = handle.num_tokens_per_expert
         return result
 
-    def combine_again(self, known: KnownPlans, y: torch.Tensor, handle: object, num_sms: int | None) -> Combined | None:
-        """Run a cached combine of rows alone, as `dispatch_again`."""
+    def combine_again(
+        self,
+        known: KnownPlans,
+        y: torch.Tensor,
+        handle: object,
+        topk_weights: torch.Tensor | None,
+        num_sms: int | None,
+    ) -> Combined | None:
+        """Run a cached combine without bias and `out`, as `dispatch_again`."""
         stream = self.quiet_stream()
         if stream is None or type(handle) is not CudaHandle:
             return None
         epoch = self._exchange.epoch
         if handle.buffer_id != known.buffer_id or handle.epoch != epoch:
             return None
-        found = known.combine(y, handle, num_sms)
+        found = known.combine(y, handle, topk_weights, num_sms)
         if found is None:
             return None
         plan, slot = found
         out = plan.new_out()
-        plan.start(y, handle.core, slot, (), out, None, self._timeout, stream)
+        weights = None if topk_weights is None or plan.new_weights is None else plan.new_weights()
+        plan.start((y, topk_weights, ()), handle.core, slot, out, weights, self._timeout, stream)
         if self.machine.codes != NO_REPORTS:
             self.machine.check()
         lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
-        return CudaCombined(out, self.config, stream, epoch, lost)
+        return CudaCombined(out, weights, self.config, stream, epoch, lost)
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise that a rank is dead if that is why a call has failed."""

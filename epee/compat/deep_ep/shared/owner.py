@@ -56,10 +56,11 @@ class PoolOwner:
         """Return the call, to be entered, that works on tensors of `device`."""
         pool = self._pool()
         is_gpu = pool.is_gpu(device)
-        if not is_async and not any(previous_events):
+        # the event of a call that was not asynchronous is none
+        events = [found for event in previous_events if (found := cuda_event_of(event)) is not None]
+        if not is_async and not events:
             return _AT_ONCE[is_gpu]
-        first, *others = [cuda_event_of(event) for event in previous_events] or [None]
-        return Running(is_gpu, pool.lane(device, is_async, first), others, is_async)
+        return Running(is_gpu, pool.lane(device, is_async, events[0] if events else None), events[1:], is_async)
 
 
 class Running:
@@ -70,14 +71,17 @@ class Running:
         lane: stream of the call; None for the current stream, at once, without an event.
         events: that it waits for.
         is_async: whether the caller gets an event.
+
+    Attributes:
+        is_gpu: as the argument.
     """
 
-    __slots__ = ("_events", "_is_async", "_is_gpu", "_lane")
+    __slots__ = ("_events", "_is_async", "_lane", "is_gpu")
 
     def __init__(
         self, is_gpu: bool, lane: Lane | None, events: Sequence[torch.cuda.Event | None] = (), is_async: bool = False
     ) -> None:
-        self._is_gpu = is_gpu
+        self.is_gpu = is_gpu
         self._lane = lane
         self._events = events
         self._is_async = is_async
@@ -95,7 +99,7 @@ class Running:
     ) -> None:
         if self._lane is not None:
             self._lane.__exit__(kind, error, traceback)
-        if error is not None and self._is_gpu:
+        if error is not None and self.is_gpu:
             advise(error)
 
     @property

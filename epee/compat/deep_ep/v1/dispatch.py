@@ -61,30 +61,48 @@ class FreshDispatches:
             may_stand: whether a room may be used without an exchange: no rank was notified yet that a call does not
                 fit.
         """
-        x, counts, topk_idx, topk_weights = given
-        key = like = None
-        if run is GPU_AT_ONCE and may_stand:
-            asked = asked_of(*options)
-            key = None if asked is None else self._key(given, asked)
-            like = None if key is None else self._pool.recall(key)
-        if like is not None:
-            assert topk_idx is not None
-            assert topk_weights is not None
+        key = None
+        if run.is_gpu and may_stand:
             try:
-                got = like.dispatch(x, topk_idx, topk_weights)
+                found = None if run is GPU_AT_ONCE else self.latest(given, options, run)  # it was tried before
+                if found is None:
+                    key = self._key(given, options)
+                    like = None if key is None else self._pool.recall(key)
+                    found = None if like is None else self._as(like, given, options, run)
             except NoRoomError:  # a peer's call does not fit, and all were notified in this call
                 if options.num_worst_tokens:
                     raise
-                got, may_stand = None, False
-            if got is not None:
-                num_worst_tokens, is_token_in_rank = options.num_worst_tokens, counts[1]
-                assert is_token_in_rank is not None
-                listed = [] if num_worst_tokens else got.num_tokens_per_expert
-                made = V1Handle(
-                    like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, options.config, None
-                )
-                return got, made, listed
+                found, may_stand = None, False
+            if found is not None:
+                return found
         return self._dispatch_asking(given, options, run, (key, may_stand))
+
+    def latest(self, given: Given, options: Asked, run: Running) -> tuple[Dispatched, V1Handle, list[int]] | None:
+        """Dispatch as one of the last few kinds of calls on a GPU; None, without any effect, if none matches.
+
+        Args:
+            given, options, run: of the call.
+        """
+        x, counts, topk_idx, topk_weights = given
+        asked = asked_of(*options)
+        like = None if asked is None else self._pool.latest(asked, x, topk_idx, topk_weights, *counts)
+        return None if like is None else self._as(like, given, options, run)
+
+    def _as(
+        self, like: Any, given: Given, options: Asked, run: Running
+    ) -> tuple[Dispatched, V1Handle, list[int]] | None:
+        """Dispatch as `BufferPool.recall` has found; None, without any effect, if that is not possible now."""
+        x, (_, is_token_in_rank, _), topk_idx, topk_weights = given
+        assert topk_idx is not None
+        assert topk_weights is not None
+        assert is_token_in_rank is not None
+        got = like.dispatch(x, topk_idx, topk_weights)
+        if got is None:
+            return None
+        _, num_worst_tokens, config = options
+        stream = self._pool.own_stream(device_of(x)) if run.has_own_stream else None
+        made = V1Handle(like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, config, stream)
+        return got, made, [] if num_worst_tokens else got.num_tokens_per_expert
 
     def _dispatch_asking(
         self, given: Given, options: Asked, run: Running, found: tuple[object, bool]
@@ -165,9 +183,12 @@ class FreshDispatches:
         wishes = pool.agree(wish)
         return pool.room(Need.of(wishes, device)), wishes
 
-    def _key(self, given: Given, asked: object) -> object:
+    def _key(self, given: Given, options: Asked) -> object:
         """Return the cache key of a dispatch; None if only the checks can determine it."""
         x, counts, topk_idx, topk_weights = given
+        asked = asked_of(*options)
+        if asked is None:
+            return None
         counted: tuple[Any, Any, Any] = counts
         per_rank, is_in, per_expert = counted
         if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:

@@ -310,13 +310,16 @@ DEVICE_COLD void finish_without(const LatencyCall& call, u64 tag, u32 missing, u
 }
 
 /// The last block's last act: writes `got`, moves the tags on, and says which of the sources in `awaited` are missing.
-/// All threads.
+/// A send half alone marks nothing as received: the other half may never run. All threads.
 DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counted, u32 awaited, u64 out_got) {
   const int src = static_cast<int>(threadIdx.x);
   if (src >= kNumRanks) return;
   if (call.halves & kReceiveHalf) {
     if (out_got) reinterpret_cast<u8*>(out_got)[src] = static_cast<u8>(counted >> src & 1);
     if (counted >> src & 1) red_max_relaxed_gpu(own_words(call, call.heard_offset) + src, s.receive_tag);
+  } else {
+    if (out_got) reinterpret_cast<u8*>(out_got)[src] = 0;
+    if (call.waits) reinterpret_cast<u64*>(call.waits)[src] = 0;
   }
   u64* tags = own_words(call, call.tags_offset);
   if (src == 0 && (call.halves & kSendHalf)) tags[0] = s.send_tag;

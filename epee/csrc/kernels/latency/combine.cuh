@@ -217,7 +217,7 @@ DEVICE void combine(const LatencyCombineParams& p) {
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     collect_half<kIsWide>(p, s);
   } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
-    finish_call(p.call, s.call, 0, 0, 0);
+    finish_call(p.call, s.call, 0, 0, p.out_got);
   }
 }
 

@@ -477,7 +477,7 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     receive_half<kFp8>(p, s, m);
   } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
-    finish_call(p.call, s.call, 0, 0, 0);
+    finish_call(p.call, s.call, 0, 0, p.out_got);
   }
 }
 

@@ -349,32 +349,58 @@ DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8*
   }
 }
 
+/// Starts the loads of a token's weights: in `from` lane k has what each rank has for its slot k (rank layout), or, in
+/// `from[0]`, that of the slot's row. All lanes of a warp.
+template <bool kExpert>
+DEVICE void load_weights(const CombineParams& p, const CombineShared& s, const Found& f, float* from) {
+  const int k = lane_idx();
+  if (kExpert) {
+    from[0] = f.position < 0 ? 0.0f : ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[f.rank]) + f.row);
+    return;
+  }
+#pragma unroll
+  for (int d = 0; d < kNumRanks; ++d) {
+    const i32 row = __shfl_sync(~0u, static_cast<i32>(f.row), d);
+    from[d] = 0.0f;
+    if (row >= 0 && k < p.num_topk)
+      from[d] = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[d]) + static_cast<i64>(row) * p.num_topk + k);
+  }
+}
+
 /// Weights of the block's tokens. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
-/// weight of each slot's row. `warp` of `num_warps` warps.
+/// weight of each slot's row. `warp` of `num_warps` warps. A token takes two trips, to the handle and to the peers, so a
+/// few are under way at once.
 template <bool kExpert>
 DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_warps) {
+  constexpr int kMost = 4;
+  const int batch = kNumRanks <= 16 ? kMost : 1;  // more would not stay in registers
   const int k = lane_idx();
   const int step = p.num_pull_blocks * num_warps;
 #pragma unroll 1
-  for (int token = static_cast<int>(blockIdx.x) * num_warps + warp; token < p.num_tokens; token += step) {
-    const Found f = find_rows<kExpert>(p, token);
-    float sum = 0.0f;
-    if (kExpert) {
-      if (f.position >= 0) sum = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[f.rank]) + f.row);
-    } else {
-      float from[ROOM(kNumRanks, kMaxRanks)];
+  for (int first = static_cast<int>(blockIdx.x) * num_warps + warp; first < p.num_tokens; first += batch * step) {
+    Looked looked[kMost];
+    Found found[kMost];
+    float from[kMost][ROOM(kNumRanks, kMaxRanks)];
+    const auto is_token = [&](int b) { return b < batch && first + b * step < p.num_tokens; };
 #pragma unroll
-      for (int d = 0; d < kNumRanks; ++d) {
-        const i32 row = __shfl_sync(~0u, static_cast<i32>(f.row), d);
-        from[d] = 0.0f;
-        if (row >= 0 && k < p.num_topk)
-          from[d] =
-              ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[d]) + static_cast<i64>(row) * p.num_topk + k);
-      }
+    for (int b = 0; b < kMost; ++b)
+      if (is_token(b)) looked[b] = look_up<kExpert>(p, first + b * step);
 #pragma unroll
-      for (int d = 0; d < kNumRanks; ++d) sum = __fadd_rn(sum, from[d]);
+    for (int b = 0; b < kMost; ++b)
+      if (is_token(b)) found[b] = order_rows<kExpert>(p, looked[b]);
+#pragma unroll
+    for (int b = 0; b < kMost; ++b)
+      if (is_token(b)) load_weights<kExpert>(p, s, found[b], from[b]);
+#pragma unroll
+    for (int b = 0; b < kMost; ++b) {
+      if (!is_token(b)) continue;
+      float sum = kExpert ? from[b][0] : 0.0f;
+#pragma unroll
+      for (int d = 0; d < kNumRanks; ++d)
+        if (!kExpert) sum = __fadd_rn(sum, from[b][d]);
+      if (k < p.num_topk)
+        reinterpret_cast<float*>(p.out_weights)[static_cast<i64>(first + b * step) * p.num_topk + k] = sum;
     }
-    if (k < p.num_topk) reinterpret_cast<float*>(p.out_weights)[static_cast<i64>(token) * p.num_topk + k] = sum;
   }
 }
 

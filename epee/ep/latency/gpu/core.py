@@ -312,8 +312,6 @@ class LatencyCore:
         handle = CoreHandle(plan.config, plan.num_tokens, plan.space, words, counts)
         if self.is_poisoned:
             _poison(out, words, None if scales is None else scales.transpose(1, 2))
-        if plan.calls.is_split:
-            handle.clear()
         base = handle.address
         got, recv_rows, recv_weights, recv_info, sent_to, own_counts, ranges, src_token, ids, weights = plan.offsets
         pointers = (  # one by one, which is cheaper than a loop
@@ -340,7 +338,7 @@ class LatencyCore:
         what = (timeout_ns or calls.timeout_ns, pointers)
         if quiet is not None and self._run_again(calls, what, quiet):
             return CoreReceived(out, scales, handle, None, stream)
-        held = (x, topk_idx, topk_weights, out, scales, words, active_ranks, stats) if calls.is_split else ()
+        held = (x, topk_idx, topk_weights, out, scales, words, counts, active_ranks, stats) if calls.is_split else ()
         return CoreReceived(out, scales, handle, self._run(calls, what, held, stream, is_capturing), stream)
 
     def combine(
@@ -372,8 +370,6 @@ class LatencyCore:
             if self.is_poisoned:
                 _poison(out)
         words = plan.new_words()
-        if plan.calls.is_split:
-            words.zero_()
         base, waits = handle.address, words.data_ptr()
         got, recv_rows, recv_weights, recv_info, sent_to = plan.offsets
         pointers = (
@@ -411,13 +407,15 @@ class LatencyCore:
 
     # --- order of calls -------------------------------------------------------------------------------------------
 
-    def quiet_stream(self, op: int) -> int | None:
+    def quiet_stream(self, op: int, is_split: bool = False) -> int | None:
         """Return the current stream if the start of a call would find nothing to do, else None.
 
-        Besides the checks of `GpuDevice.quiet_stream` this reads whether calls wait for their hooks, and results to be
-        filled.
+        Besides the checks of `GpuDevice.quiet_stream` this reads whether calls wait for their hooks, of which a call
+        with a hook (`is_split`) may find some, and results to be filled.
         """
-        return None if self._open[op] or self.is_poisoned else self.device.quiet_stream()
+        num_open = len(self._open[op])
+        is_busy = num_open >= self.config.max_in_flight if is_split else num_open
+        return None if is_busy or self.is_poisoned else self.device.quiet_stream()
 
     def _begin(self, op: int, is_capturing: bool | None, do_check: bool = True) -> tuple[int, bool]:
         """Refuse what cannot start, raise errors left by earlier calls, join the streams.

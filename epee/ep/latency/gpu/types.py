@@ -70,10 +70,6 @@ class CoreHandle:
         self._config = config
         self._counts = counts
 
-    def clear(self) -> None:
-        """Mark everything as not received, until the hook has run."""
-        self.words[self._space.waits : self._space.counts].zero_()
-
     def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return _view(self.words, int(getattr(self._space, name)), shape, dtype)
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ....gpu.platform import LentRegion
 from ....gpu.shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, LaunchShape, combine_shape
 from ....gpu.signature import combine_signature
 from ....gpu.stage import call_words
-from ....memory.fresh import allocator
+from ....memory.fresh import Allocate, allocator
 from ....memory.layout import Layout
 from ..order import ORDERS, CombineOrder
 from .dispatch import plan_of
@@ -128,47 +127,37 @@ FEW_SMS = 16  # for few tokens by default: more ask for everything at once and a
 MAX_COPY_WARPS = 8  # they share the 16 barriers of a combining block
 
 
-class CombineSource(NamedTuple):
-    """The rows that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the rows
-    there while the peers are pulling, and the number of the `ExpertPlace`, if it is one.
-    """
-
-    regions: list[LentRegion]
-    slot: int
-    slot_bytes: int
-    is_copied: bool
-    number: int = 0
+_COPIED_SLOT = 1  # of an `ExpertPlace`: for rows that a combine copies; users write in place into the first one
+# This rank's slot; whether the kernel must copy the rows there while the peers are pulling; the number of the
+# `ExpertPlace`, 0 in the rank layout.
+CombineSource: TypeAlias = "tuple[int, bool, int]"
 
 
-def _place_expert_rows(shape: Shape, y: torch.Tensor, handle: ThroughputHandle) -> CombineSource:
-    """Find `y`, rows of the expert layout, in the lent memory, or copy it there."""
-    rank, place = shape.config.rank, shape.expert_place(handle.expert_alignment)
-    is_there = y.numel() > 0 and y.data_ptr() == place.regions[rank].address
-    if y.numel() and not is_there:
-        lent = place.regions[rank].lease(place.slot_bytes, y.numel() * y.element_size(), None)
-        lent.view(y.dtype).view(y.shape).copy_(y)
-    return CombineSource(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
-
-
-def place_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -> CombineSource:
-    """Find `y`, rows of the rank layout, in the lent memory, or decide that the kernel copies it there.
+def find_source(shape: Shape, handle: ThroughputHandle, address: int, has_weights: bool) -> CombineSource | None:
+    """Return the memory from which the peers pull; None if the ranks have to meet first (`Shape.expert_place`).
 
     Args:
-        machine: the owner of the memory.
-        y: the rows.
-        writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
-            where they could overwrite parts of a live result.
+        shape, handle: of the call.
+        address: of the rows; 0 if there are none.
+        has_weights: weights go back.
     """
-    slot, is_copied = find_rows(machine, y.data_ptr(), writer)
-    return CombineSource(machine.slots, slot, machine.config.slot_bytes, is_copied)
+    if not handle.is_expert:
+        return *find_rows(shape.machine, address, shape if has_weights else None), 0
+    place = shape.ready_place(handle.expert_alignment)
+    if place is None:
+        return None
+    is_there = address != 0 and address == place.regions[shape.config.rank].address
+    return 0 if is_there else _COPIED_SLOT, False, place.number
 
 
 def find_rows(machine: Machine, address: int, writer: Shape | None = None) -> tuple[int, bool]:
-    """Return the slot from which the peers pull, and whether the rows are copied there.
+    """Return the slot from which the peers pull rows of the rank layout, and whether they are copied there.
 
     Args:
-        machine, writer: as of `place_rows`.
+        machine: the owner of the memory.
         address: of the rows; 0 if there are none.
+        writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
+            where they could overwrite parts of a live result.
     """
     if address:
         slot = machine.slot_at(address)
@@ -186,7 +175,7 @@ class CombineFacts(NamedTuple):
         has_weights: weights go back.
         is_bias_f32: there is a bias, and it is float32.
         is_ordered: in another library's order.
-        is_copied, place: of the `CombineSource`: the latter is its number.
+        is_copied, place: of the `CombineSource`; the latter is its number.
         num_sms: as the caller asks.
     """
 
@@ -208,24 +197,32 @@ class CombineFacts(NamedTuple):
         return self.layout == "expert"
 
 
+# What a combine brings back: the rows, contiguous; weights of the rows, contiguous, or None; biases.
+Brought: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]]"
+
+
 class CombinePlan:
     """The launches of combines with equal facts.
 
     Args:
         shape: of the calls.
         facts: of the calls.
-        place: of the rows.
 
     Attributes:
         max_sms: multiprocessors that the calls may take.
         new_out: allocates the sums, uninitialised.
+        new_weights: allocates the weights that come back; None without.
     """
 
-    def __init__(self, shape: Shape, facts: CombineFacts, place: CombineSource) -> None:
+    def __init__(self, shape: Shape, facts: CombineFacts) -> None:
         machine, config = shape.machine, shape.config
         limits = machine.platform.limits
         self._machine, self.max_sms = machine, machine.max_sms
-        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, machine.platform.device)
+        device = machine.platform.device
+        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, device)
+        self.new_weights: Allocate | None = None
+        if facts.has_weights:
+            self.new_weights = allocator((facts.num_tokens, config.num_topk), torch.float32, device)
         row_bytes = config.hidden * facts.dtype.itemsize
         num_entries = config.num_topk if facts.is_expert else config.num_ranks
         is_few = facts.num_tokens <= FEW_TOKENS
@@ -238,7 +235,9 @@ class CombinePlan:
         self._stage = shape.stage(name, launch, "early", grid=num_sms + num_copy_blocks)
         a = self._stage.args
         self._write = call_words(a, "handle y bias_0 bias_1 out out_weights slot refused")
-        _set_place(shape, a, place, facts)
+        _set_place(shape, a, facts)
+        self._lent, self._slot_bytes, self._weights_offset = a.slots[config.rank], a.slot_bytes, a.weights_offset
+        self._is_expert = facts.is_expert
         a.is_bias_f32 = int(facts.is_bias_f32)
         a.signature = combine_signature(facts.layout, facts.dtype, facts.has_weights, facts.is_ordered, facts.place)
         a.num_tokens, a.row_bytes, a.chunk_bytes = facts.num_tokens, row_bytes, launch.chunk_bytes
@@ -248,25 +247,34 @@ class CombinePlan:
 
     def start(
         self,
-        y: torch.Tensor,
+        brought: Brought,
         handle: ThroughputHandle,
         slot: int,
-        bias: Sequence[torch.Tensor],
         out: torch.Tensor,
         out_weights: torch.Tensor | None,
         timeout_s: float,
         stream: int,
     ) -> None:
-        """Launch a combine of `y`, which lies in `slot` or is copied there, into `out`."""
-        machine = self._machine
+        """Launch a combine of rows that lie in `slot` or are copied there, into `out`."""
+        machine, (y, topk_weights, bias) = self._machine, brought
+        rows = y.data_ptr()
+        if topk_weights is not None or self._is_expert:
+            self._copy(rows, y, topk_weights, slot, stream)
         bias_0 = bias[0].data_ptr() if bias else 0
         bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
         weights = 0 if out_weights is None else out_weights.data_ptr()
         number, timeout_ns = 0 if machine.is_capturing else machine.num_calls + 1, int(timeout_s * 1e9)
-        self._write(
-            number, timeout_ns, handle.addresses, y.data_ptr(), bias_0, bias_1, out.data_ptr(), weights, slot, 0
-        )
+        self._write(number, timeout_ns, handle.addresses, rows, bias_0, bias_1, out.data_ptr(), weights, slot, 0)
         machine.launch_written(self._stage, stream, is_first=True)
+
+    def _copy(self, rows: int, y: torch.Tensor, topk_weights: torch.Tensor | None, slot: int, stream: int) -> None:
+        """Copy what the kernel does not into the slot: rows of the expert layout, and weights. The call before has
+        ended on the stream then, and with it the peers' reads of the slot."""
+        copy, at = self._machine.platform.copy, self._lent + slot * self._slot_bytes
+        if self._is_expert and rows and slot == _COPIED_SLOT:
+            copy(at, rows, y.nbytes, stream)
+        if topk_weights is not None and (weights := topk_weights.data_ptr()):
+            copy(at + self._weights_offset, weights, topk_weights.nbytes, stream)
 
 
 class OrderedPlan:
@@ -279,21 +287,21 @@ class OrderedPlan:
 
     def __init__(self, meet: CombinePlan, sums: OrderPlan) -> None:
         self._meet, self._sums = meet, sums
-        self.max_sms, self.new_out = meet.max_sms, sums.new_out
+        self.max_sms, self.new_out, self.new_weights = meet.max_sms, sums.new_out, meet.new_weights
 
     def start(
         self,
-        y: torch.Tensor,
+        brought: Brought,
         handle: ThroughputHandle,
         slot: int,
-        bias: Sequence[torch.Tensor],
         out: torch.Tensor,
         out_weights: torch.Tensor | None,
         timeout_s: float,
         stream: int,
     ) -> None:
-        """Launch a combine of `y`, as `CombinePlan.start`."""
-        self._meet.start(y, handle, slot, (), out, out_weights, timeout_s, stream)
+        """Launch a combine, as `CombinePlan.start`."""
+        y, topk_weights, bias = brought
+        self._meet.start((y, topk_weights, ()), handle, slot, out, out_weights, timeout_s, stream)
         self._sums.start(y, handle, bias, out, timeout_s, stream)
 
 
@@ -324,19 +332,22 @@ def combine(
     Returns:
         `[num_tokens, hidden]`, and the weights `[num_tokens, num_topk]` or None.
     """
-    machine = shape.machine
-    if out is None:
-        out = y.new_empty((handle.num_tokens, shape.config.hidden))
-    writer = None if topk_weights is None else shape
-    place = _place_expert_rows(shape, y, handle) if handle.is_expert else place_rows(machine, y, writer)
-    out_weights = _send_weights(shape, place, handle, topk_weights)
-    short = place.is_copied, place.number, options.num_sms, machine.max_sms
+    machine, has_weights = shape.machine, topk_weights is not None
+    source = find_source(shape, handle, y.data_ptr(), has_weights)
+    if source is None:
+        shape.expert_place(handle.expert_alignment)
+        source = find_source(shape, handle, y.data_ptr(), has_weights)
+        assert source is not None
+    slot, is_copied, number = source
+    short = is_copied, number, options.num_sms, machine.max_sms
     plan = None if memo is None else memo.get(short)
     if plan is None:
-        plan = _plan_of(shape, y.dtype, handle, topk_weights is not None, bias, options, place)
+        plan = _plan_of(shape, y.dtype, handle, has_weights, bias, options, source)
         if memo is not None:
             memo[short] = plan
-    plan.start(y, handle, place.slot, bias, out, out_weights, options.timeout_s, machine.stream)
+    out = plan.new_out() if out is None else out
+    out_weights = None if plan.new_weights is None else plan.new_weights()
+    plan.start((y, topk_weights, bias), handle, slot, out, out_weights, options.timeout_s, machine.stream)
     return out, out_weights
 
 
@@ -347,10 +358,10 @@ def _plan_of(
     has_weights: bool,
     bias: Sequence[torch.Tensor],
     options: CombineOptions,
-    place: CombineSource,
+    source: CombineSource,
 ) -> AnyCombinePlan:
     """Return the plan of such combines on as many multiprocessors as the call in progress may take."""
-    order = options.order
+    order, (_, is_copied, number) = options.order, source
     # in another order without tokens, unless weights are to come back: the ranks meet and exchange the addresses of all
     # rows
     num_tokens = handle.num_tokens if order is None or has_weights else 0
@@ -362,19 +373,19 @@ def _plan_of(
         has_weights,
         order is None and bool(bias) and bias[0].dtype == torch.float32,
         order is not None,
-        place.is_copied,
-        place.number,
+        is_copied,
+        number,
         options.num_sms,
         handle.capacity,
     )
     key = facts, shape.machine.max_sms
     plan: CombinePlan | None = shape.plans.get(key)
     if plan is None:
-        plan = CombinePlan(shape, facts, place)
+        plan = CombinePlan(shape, facts)
         shape.keep_plan(key, plan)
     if order is None:
         return plan
-    return OrderedPlan(plan, order_plan_of(shape, handle, dtype, bias, order, place.number))
+    return OrderedPlan(plan, order_plan_of(shape, handle, dtype, bias, order, number))
 
 
 def refuse(shape: Shape, code: int, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
@@ -437,32 +448,19 @@ def _expert_input(shape: Shape, handle: ThroughputHandle, dtype: torch.dtype) ->
     return region.lease(0, nbytes, released).view(dtype).view(rows, config.hidden)
 
 
-def _send_weights(
-    shape: Shape, place: CombineSource, handle: ThroughputHandle, topk_weights: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Put the weights beside the rows; return the memory for those of this rank's tokens."""
-    if topk_weights is None:
-        return None
-    config = shape.config
-    layout = _layout_of(shape, handle.is_expert, handle.expert_alignment)
-    if topk_weights.numel():
-        at = place.slot * place.slot_bytes + layout.offset("combine_weights")
-        lent = place.regions[config.rank].lease(at, 4 * topk_weights.numel(), None)
-        lent.view(torch.float32).view(topk_weights.shape).copy_(topk_weights)
-    return torch.empty(handle.num_tokens, config.num_topk, dtype=torch.float32, device=topk_weights.device)
-
-
 def _layout_of(shape: Shape, is_expert: bool, expert_alignment: int) -> Layout:
     """Return the fields of the slots that a combine pulls from."""
     return shape.expert_layout(expert_alignment) if is_expert else shape.config.slot_layout
 
 
-def _set_place(shape: Shape, args: Any, place: CombineSource, facts: CombineFacts) -> None:
+def _set_place(shape: Shape, args: Any, facts: CombineFacts) -> None:
     config = shape.config
-    for rank, region in enumerate(place.regions):
-        args.slots[rank] = region.address
-    args.slot_bytes = place.slot_bytes
-    args.num_slots = ExpertPlace.num_slots if facts.is_expert else config.num_slots + 1
     is_expert, alignment = facts.is_expert, facts.expert_alignment
+    regions, args.slot_bytes, args.num_slots = shape.machine.slots, config.slot_bytes, config.num_slots + 1
+    if is_expert:
+        place = shape.expert_place(alignment)
+        regions, args.slot_bytes, args.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
+    for rank, region in enumerate(regions):
+        args.slots[rank] = region.address
     args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
     args.weights_offset = _layout_of(shape, is_expert, alignment).offset("combine_weights")

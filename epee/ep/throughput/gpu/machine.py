@@ -347,6 +347,10 @@ class Machine:
             place = self._places.meet(slot_bytes, self.members, self._all_gather)
         return place
 
+    def ready_place(self, slot_bytes: int) -> ExpertPlace | None:
+        """Return the memory of `expert_place`, None if the ranks have to meet first."""
+        return self._places.ready(slot_bytes)
+
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
         if is_granted and not (self.is_capturing or self.pool.haunters):

@@ -108,6 +108,10 @@ class Shape:
         """Return where expert-layout rows are pulled from; collective as `Machine.expert_place`."""
         return self.machine.expert_place(self._expert_layout(expert_alignment)[1])
 
+    def ready_place(self, expert_alignment: int) -> ExpertPlace | None:
+        """Return where expert-layout rows are pulled from, None if the ranks have to meet first."""
+        return self.machine.ready_place(self._expert_layout(expert_alignment)[1])
+
     def _expert_layout(self, expert_alignment: int) -> tuple[Layout, int]:
         found = self._expert_layouts.get(expert_alignment)
         if found is None:

@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"arrays", "env", "profiling", "threads", "untraced", "values"},
+    {"arrays", "descriptors", "env", "profiling", "threads", "untraced", "values"},
     {"memory", "jit", "log"},
     {"view"},
     {"link"},

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..engine import Engine
 from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.p2p.message import ANY, Message
-from ..errors import EpeeError, PeerError, RankFailedError, ignored, is_own, named
+from ..errors import EpeeError, PeerError, RankFailedError, expected, ignored, is_own, named
 from ..torch_private import C10D, calling_module
 from ..untraced import untraced_methods
 from ..values import waiting_time
@@ -151,7 +151,7 @@ class Work(CallsOfWork, WorkOfGroup):
         """
         try:
             return self._drive(timeout)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             if self.engine.reports_losses and is_loss(exc) and is_own(exc) and self.is_completed():
                 self.engine.await_shown(exc.ranks)
                 return True

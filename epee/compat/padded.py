@@ -28,7 +28,7 @@ from epee.ep import (
     Quantisation,
     latency_bytes,
 )
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, expected
 
 _ALIGN = 128
 _MOST_TOPK = 11  # served by DeepEP and Mooncake; used for sizes that are needed before top-k is known
@@ -158,7 +158,7 @@ class PaddedCalls:
         try:
             rows = self._rows(x, known, ways.zero_copy)
             _check_same_routing(topk_idx, known.routing)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             known.core.refuse(error)
             raise
         got = known.core.combine(

@@ -30,7 +30,16 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import CommTimeoutError, EvictedError, InvalidState, MismatchError, ProtocolError, context, is_own
+from ..errors import (
+    CommTimeoutError,
+    EvictedError,
+    InvalidState,
+    MismatchError,
+    ProtocolError,
+    context,
+    expected,
+    is_own,
+)
 from ..memory.layout import align_up
 from ..memory.signals import SEQ_BITS
 from .outbox import (
@@ -221,7 +230,7 @@ class Operation:
         self.seen = len(peers)
         try:
             self._check(peer_regions)
-        except (MismatchError, ProtocolError) as exc:
+        except expected(MismatchError, ProtocolError) as exc:
             if is_own(exc) and self._has_moved_on(peer_regions):
                 return MOVED_ON
             raise

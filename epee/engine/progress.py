@@ -170,27 +170,22 @@ class HelperThread:
         finally:
             lead.calls_since = 0.0
 
-    def _leads(self) -> bool:
-        return self._lead.thread is threading.current_thread()
-
     def _main(self) -> None:
+        thread = threading.current_thread()
         while not self._is_stopping:
-            if self._leads():
-                self._drive()
+            if self._lead.thread is thread:
+                if not self.is_urgent:
+                    time.sleep(GRACE_S)
+                self.is_urgent = False
+                if not self._serve() and not self._gate.acquire(timeout=PARK_S):
+                    self._look_at_all()
             elif self._takes_over():
-                self._lead = Lead(threading.current_thread())
+                self._lead = Lead(thread)
                 self.stand_by()
             elif not self._stays():
                 return
             else:
                 self._end.acquire(timeout=STANDBY_S)
-
-    def _drive(self) -> None:
-        if not self.is_urgent:
-            time.sleep(GRACE_S)
-        self.is_urgent = False
-        if not self._serve() and not self._gate.acquire(timeout=PARK_S):
-            self._look_at_all()
 
     def _takes_over(self) -> bool:
         """Whether this thread, which does not lead, is to lead now: it is the stand-by, and a callback blocks."""
@@ -234,7 +229,7 @@ class HelperThread:
                 helper.put_off(PARK_S)
             finally:
                 self._serving.pop(thread, None)
-            if not self._leads():
+            if self._lead.thread is not thread:
                 return True
         return not all(helper.is_parked for helper in self._helpers)
 

@@ -119,7 +119,7 @@ class CallAttempt:
                 self._turn()
                 self._now = time.monotonic()
                 return
-            except Moved:
+            except expected(Moved):
                 self._move()
 
     def _turn(self) -> None:
@@ -136,7 +136,7 @@ class CallAttempt:
         membership = self._exchange.membership
         try:
             membership.turn(OP_NAMES[self._op], self._now + patience)
-        except Moved:
+        except expected(Moved):
             raise
         except expected(Exception) as error:
             if membership.counts_entering and not self._path.is_told(error):
@@ -195,7 +195,7 @@ class CallsAgain:
             except expected(Exception) as error:
                 try:
                     self._fail(op, error, before)
-                except Exception as cause:
+                except expected(Exception) as cause:
                     named(cause, self._turns.label.text)
                     raise
                 named(error, self._turns.label.text)
@@ -229,7 +229,7 @@ class CallsAgain:
         """Raise the cause of an error, if there is one; notify the peers if they do not know of it."""
         try:
             self._path.blame(op, error)
-        except Exception as cause:
+        except expected(Exception) as cause:
             self._tell(op, cause, before)
             raise
         self._tell(op, error, before)
@@ -252,8 +252,8 @@ def refuse(exchange: RowExchange, path: Path, op: int, error: Exception, deadlin
             else:
                 _log.warning("a refused call has failed on all ranks: %s", loss)
             return
-        except Moved:  # before anything was announced
+        except expected(Moved):  # before anything was announced
             deadline = time.monotonic() + default_s
-        except EpeeError as problem:
+        except expected(EpeeError) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
             return

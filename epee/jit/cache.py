@@ -25,6 +25,7 @@ import weakref
 from pathlib import Path
 
 from .. import env
+from ..descriptors import Descriptor
 from ..errors import expected, ignored
 
 _log = logging.getLogger(__name__)
@@ -159,12 +160,11 @@ def _make_and_open(folder: Path) -> int:
     reason = why_not_ours(folder)
     if reason:
         raise _NotOurs(0, reason)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
-    reason = _why_not_private(folder, os.fstat(fd))  # it may differ from the one that was checked
-    if reason:
-        os.close(fd)
-        raise _NotOurs(0, reason)
-    return fd
+    with Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)) as held:
+        reason = _why_not_private(folder, os.fstat(held))  # it may differ from the one that was checked
+        if reason:
+            raise _NotOurs(0, reason)
+    return held.keep()
 
 
 def why_not_ours(folder: Path) -> str:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from .. import env
-from ..errors import EpeeError
+from ..errors import EpeeError, expected
 from .frames import FrameOpener, FrameSealer
 from .meeting import Connected
 from .nixl.agent import NixlAgent
@@ -53,7 +53,7 @@ class LinkMaker:
             return TcpLink(peer, connection, FrameSealer(out_key, covers), FrameOpener(in_key, covers), sink)
         try:
             return NixlLink(peer, met, covers, sink, self._renewed(agent))
-        except EpeeError:
+        except expected(EpeeError):
             connection.close()
             raise
 

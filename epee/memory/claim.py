@@ -98,7 +98,7 @@ def has_ended(pid: int, start_time: int) -> bool:
     """Return whether process `pid`, started at `start_time`, is known to have ended: False where it is unknown."""
     try:
         return process_start_time(pid) != start_time
-    except ResourceError:
+    except expected(ResourceError):
         return False
 
 
@@ -173,7 +173,7 @@ def naming_death(claim: Claim) -> Iterator[None]:
     """
     try:
         yield
-    except OwnerEndedError:
+    except expected(OwnerEndedError):
         raise
     except expected(EpeeError, OSError) as exc:
         if claim.pid != os.getpid() and is_proved_dead(claim.pid, claim.start_time):

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import InvalidArgument, InvalidState, ProtocolError, UnsupportedError
+from ..descriptors import Descriptor
+from ..errors import InvalidArgument, InvalidState, ProtocolError, UnsupportedError, expected
 from ..jit.driver import check, driver
 from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, naming_death, parse_claim, require_alive
 from .cuda_mapping import (
@@ -104,7 +105,7 @@ class CudaRegion:
                 return cls._create_ipc(nbytes, device)
             try:
                 return cls._create_vmm(nbytes, device)
-            except UnsupportedError:
+            except expected(UnsupportedError):
                 if forced is not None:
                     raise
                 return cls._create_ipc(nbytes, device)
@@ -226,7 +227,7 @@ def lends_descriptors(device: int) -> bool:
     try:
         with on_device(device):
             mapping, fd = create_vmm(1, device)
-    except UnsupportedError:
+    except expected(UnsupportedError):
         return False
     os.close(fd)
     mapping.release()
@@ -261,7 +262,5 @@ def _map_peer(claim: Claim, tail: _Tail, ways: Way, device: int) -> tuple[Mappin
             )
         return import_ipc(tail.ipc_handle, claim.nbytes, device, claim.pid), Way.IPC
     fd, way = obtain_descriptor(claim, ways, tail.socket_fd)
-    try:
+    with Descriptor(fd):
         return import_vmm(fd, claim.nbytes, device, claim.pid), way
-    finally:
-        os.close(fd)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..errors import ProtocolError, ResourceError, UnsupportedError
+from ..errors import ProtocolError, ResourceError, UnsupportedError, expected
 from ..jit.driver import attribute, check, driver, is_not_offered
 from .layout import align_up
 
@@ -184,7 +184,7 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
         if before is not None:  # else there may be nothing, and that is no failure
             try:
                 check(unmapped, f"unmap {old.nbytes} bytes")
-            except ResourceError:
+            except expected(ResourceError):
                 old.is_bare = False
                 raise
         try:

@@ -19,7 +19,8 @@ import os
 from pathlib import Path
 
 from .. import env
-from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, expected, shortage
+from ..descriptors import Descriptor
+from ..errors import InvalidState, ProtocolError, ResourceError, expected, shortage
 from .claim import Claim, naming_death, require_alive
 from .passing import fetch_descriptor
 
@@ -67,15 +68,14 @@ def why_pidfd_may_fail(yama: str = _YAMA) -> str:
     The peers' own system call filter is not visible from here; it is assumed to be like ours.
     """
     try:
-        pidfd = os.pidfd_open(os.getpid())
+        process = Descriptor(os.pidfd_open(os.getpid()))
     except expected(OSError) as exc:
         return f"pidfd_open is refused ({exc.strerror})"
-    try:
-        os.close(copy_by_pidfd(pidfd, pidfd))
-    except expected(OSError) as exc:
-        return f"pidfd_getfd is refused ({exc.strerror})"
-    finally:
-        os.close(pidfd)
+    with process:
+        try:
+            Descriptor(copy_by_pidfd(process, process)).close()
+        except expected(OSError) as exc:
+            return f"pidfd_getfd is refused ({exc.strerror})"
     if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) != 1:
         return "the process is not dumpable"
     scope = yama_scope(yama)
@@ -177,14 +177,8 @@ def _duplicate(claim: Claim) -> int:
 
 
 def _copy_from_owner(claim: Claim) -> int:
-    pidfd = os.pidfd_open(claim.pid)
-    try:
-        fd = copy_by_pidfd(pidfd, claim.fd)
-    finally:
-        os.close(pidfd)
-    try:
+    with Descriptor(os.pidfd_open(claim.pid)) as process:
+        held = Descriptor(copy_by_pidfd(process, claim.fd))
+    with held:
         require_alive(claim)
-    except EpeeError:
-        os.close(fd)
-        raise
-    return fd
+    return held.keep()

@@ -27,7 +27,8 @@ import threading
 import time
 
 from .. import env
-from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, expected, shortage
+from ..descriptors import Descriptor
+from ..errors import AuthError, ProtocolError, ResourceError, expected, shortage
 from ..threads import BackgroundThread
 from .claim import COOKIE_BYTES, Claim, naming_death, require_alive
 
@@ -120,7 +121,7 @@ def _serve(listener: socket.socket, stopped: socket.socket, fd: int, cookie: byt
                 return
             try:
                 connection, _ = listener.accept()
-            except OSError:  # no descriptor left, most likely: do not spin, the peer may wait a little
+            except expected(OSError):  # no descriptor left, most likely: do not spin, the peer may wait a little
                 time.sleep(_PAUSE_S)
                 continue
             # a peer that has closed or failed a check is not served; it sees the closed connection
@@ -171,7 +172,7 @@ def _fetch(claim: Claim, socket_fd: int) -> int:
                     "descriptor was not taken"
                 )
             connection.sendall(_ASK + claim.cookie)
-            fd = _receive_one(connection, claim.pid)
+            held = _receive_one(connection, claim.pid)
         except expected(OSError) as exc:
             if isinstance(exc, AuthError):
                 raise
@@ -179,15 +180,12 @@ def _fetch(claim: Claim, socket_fd: int) -> int:
                 f"process {claim.pid} did not hand over its descriptor within {PATIENCE_S:.0f} s ({exc}); has it "
                 "closed the region? the ranks must run as one user, dumpable, in one PID namespace"
             ) from exc
-    try:
+    with held:
         require_alive(claim)
-    except EpeeError:
-        os.close(fd)
-        raise
-    return fd
+    return held.keep()
 
 
-def _receive_one(connection: socket.socket, pid: int) -> int:
+def _receive_one(connection: socket.socket, pid: int) -> Descriptor:
     fds = array.array("i")
     room = socket.CMSG_SPACE(4 * fds.itemsize)  # for more than one, so that a second is seen and closed
     # not `socket.recv_fds`: it ignores its flags, and the copy would be inherited by children
@@ -195,6 +193,7 @@ def _receive_one(connection: socket.socket, pid: int) -> int:
     for level, kind, data in items:
         if (level, kind) == (_SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    held = [Descriptor(fd) for fd in fds]
     if not message and not fds:
         raise ProtocolError(f"process {pid} does not know the region; it was closed, or the blob is another's")
     if message == _GIVEN and not fds and flags & socket.MSG_CTRUNC:  # the kernel had no free descriptor number for it
@@ -203,10 +202,8 @@ def _receive_one(connection: socket.socket, pid: int) -> int:
             "(ulimit -n)"
         )
     if message != _GIVEN or len(fds) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-        for fd in fds:
-            os.close(fd)
         raise ProtocolError(f"process {pid} sent {message!r} with {len(fds)} descriptors, not {_GIVEN!r} with one")
-    return fds[0]
+    return held[0]
 
 
 def _bound(connection: socket.socket, seconds: float) -> None:

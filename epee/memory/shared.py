@@ -24,7 +24,6 @@ until there are fences, `require_shared_memory` refuses it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -39,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..descriptors import Descriptor
 from ..errors import (
     AuthError,
     EpeeError,
@@ -99,12 +99,12 @@ class SharedRegion:
         address: of the first usable byte in this process.
     """
 
-    def __init__(self, fd: int, claim: Claim, is_writable: bool = True) -> None:
+    def __init__(self, fd: Descriptor, claim: Claim, is_writable: bool = True) -> None:
         self.nbytes = claim.nbytes - HEADER_BYTES
         self.mapped_bytes = claim.nbytes
         self.owner_pid = claim.pid
         self.owner_start_time = claim.start_time
-        self._fd = fd
+        self._fd = fd  # closed with this object at the latest
         self.blob = claim.pack()
         self._is_writable = is_writable
         self._inode = os.fstat(fd).st_ino
@@ -126,21 +126,18 @@ class SharedRegion:
         require_shared_memory()
         mapped_bytes = mapped_size(nbytes)
         try:
-            fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            held = Descriptor(os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except expected(OSError) as exc:
             raise shortage(f"memfd for {name} ({mapped_bytes} bytes)", exc, "memfd_create") from exc
-        try:
-            os.ftruncate(fd, mapped_bytes)
-            claim = make_claim(_MAGIC, fd, mapped_bytes)
-            region = cls(fd, claim)
-            _seal(fd, only_owner_writes)
-        except expected(OSError, ValueError, OverflowError) as exc:
-            os.close(fd)
-            raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
-        except EpeeError:
-            os.close(fd)
-            raise
-        region.mapping[:COOKIE_BYTES] = claim.cookie
+        with held:
+            try:
+                os.ftruncate(held, mapped_bytes)
+                claim = make_claim(_MAGIC, int(held), mapped_bytes)
+                region = cls(held, claim)
+                _seal(held, only_owner_writes)
+            except expected(OSError, ValueError, OverflowError) as exc:
+                raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
+            region.mapping[:COOKIE_BYTES] = claim.cookie
         return region
 
     @classmethod
@@ -161,21 +158,17 @@ class SharedRegion:
 
     @classmethod
     def _attach(cls, claim: Claim, is_writable: bool) -> SharedRegion:
-        fd = _open_peer_fd(claim, is_writable)
-        try:
-            _check_file(fd, claim)
-            region = cls(fd, claim, is_writable)
-        except EpeeError:
-            os.close(fd)
-            raise
-        except expected(OSError, ValueError) as exc:
-            os.close(fd)
-            raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
+        with Descriptor(_open_peer_fd(claim, is_writable)) as held:
+            try:
+                _check_file(held, claim)
+                region = cls(held, claim, is_writable)
+            except expected(OSError, ValueError) as exc:
+                if isinstance(exc, EpeeError):
+                    raise
+                raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
+            region.hide()  # the mapping stays; only the owner's descriptor must stay open, for other peers
         if region.mapping[:COOKIE_BYTES] != claim.cookie:
-            region.close()
             raise ProtocolError(f"region of process {claim.pid}: cookie differs; descriptor {claim.fd} was reused")
-        os.close(fd)  # the mapping stays; only the owner's descriptor must stay open, for other peers
-        region._fd = -1
         return region
 
     @property
@@ -215,14 +208,11 @@ class SharedRegion:
     def written(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Return the parts (offset, bytes) of a range that have pages: the rest was never written."""
         self._check_range(offset, nbytes)
-        with contextlib.ExitStack() as undo:
-            fd = self._fd
-            if fd < 0:
-                fd = _open_again(self._inode)
-                if fd < 0:
-                    return [(offset, nbytes)]
-                undo.callback(os.close, fd)
-            return list(_parts_with_data(fd, HEADER_BYTES + offset, HEADER_BYTES + offset + nbytes))
+        begin, end = HEADER_BYTES + offset, HEADER_BYTES + offset + nbytes
+        if self._fd >= 0:
+            return list(_parts_with_data(self._fd, begin, end))
+        with _open_again(self._inode) as held:
+            return [(offset, nbytes)] if held < 0 else list(_parts_with_data(held, begin, end))
 
     def lease(self, offset: int, nbytes: int) -> ctypes.Array[Any]:
         """Return an object over the bytes that supports the buffer protocol and weak references.
@@ -235,29 +225,26 @@ class SharedRegion:
 
     def hide(self) -> None:
         """Allow no process to attach it any more; existing mappings, this process's too, stay. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd.close()
+        self._fd = Descriptor(-1)
 
     def close(self) -> None:
         """Drop this object's descriptor and reference to the mapping; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self.hide()
         self._map = None
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
 
 
-def _open_again(inode: int) -> int:
+def _open_again(inode: int) -> Descriptor:
     """Return a descriptor of a memory that this process has mapped: Python's mapping keeps one; -1: not found."""
     for name in os.listdir("/proc/self/fd"):
         with ignored(OSError):  # closed meanwhile, or no file
             found = os.stat(f"/proc/self/fd/{name}")
             if found.st_ino == inode and "/memfd:" in os.readlink(f"/proc/self/fd/{name}"):
-                return os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    return -1
+                return Descriptor(os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC))
+    return Descriptor(-1)
 
 
 def _parts_with_data(fd: int, place: int, end: int) -> Iterator[tuple[int, int]]:

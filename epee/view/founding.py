@@ -122,7 +122,7 @@ def _found(rank: int, gather: Gather, lane: int) -> JobHandle:
                 # not the job of a backend's group: a process that joins a group must not find it
                 directory = new_folder("/buffers")
                 undo.callback(directory.leave)
-            except EpeeError as exc:
+            except expected(EpeeError) as exc:
                 problem = str(exc)
         path = _tell(gather, _said({"folder": "" if directory is None else str(directory.path)}, problem))[0]["folder"]
         try:
@@ -133,7 +133,7 @@ def _found(rank: int, gather: Gather, lane: int) -> JobHandle:
             undo.pop_all()  # the job leaves its folder
             undo.callback(job.release)
             job.runtime.listen()
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             problem = str(exc)
         words = {"member": pack_member(job.runtime.member) if job is not None else ""}
         members = [str(fields["member"]) for fields in _tell(gather, _said(words, problem))]

@@ -38,6 +38,7 @@ from ..errors import (
     PeerError,
     SlotTakenError,
     context,
+    expected,
     ignored,
 )
 from ..memory.shared import process_start_time
@@ -176,7 +177,7 @@ class Runtime:
         self._loop.post(self._loop.ask_to_join)
         try:
             decision = self.await_decision(0, timeout_s)
-        except EpeeError:
+        except expected(EpeeError):
             self.close()
             raise
         if decision is None:
@@ -232,7 +233,7 @@ class Runtime:
 
         try:
             self._ask(wish)
-        except EpeeError:
+        except expected(EpeeError):
             given_up.set()
             raise
         return self._rows[lane]
@@ -255,7 +256,7 @@ class Runtime:
 
         try:
             self._ask(forget)
-        except EpeeError:
+        except expected(EpeeError):
             if not loop.shared.has_ended:  # else it was evicted just now, and nothing is called any more
                 raise
 

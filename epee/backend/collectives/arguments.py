@@ -32,7 +32,7 @@ from ...engine.tensors import (
     source,
     target,
 )
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, expected
 from .alltoall import AllToAll
 from .copying import Barrier, Scatter, Spread, UnevenGather
 from .packing import FinishAfter, GatheredPart, PackedTensors, ZeroAfter, pack, shapes_word
@@ -223,7 +223,7 @@ def all_reduce(peer_regions: PeerRegions, tensor: torch.Tensor, op: int, root: i
     position = -1 if root is None else check_root(root, peer_regions, name)
     try:
         carrier = carrier_of(tensor, label)
-    except InvalidArgument:
+    except expected(InvalidArgument):
         if tensor.layout is torch.sparse_coo and root is None:
             return plan_sparse(peer_regions, tensor, op, label)
         raise

@@ -176,7 +176,7 @@ class DeviceHalf(MeetingHalf):
             again.skip()
         try:
             return self._run(method, args, kwargs, side, is_async)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             if self._engine.reports_losses and is_loss(exc):
                 return Ended(self._engine, exc)
             raise
@@ -262,7 +262,7 @@ class DeviceHalf(MeetingHalf):
         entries = max(least, min(size, self._engine.mask.told))
         try:
             call = prepare(method, self._rank, entries, args, kwargs)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             shorter = range(least - 1, self._rank, -1) if self._policy.counts_present else ()
             for number in (*range(least, size + 1), *shorter):  # the lists may be made with or without a recent loss
                 with ignored(InvalidArgument):

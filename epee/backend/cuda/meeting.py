@@ -228,7 +228,7 @@ class MeetingHalf:
             try:
                 peer_regions, rows = meet(self._engine, own.pack())
                 return peer_regions.epoch, {rank: MeetingRow.parse(row) for rank, row in rows.items()}
-            except RankFailedError as exc:
+            except expected(RankFailedError) as exc:
                 if not exc.ranks or not self._told.issuperset(exc.ranks):
                     raise
                 self._told -= set(exc.ranks)  # it has been raised here already

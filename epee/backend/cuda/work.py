@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CommTimeoutError, EpeeError
+from ...errors import CommTimeoutError, EpeeError, expected
 from ...gpu.event import Event
 from ...gpu.platform import Platform
 from ...torch_private import current_raw_stream
@@ -131,7 +131,7 @@ class DeviceWork(WorkOfGroup):
     def _check(self) -> None:
         try:
             self._look()
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             self._error = exc
             raise
 

@@ -43,7 +43,7 @@ from epee.ep import (
     group_of,
     load_counter,
 )
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, expected
 from epee.untraced import untraced_methods
 from epee.values import is_whole, shown
 
@@ -368,7 +368,7 @@ class Buffer(LowLatency, PoolOwner):
         pool = self.runtime or self._pool()
         try:
             return self._handles.facts(handle)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             pool.refuse(error)
             raise
 

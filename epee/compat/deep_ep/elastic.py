@@ -45,7 +45,7 @@ from epee.ep import (
     is_capturing,
     topk_facts,
 )
-from epee.errors import InvalidArgument, InvalidState
+from epee.errors import InvalidArgument, InvalidState, expected
 from epee.untraced import untraced_methods
 
 _DEFAULT_SMS = 24
@@ -386,7 +386,7 @@ class ElasticBuffer(Experimental, PoolOwner):
                     f"x must have at most num_max_tokens_per_rank={num_max} rows, got {num_tokens}; "
                     "raise it on all ranks"
                 )
-        except Exception as error:
+        except expected(Exception) as error:
             pool.refuse(error)
             raise
         how = "expert" if options.do_expand else "rank", alignment
@@ -460,7 +460,7 @@ def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor |
     """Return the cache key of a dispatch; None if only the checks can determine it."""
     try:
         facts = topk_facts(x, topk_idx, topk_weights)
-    except NO_FACTS:
+    except expected(*NO_FACTS):
         return None
     return (facts, asked) if topk_idx is not None and topk_idx.dtype is torch.int64 else None
 

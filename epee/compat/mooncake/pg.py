@@ -241,7 +241,7 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
     if going:
         try:
             backend.put_out(going)
-        except (CommTimeoutError, InvalidState, UnsupportedError) as exc:
+        except expected(CommTimeoutError, InvalidState, UnsupportedError) as exc:
             return _reject(backend, str(exc))
     backend.put_out_lost(ranks)
     return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.shown_epoch)
@@ -287,7 +287,7 @@ def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
     before = backend.epoch
     try:
         backend.barrier().wait()
-    except PeerError as exc:
+    except expected(PeerError) as exc:
         if backend.epoch == before:
             return SyncAfterFailureResponse(SyncStatus.Rejected, str(exc))
     return SyncAfterFailureResponse(SyncStatus.NoPending if backend.epoch == before else SyncStatus.Reconciled)

@@ -91,7 +91,7 @@ class BootstrapAttempt:
         try:
             self._await(self.key(peer) + what, deadline)
             raw = bytes(self.store.get(self.key(peer) + what))
-        except SlotTakenError:
+        except expected(SlotTakenError):
             raise
         except expected(dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
             if self._twin:
@@ -227,7 +227,7 @@ class BootstrapAttempt:
             if not self.store.check([self.key(peer)]):
                 return None
             fields = read_fields(bytes(self.store.get(self.key(peer))), peer)
-        except ProtocolError as exc:
+        except expected(ProtocolError) as exc:
             return exc
         except expected(RuntimeError):  # the store no longer exists
             return None

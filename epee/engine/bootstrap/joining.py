@@ -78,7 +78,7 @@ def find_job(store: Any) -> Found:
     try:
         store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
         return _open_told(bytes(store.get(FOLDER_KEY)), store)
-    except (AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
+    except expected(AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
         raise
     except expected(RuntimeError) as exc:  # the store has died or is another one: the folder itself can be found
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for this one

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from ...errors import InvalidArgument, UnsupportedError
+from ...errors import InvalidArgument, UnsupportedError, expected
 from ...view.process.board import LaneRow
 from ...view.runtime import Runtime
 from .group_note import ASKS, Offer, parse_offers
@@ -89,7 +89,7 @@ def _tell(runtime: Runtime, lane: int, offer: Offer) -> None:
     if lane not in known:
         try:
             known[lane] = runtime.register_board(lane)
-        except InvalidArgument as error:  # too many rows: then members wait until their timeout
+        except expected(InvalidArgument) as error:  # too many rows: then members wait until their timeout
             logger.warning("the members of a group are not told that this process was refused: %s", error)
             return
     number = _attempts[lane] = _attempts.get(lane, 0) + 1

@@ -46,6 +46,7 @@ from ...errors import (
     InvalidState,
     NoQuorumError,
     context,
+    expected,
     ignored,
 )
 from ...link.topology import Roles, one_host
@@ -326,7 +327,7 @@ class GroupMembership(MembershipStart):
         for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
             try:
                 op.step(op.peer_regions)
-            except EpeeError as exc:
+            except expected(EpeeError) as exc:
                 if self._engine.is_interrupt(exc):
                     raise
                 op.fail(exc)

@@ -37,7 +37,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import AuthError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, ResourceError, ignored
+from ...errors import (
+    AuthError,
+    InvalidArgument,
+    InvalidState,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    expected,
+    ignored,
+)
 from ...memory.shared import SharedRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
@@ -163,7 +172,7 @@ def fitted(make: Make, size: list[int], mask: Mask, peer_regions: PeerRegions) -
         )
         is_short = bool(beyond) and mask.has_lost(beyond, peer_regions.epoch)
         return make(_shortened(peer_regions, size[0]) if is_short else counting(peer_regions, size[0]))
-    except InvalidArgument as exc:
+    except expected(InvalidArgument) as exc:
         error = exc
     for longer in range(1 + peer_regions.members[-1], 1 + max(peer_regions.group_size, size[0])):
         with ignored(InvalidArgument):
@@ -202,10 +211,10 @@ def attach_outbox(part: OutboxEndpoint, nbytes: int) -> SharedRegion | None:
     """
     try:
         region = open_outbox(part.blob, part.owner)
-    except (AuthError, ProtocolError) as exc:
+    except expected(AuthError, ProtocolError) as exc:
         logger.info("the outbox of process %d is not to be had (%s); it will be seen to go", part.pid, exc)
         return None
-    except ResourceError as exc:
+    except expected(ResourceError) as exc:
         if not is_leaving(part.pid, part.start_time):
             raise
         logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", part.pid, exc)
@@ -445,7 +454,7 @@ class Joiners:
                 engine.watch.watch(rank, part.pid, part.start_time)
             else:
                 engine.watch.forget(rank)  # the previous owner may have been of this host
-        except ResourceError as exc:
+        except expected(ResourceError) as exc:
             raise ResourceError(
                 f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
                 f"admitted on this rank yet (the next call tries again): {exc}"

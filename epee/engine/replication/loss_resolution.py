@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from ...errors import AuthError, ProtocolError, ResourceError
+from ...errors import AuthError, ProtocolError, ResourceError, expected
 from ...link.topology import Roles
 from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...view.process.detector import is_leaving
@@ -203,10 +203,10 @@ class LossResolution:
         blob = bytes(words[first : first + BLOB_BYTES // 8])
         try:
             region = open_outbox(blob, self._owners[source])
-        except (AuthError, ProtocolError) as exc:
+        except expected(AuthError, ProtocolError) as exc:
             logger.info("rank %s's mirror of rank %d is not to be had: %s", self._keeper(source), source, exc)
             return False  # its gateway is dying: the next view has another
-        except ResourceError:
+        except expected(ResourceError):
             if self._is_leaving(source):
                 return False
             raise

@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...errors import ResourceError, ignored
+from ...errors import ResourceError, expected, ignored
 from ...memory.claim import require_own
 from ...memory.shared import HEADER_BYTES, process_start_time
 from ...memory.signals import SEQ_BITS
@@ -109,7 +109,7 @@ def _mapped(pid: int) -> dict[int, _Memory]:
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             text = maps.read()
-    except OSError as exc:
+    except expected(OSError) as exc:
         raise ResourceError(f"cannot look into process {pid}: {exc}; it must be yours and alive") from exc
     return {int(inode): _Memory(kind == "mirror", int(rank)) for inode, kind, rank in _MAPPING.findall(text)}
 
@@ -146,7 +146,7 @@ def _read(memory: _Memory, offset: int, nbytes: int) -> bytes:
         return b""
     try:
         fd = os.open(memory.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except expected(OSError):
         return b""
     try:
         return os.pread(fd, nbytes, HEADER_BYTES + offset)

@@ -29,7 +29,16 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context, is_own
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    MismatchError,
+    ProtocolError,
+    RankFailedError,
+    context,
+    expected,
+    is_own,
+)
 from ...memory.shared import SharedRegion
 from ...memory.signals import fence, tag, wait_equal
 from ...view.process.detector import DeathWatch
@@ -152,7 +161,7 @@ class Exchange:
         try:
             self.publish(header, counts, text, deadline)
             return self.gather(deadline)
-        except Moved:
+        except expected(Moved):
             raise
         except BaseException as error:
             if is_own(error):
@@ -254,7 +263,7 @@ class Exchange:
         self.gathered = self.seq
         try:
             return self._checked(copy, self.parties)
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             if is_own(error):
                 self.end.close()  # all ranks see the same rows, so none has a result
             raise

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...errors import EpeeError, MismatchError
+from ...errors import EpeeError, MismatchError, expected
 from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchanging import RowExchange
@@ -76,10 +76,10 @@ def refused_alike(control: ControlPlane, deadline: float) -> Iterator[None]:
     """Notify the peers of a `MismatchError` in the body: they are in another call, and get it there."""
     try:
         yield
-    except MismatchError as error:
+    except expected(MismatchError) as error:
         try:
             control.refuse(OP_GATHER, error, deadline)
-        except (EpeeError, Moved) as problem:
+        except expected(EpeeError, Moved) as problem:
             _log.warning("could not tell the peers about a refused sync: %s", problem)
         raise
 

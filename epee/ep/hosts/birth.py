@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...engine import Engine, EngineOptions, Place, come_in, create_engine, place_of
-from ...errors import CommTimeoutError, EpeeError, UnsupportedError
+from ...errors import CommTimeoutError, EpeeError, UnsupportedError, expected
 from ...view.group import GroupInView
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
@@ -52,7 +52,7 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     refusal = None
     try:
         store = _store_of(group)
-    except EpeeError as exc:
+    except expected(EpeeError) as exc:
         refusal = exc
     told = gather_present(group, pack(config, host_id(), _NUMBER.pack(_newest), refusal))
     records = {rank: BufferRecord(data) for rank, data in told.items()}
@@ -83,7 +83,7 @@ def come_into(
     place = Place(notice.home, list(job_handle.slots), rank, False)
     try:
         engine = come_in(place, config.num_ranks, timeout_s, _mode_of(config), None, _extra_of(config))
-    except CommTimeoutError as error:
+    except expected(CommTimeoutError) as error:
         raise CommTimeoutError(
             f"Buffer (rank={rank}): the members of the running buffer have not admitted this process within "
             f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer",

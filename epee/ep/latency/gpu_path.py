@@ -42,6 +42,7 @@ from ...errors import (
     PeerError,
     RankFailedError,
     context,
+    expected,
 )
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import Platform
@@ -150,9 +151,9 @@ class LatencyCudaPath(GpuPath, Memory):
         try:
             with path_lane.told_alike(self._lane):
                 return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
-        except (CommTimeoutError, PeerError, AbortedError):
+        except expected(CommTimeoutError, PeerError, AbortedError):
             raise
-        except Exception as error:
+        except expected(Exception) as error:
             control.refuse(OP_GATHER, error, deadline)
             raise
 
@@ -196,7 +197,7 @@ class LatencyCudaPath(GpuPath, Memory):
             self._lane.require_place(is_masked=True)
         try:
             self.core.check()
-        except CommTimeoutError as error:
+        except expected(CommTimeoutError) as error:
             self._note_timeout("check", error)
             raise
 
@@ -224,7 +225,7 @@ class LatencyCudaPath(GpuPath, Memory):
             )
             if not is_capturing:
                 self.core.check()
-        except CommTimeoutError as error:
+        except expected(CommTimeoutError) as error:
             self._note_timeout("dispatch", error)
             raise
         core, scales = got.handle, got.scales
@@ -254,7 +255,7 @@ class LatencyCudaPath(GpuPath, Memory):
             )
             if not is_capturing:
                 self.core.check()
-        except CommTimeoutError as error:
+        except expected(CommTimeoutError) as error:
             self._note_timeout("combine", error)
             raise
         if lane.is_own:
@@ -406,7 +407,7 @@ class LatencyCudaPath(GpuPath, Memory):
             try:
                 self.core.memory.replace_peer(rank, self.core.memory.attach_peer(blob))
                 self._blobs[rank] = blob
-            except EpeeError as error:
+            except expected(EpeeError) as error:
                 _log.warning("the memory of rank %d cannot be mapped: %s", rank, error)
         self.core.memory.open_view()
 
@@ -437,7 +438,7 @@ class LatencyCudaPath(GpuPath, Memory):
             phase.half()
             if not is_capturing and core.device.codes != NO_REPORTS:
                 core.check()
-        except CommTimeoutError as error:
+        except expected(CommTimeoutError) as error:
             self._note_timeout(phase.op, error)
             raise
         phase.is_done = True

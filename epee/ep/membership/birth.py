@@ -44,7 +44,15 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    MismatchError,
+    RankFailedError,
+    ResourceError,
+    UnsupportedError,
+    expected,
+)
 from ...memory.claim import OwnerEndedError, has_ended
 from ...view.founding import GroupHandle, find_place
 from ...view.group import GroupInView
@@ -115,7 +123,7 @@ class Begun:
                 self.take_back()
             finally:
                 self.roster.close()
-        except EpeeError as problem:
+        except expected(EpeeError) as problem:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
             self.roster.job_handle.job.release()
@@ -197,7 +205,7 @@ def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupHandle:
     host, refusal = bytes(KEY_DIGITS), None
     try:
         host = host_id()
-    except EpeeError as exc:
+    except expected(EpeeError) as exc:
         refusal = exc
     records = [BufferRecord(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
     if refusal is not None:
@@ -219,7 +227,7 @@ def _make(
     try:
         registry, roster, host = registry_of(group, job_handle), Roster(job_handle), host_id()
         extra = _EXTRA.pack(registry.newest, roster.newest)
-    except EpeeError as exc:
+    except expected(EpeeError) as exc:
         refusal = exc
     parts = gather_present(group, pack(config, host, extra, refusal))
     records = {rank: BufferRecord(data) for rank, data in parts.items()}
@@ -242,7 +250,7 @@ def _make(
             entrant = enter(begun)
             undo.callback(entrant.close)
             entrant.offer()
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             problem = _death_behind(exc, begun)
         with _naming_deaths(begun):
             _tell_problems(group, problem)
@@ -250,7 +258,7 @@ def _make(
         assert entrant is not None
         try:
             entrant.come_in(time.monotonic() + timeout_s)
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             problem = _death_behind(exc, begun)
         with _naming_deaths(begun):
             _tell_problems(group, problem)
@@ -282,7 +290,7 @@ def _naming_deaths(begun: Begun | None) -> Iterator[None]:
     """Raise that a rank is dead if that may be why the group has failed: another backend's, or in mode "raise"."""
     try:
         yield
-    except RuntimeError as error:
+    except expected(RuntimeError) as error:
         is_groups = not isinstance(error, EpeeError) or (isinstance(error, RankFailedError) and error.op != _OP)
         if is_groups and begun is not None and (dead := begun.deaths()):
             raise death_in_birth(dead) from error

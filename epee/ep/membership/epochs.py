@@ -37,7 +37,7 @@ import os
 import time
 from collections.abc import Callable
 
-from ...errors import EvictedError, NoQuorumError, PeerError, context
+from ...errors import EvictedError, NoQuorumError, PeerError, context, expected
 from ...memory.claim import has_ended
 from ...memory.signals import futex_sleep, tag
 from ...view.process.detector import is_torn_down
@@ -213,7 +213,7 @@ class EpochLane(BufferLane):
             now = time.monotonic()
             try:
                 self._check()
-            except NoQuorumError:
+            except expected(NoQuorumError):
                 if now > patience:
                     raise
             if now > last:
@@ -300,9 +300,9 @@ class EpochLane(BufferLane):
             place = self._place(self._next)
             if not place.failed and place.epoch == self._begun.first:
                 self._enter(place.epoch, self._next, deadline)
-        except (EvictedError, NoQuorumError):
+        except expected(EvictedError, NoQuorumError):
             raise
-        except PeerError:
+        except expected(PeerError):
             self._seen = -1  # the first call meets it again, as on all ranks
         finally:
             self._is_coming_in = False
@@ -344,9 +344,9 @@ class EpochLane(BufferLane):
             try:
                 self.turn(op, deadline)
                 return None
-            except (EvictedError, NoQuorumError):
+            except expected(EvictedError, NoQuorumError):
                 raise
-            except PeerError as error:
+            except expected(PeerError) as error:
                 if self._next > number:
                     return error
 

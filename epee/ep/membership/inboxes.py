@@ -254,7 +254,7 @@ class Inboxes:
             futex_sleep(line.address + 8 * INBOX_VIEW, line.words[INBOX_VIEW])
             try:
                 self._look(rank, what, wait.started, wait.deadline)
-            except CommTimeoutError:
+            except expected(CommTimeoutError):
                 if problem is not None:
                     raise problem from None
                 raise

@@ -110,7 +110,7 @@ def told_alike(lane: PathLane) -> Iterator[None]:
     """
     try:
         yield
-    except (MismatchError, AbortedError):
+    except expected(MismatchError, AbortedError):
         raise
     except expected(Exception) as error:
         death = lane.death_in_birth()

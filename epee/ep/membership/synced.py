@@ -44,7 +44,16 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
+from ...errors import (
+    CommTimeoutError,
+    EvictedError,
+    InvalidState,
+    NoQuorumError,
+    PeerError,
+    RankFailedError,
+    context,
+    expected,
+)
 from ...memory.shared import SharedRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
@@ -146,7 +155,7 @@ class SyncedLane(BufferLane):
         started = time.monotonic()
         try:
             agreed = self.sync((1 << self._config.num_ranks) - 1, 0, deadline)
-        except NoQuorumError as error:
+        except expected(NoQuorumError) as error:
             where = context("Buffer", rank=self._rank, elapsed=time.monotonic() - started)
             raise CommTimeoutError(
                 f"{where}: the members of the running buffer have not admitted this process; all of them must call "
@@ -393,7 +402,9 @@ class SyncedLane(BufferLane):
         if self.has_turned:
             try:
                 self.enter(agreed, deadline)
-            except CommTimeoutError:  # a `Buffer`: the next sync agrees anew, without the ranks that do not enter
+            except expected(
+                CommTimeoutError
+            ):  # a `Buffer`: the next sync agrees anew, without the ranks that do not enter
                 self.note_agreed(agreed)
                 raise
         return agreed

@@ -282,7 +282,7 @@ class LatencyRooms:
             return _cut(whole, need)
         except DoesNotFit as error:
             return _cut(self._grow(need, whole, error), need)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             whole.refuse(error)  # concerns this rank's sizes alone, as far as it knows
             raise
 
@@ -303,7 +303,7 @@ class LatencyRooms:
         self._require_no_graph(need, needed)
         try:
             whole.all_gather_bytes(b"grow")  # all are here, or none begins
-        except (RankFailedError, PeerError, CommTimeoutError) as error:
+        except expected(RankFailedError, PeerError, CommTimeoutError) as error:
             raise InvalidArgument(f"{reason}; it cannot be made when a rank is lost") from error
         _log.info("%s: %d bytes are made", reason, needed)
         return self._make(needed, None if need.device.type == "cpu" else need.device)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...arrays import array_of
-from ...errors import EpeeError, InvalidState
+from ...errors import EpeeError, InvalidState, expected
 from ...torch_private import metadata_check_of
 from ..base import SharedBuffer
 from ..control.bootstrap import all_gather_bytes, hosts_of
@@ -178,7 +178,7 @@ class BufferPool:
             return
         try:
             self._share(agreement.pack_refusal(self.group.size(), error))
-        except EpeeError as problem:
+        except expected(EpeeError) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
 
     def refuse(self, error: Exception) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, expected
 from ...gpu.payload import DoesNotFit
 from ...gpu.report import NoRoomError
 from ...torch_private import MAX_CHECKS, MetadataCheck
@@ -71,7 +71,7 @@ def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> M
     config.check()
     try:
         slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
-    except InvalidArgument:
+    except expected(InvalidArgument):
         return MemoryBytes((_NUM_SLOTS + 1) * num_ranks * num_tokens * 2 * hidden)
     return MemoryBytes(slots, 2 * Buffer.expert_slot_bytes_for(config, _ALIGNMENT) if num_topk else 0)
 
@@ -263,7 +263,7 @@ class ThroughputRooms:
             except DoesNotFit as error:
                 _log.debug("%s", error)
                 return None
-            except InvalidArgument as error:
+            except expected(InvalidArgument) as error:
                 self.whole.refuse(error)
                 raise
             self._cut[key] = room
@@ -308,7 +308,7 @@ class ThroughputRooms:
         config = self._config(need, num_tokens)
         try:
             slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
-        except InvalidArgument as error:
+        except expected(InvalidArgument) as error:
             if self.whole is None:  # the others are making memory, or get the same error
                 refuse_birth(self._group, config, error)
             raise

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ...errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, PeerError, RankFailedError
+from ...errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, PeerError, RankFailedError, expected
 from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM, NoRoomError
 from ...gpu.shapes import ThroughputConfig, slots_of
@@ -121,9 +121,9 @@ class CudaPath(GpuPath):
         try:
             with path_lane.told_alike(self._lane):
                 return Machine(self._platform, config, self._all_gather)
-        except (CommTimeoutError, PeerError, AbortedError):
+        except expected(CommTimeoutError, PeerError, AbortedError):
             raise
-        except Exception as error:
+        except expected(Exception) as error:
             self.control.refuse(OP_GATHER, error, deadline)
             raise
 
@@ -202,7 +202,7 @@ class CudaPath(GpuPath):
             got = plan.start(given, route, known_core, timeout_s, stream, is_late=True)
             if not is_capturing:
                 machine.check()  # reports of this call's kernels so far
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("dispatch", error, is_capturing)
             raise
         exchange = self._exchange
@@ -232,7 +232,7 @@ class CudaPath(GpuPath):
             )
             if not is_capturing:
                 self.machine.check()  # reports of this call's kernels so far
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("combine", error, is_capturing)
             raise
         if lane.is_own:
@@ -254,7 +254,7 @@ class CudaPath(GpuPath):
             return False
         try:
             self.machine.barrier(timeout_s)
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("barrier", error, is_capturing=False)
             raise
         return True
@@ -266,7 +266,7 @@ class CudaPath(GpuPath):
         try:
             self.machine.begin()
             self.machine.barrier(_seconds_to(deadline))
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("barrier", error, is_capturing)
             raise
 
@@ -276,7 +276,7 @@ class CudaPath(GpuPath):
         self._epochs.face_death("combine_input", is_capturing, needs_all=False)
         try:
             place = combine_input(self.shape, _own(handle).core, dtype)
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("combine_input", error, is_capturing)
             raise
         if place is not None:
@@ -309,7 +309,7 @@ class CudaPath(GpuPath):
         self._epochs.face_death("check", is_capturing, needs_all=False)
         try:
             self.machine.check()
-        except EpeeError as error:
+        except expected(EpeeError) as error:
             self._epochs.blame_death("check", error, is_capturing)
             raise
 

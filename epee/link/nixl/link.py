@@ -178,7 +178,7 @@ class NixlLink(TcpLink):
                 self.flush()
             self._tell()
             self._look_for_the_end()
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             self._lose(LinkLoss.DAMAGED, exc)
         self._note_stuck()
         return has_moved

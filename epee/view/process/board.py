@@ -232,7 +232,7 @@ class BoardView:
         region = SharedRegion.attach(blob, is_writable=False)
         try:
             return cls(region)
-        except ProtocolError:
+        except expected(ProtocolError):
             region.close()
             raise
 

@@ -23,6 +23,7 @@ import os
 import select
 from collections.abc import Sequence
 
+from ...descriptors import Descriptor
 from ...errors import ResourceError, expected, ignored, shortage
 from ...memory.claim import is_leaving as is_leaving
 from ...memory.claim import is_torn_down as is_torn_down
@@ -45,24 +46,20 @@ def open_process(pid: int, start_time: int) -> int:
         ResourceError: the kernel does not say: no descriptor or memory is left, or access is forbidden.
     """
     try:
-        fd = os.pidfd_open(pid)
+        held = Descriptor(os.pidfd_open(pid))
     except expected(ProcessLookupError, FileNotFoundError):
         return -1
     except expected(OSError) as exc:
         if exc.errno == errno.EINVAL and started_at(pid) != start_time:
             return -1  # the number is that of a thread of another process
         raise shortage(f"cannot watch process {pid}", exc, "pidfd_open") from exc
-    try:
-        started = started_at(pid)
-        if is_readable(fd) or started not in (-1, start_time):
-            os.close(fd)
-            return -1
-        if started < 0:
-            raise ResourceError(f"process {pid} lives, but /proc does not show it; mount it without hidepid")
-    except ResourceError:
-        os.close(fd)
-        raise
-    return fd
+    started = started_at(pid)
+    if is_readable(held) or started not in (-1, start_time):
+        return -1
+    if started < 0:
+        held.close()
+        raise ResourceError(f"process {pid} lives, but /proc does not show it; mount it without hidepid")
+    return held.keep()
 
 
 def is_readable(fd: int) -> bool:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ...descriptors import Descriptor
 from ...errors import AuthError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
@@ -272,26 +273,25 @@ class Peers:
             if not peer.is_dead and peer.is_mappable:
                 peer.map()
         # it dies, or leaves; its end is noticed all the same
-        except (AuthError, OwnerEndedError, ProtocolError) as exc:
+        except expected(AuthError, OwnerEndedError, ProtocolError) as exc:
             peer.is_mappable = False
             logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
-        except ResourceError as exc:
+        except expected(ResourceError) as exc:
             if not peer.is_told:  # once, however often it is tried again
                 logger.warning("slot %d cannot be watched, or its board not be read, yet; tried again: %s", slot, exc)
             peer.is_told = True
         return not peer.is_dead
 
     def _watch(self, peer: Peer) -> None:
-        fd = open_process(peer.endpoint.pid, peer.endpoint.start_time)
-        if fd < 0:
-            peer.is_dead = True
-            return
-        try:
-            self._poll.register(fd, select.EPOLLIN)
-        except expected(OSError) as exc:
-            os.close(fd)
-            raise shortage(f"cannot watch process {peer.endpoint.pid}", exc) from exc
-        peer.pidfd = fd
+        with Descriptor(open_process(peer.endpoint.pid, peer.endpoint.start_time)) as held:
+            if held < 0:
+                peer.is_dead = True
+                return
+            try:
+                self._poll.register(held, select.EPOLLIN)
+            except expected(OSError) as exc:
+                raise shortage(f"cannot watch process {peer.endpoint.pid}", exc) from exc
+            peer.pidfd = fd = held.keep()
         self._nonce_of[fd] = peer.member.nonce
 
     def get(self, nonce: bytes) -> Peer | None:

@@ -45,6 +45,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ... import env
+from ...descriptors import Descriptor
 from ...errors import (
     AuthError,
     EpeeError,
@@ -264,11 +265,11 @@ class JobDirectory:
             for parent in runtime_folders():
                 try:
                     return cls._make_in(parent, name, job_id, secret)
-                except ResourceError as exc:  # the folder is full, or cannot be written any more
+                except expected(ResourceError) as exc:  # the folder is full, or cannot be written any more
                     if getattr(exc.__cause__, "errno", 0) in _SHORT:
                         raise
                     refusal = refusal or exc
-        except ResourceError as exc:
+        except expected(ResourceError) as exc:
             raise refusal or exc from exc.__cause__
         raise AssertionError("`runtime_folders` raises where it yields no more")
 
@@ -464,7 +465,7 @@ def _visit(path: Path, is_removed: bool) -> bool:
             return False
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except expected(BlockingIOError):
+        except BlockingIOError:
             return False
         if is_removed:
             _empty(folder_fd)
@@ -479,7 +480,7 @@ def _lock_shared(folder_fd: int) -> None:
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
-        except expected(BlockingIOError):  # a process checks whether the job lives, which takes microseconds
+        except BlockingIOError:  # a process checks whether the job lives, which takes microseconds
             if time.monotonic() > deadline:
                 raise
             os.sched_yield()
@@ -497,7 +498,7 @@ def _connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         connection.connect(address)
-    except OSError:
+    except BaseException:
         connection.close()
         raise
     return connection
@@ -514,15 +515,12 @@ def _empty(folder_fd: int) -> None:
 def _open_private(path: Path) -> int:
     """Open a folder that belongs to this user and is closed to others; `AuthError` if it is another."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+        held = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS))
     except expected(NotADirectoryError, PermissionError) as exc:
         raise AuthError(f"{path} is a link, no folder, or another user's; remove it or set EPEE_RUNTIME_DIR") from exc
-    try:
-        _require_private(os.fstat(fd), path)
-    except AuthError:
-        os.close(fd)
-        raise
-    return fd
+    with held:
+        _require_private(os.fstat(held), path)
+    return held.keep()
 
 
 def _require_private(status: os.stat_result, path: Path) -> None:
@@ -536,15 +534,11 @@ def _require_private(status: os.stat_result, path: Path) -> None:
 
 def _make(folder_fd: int, name: str, content: bytes) -> int:
     """Make a file that only this user can read, with `content`; return its descriptor."""
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder_fd)
-    try:
-        os.fchmod(fd, 0o600)
-        if os.write(fd, content) != len(content):
+    with Descriptor(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder_fd)) as held:
+        os.fchmod(held, 0o600)
+        if os.write(held, content) != len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return held.keep()
 
 
 def token_of_file() -> Token | None:

@@ -72,7 +72,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ... import env
-from ...errors import AuthError, EpeeError, ProtocolError
+from ...errors import AuthError, EpeeError, ProtocolError, expected
 from ...memory.shared import process_start_time
 from ..protocol.messages import Commit, Member, Message
 from .auth import (
@@ -114,7 +114,7 @@ def call(address: str, port: int, timeout_s: float) -> socket.socket:
         watch_silence(connection, timeout_s)
         with contextlib.suppress(BlockingIOError):  # it is under way
             connection.connect((address, port))
-    except OSError:
+    except BaseException:
         connection.close()
         raise
     return connection
@@ -289,7 +289,7 @@ class Incoming:
         if self._wanted == HELLO_BYTES:
             try:
                 answer = self._responder.challenge(message)
-            except ProtocolError:
+            except expected(ProtocolError):
                 self._say(refusal())
                 raise
             self._say(answer)
@@ -510,7 +510,7 @@ class Switchboard:
         try:
             if not connection.send(encode(message)):
                 self.dropped["queue full"] += 1
-        except OSError as exc:
+        except expected(OSError) as exc:
             self._note(connection, exc, now)
             self._close_outgoing(connection.fd, "broken")
             return False
@@ -602,13 +602,13 @@ class Switchboard:
         initiator = Initiator(self._job.token, self._job.job_id, self._me, Identity(*to[:3]))
         try:
             connection = self._call(to)
-        except (OSError, EpeeError) as exc:  # it has ended, or its queue is full; the message is lost
+        except expected(OSError, EpeeError) as exc:  # it has ended, or its queue is full; the message is lost
             self.abroad.note(to.nonce, _seen(exc), now)
             self.dropped["unreachable"] += 1
             return None
         try:
             outgoing = Outgoing(connection, initiator, now)
-        except (OSError, AuthError) as exc:
+        except expected(OSError, AuthError) as exc:
             connection.close()
             self.abroad.note(to.nonce, _seen(exc), now)
             self.dropped["unreachable"] += 1
@@ -638,7 +638,7 @@ class Switchboard:
         try:
             connection.flush()
             connection.readable()
-        except (OSError, EpeeError) as exc:
+        except expected(OSError, EpeeError) as exc:
             self._note(connection, exc, now)
             self._close_outgoing(connection.fd, _reason(exc))
             return
@@ -675,7 +675,7 @@ class Switchboard:
                 connection, _ = listener.accept()
             except BlockingIOError:
                 return
-            except OSError as exc:
+            except expected(OSError) as exc:
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     for waiting in self._listeners:
                         self._poll.unregister(waiting)  # it would stay ready, and the loop would spin
@@ -689,7 +689,7 @@ class Switchboard:
             if is_tcp:
                 watch_silence(connection, self._given_up_s)
             incoming = Incoming(connection, self._job.token, self._job.job_id, self._me, now)
-        except (OSError, EpeeError) as exc:
+        except expected(OSError, EpeeError) as exc:
             connection.close()
             self.dropped[_reason(exc)] += 1
             return
@@ -714,7 +714,7 @@ class Switchboard:
             if not was_known:
                 self._replace(connection, peer.nonce)
             return [(peer.nonce, decode(payload)) for payload in payloads]
-        except (OSError, EpeeError) as exc:
+        except expected(OSError, EpeeError) as exc:
             self._close_incoming(connection.fd, _reason(exc))
             return []
 

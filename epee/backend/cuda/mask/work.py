@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from ....engine import Engine
-from ....errors import PeerError
+from ....errors import PeerError, expected
 from ....untraced import untraced_methods
 from ...work import is_loss
 from ..work import DeviceWork
@@ -41,7 +41,7 @@ class MaskedWork(DeviceWork):
         """Wait as `DeviceWork.wait`; if the group reports losses, one that ends the call raises nothing."""
         try:
             return super().wait(timeout)
-        except PeerError as exc:
+        except expected(PeerError) as exc:
             if self.engine.reports_losses and is_loss(exc):
                 self.engine.await_shown(exc.ranks)
                 self._join()

@@ -525,7 +525,7 @@ class MessageHalf:
                 if peer != self._rank:
                     self._check_peer(peer, "batch_isend_irecv")
                 self._pairs.meet([peer], device, "batch_isend_irecv")
-            except PeerError as exc:
+            except expected(PeerError) as exc:
                 if not (self._engine.reports_losses and is_loss(exc)):
                     raise
                 self._batch.lost[peer] = exc
@@ -547,7 +547,7 @@ class MessageHalf:
         for rank in [*members, self._rank]:
             try:
                 self._pairs.meet([rank], tensor.device, "recv")
-            except PeerError as exc:
+            except expected(PeerError) as exc:
                 if not (self._pairs.is_masked and is_loss(exc)):
                     raise
         off = sorted(self._pairs.off)

@@ -176,7 +176,7 @@ class Pairs:
         assert machine is not None
         try:
             machine.connect(peer, row.blob)
-        except UnsupportedError as exc:  # GPUs that do not reach each other, as both ends find
+        except expected(UnsupportedError) as exc:  # GPUs that do not reach each other, as both ends find
             self.off[peer] = owner
             logger.warning("messages with rank %d go through CPU memory: %s", peer, exc)
             return
@@ -192,7 +192,7 @@ class Pairs:
             notifier = DeathNotifier(device.mark_dead, device.waiting, name_of_thread, self.is_masked)
             try:
                 notifier.start({peer: (row.pid, row.start_time)})
-            except ResourceError:
+            except expected(ResourceError):
                 notifier.stop()
                 raise
             self._notifier = notifier

@@ -20,6 +20,7 @@ from epee.compat.deep_ep.shared.rows import device_of, int64_routing
 from epee.compat.deep_ep.v1.handle import V1Handle
 from epee.compat.deep_ep.v1.wishes import Given, Wishes
 from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Room, Wish, topk_facts
+from epee.errors import expected
 
 
 class Asked(NamedTuple):
@@ -124,7 +125,7 @@ class FreshDispatches:
             routing = None if topk_idx is None else int64_routing(topk_idx)
             as_sent = x, counts, routing, topk_weights
             wish, need = self._wishes.find(as_sent, num_worst_tokens, device, is_gpu)
-        except Exception as error:
+        except expected(Exception) as error:
             if is_blind:
                 pool.refuse(error)
             else:
@@ -195,7 +196,7 @@ class FreshDispatches:
             return None
         try:
             facts = topk_facts(x, topk_idx, topk_weights)
-        except NO_FACTS:
+        except expected(*NO_FACTS):
             return None
         return facts, is_in.shape, is_in.dtype, per_expert.shape, asked
 

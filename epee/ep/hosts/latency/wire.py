@@ -53,7 +53,7 @@ from ....engine.outbox import CONSUMED, SLEEPERS, STATE_WORDS
 from ....engine.replication.exports import Exports
 from ....engine.replication.remote_reads import RemoteReads
 from ....engine.waiting import MOST_MOVES_S
-from ....errors import ProtocolError
+from ....errors import ProtocolError, expected
 from ....link.frames import NO_WORD
 from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
@@ -434,7 +434,7 @@ class HostsWire(Wire):
             seen = self._tags(src, seq)
             try:
                 found = super().head_of(src, seq)
-            except ProtocolError:
+            except expected(ProtocolError):
                 if self._tags(src, seq) == seen:
                     raise
                 continue

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....errors import InvalidArgument
+from ....errors import InvalidArgument, expected
 from ....gpu.params import MAX_EXPERTS, MAX_RANKS
 from ....gpu.payload import DoesNotFit
 from ....gpu.shapes import Limits, check_sizes
@@ -400,5 +400,5 @@ def gpu_room_bytes(config: BufferConfig) -> int:
     """Return how much memory serves calls of such sizes on GPUs, where it serves others, too; 0 where none can."""
     try:
         return room_bytes(latency_config(config, 0))
-    except InvalidArgument:
+    except expected(InvalidArgument):
         return 0

@@ -40,7 +40,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context
+from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context, expected
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.params import REMEMBERED_CALLS
 from ....memory.shared import SharedRegion
@@ -140,7 +140,7 @@ class Epochs(Memory):
             half = len(blob) // 2
             try:
                 self._machine.replace_peer(rank, (blob[:half], blob[half:]))
-            except EpeeError as error:
+            except expected(EpeeError) as error:
                 if self._lane.lends(rank) and not is_leaving(*self._lane.processes[rank]):
                     raise
                 _log.info("rank %d has ended, or let go of its memory, before it was mapped: %s", rank, error)

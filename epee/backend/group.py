@@ -104,7 +104,9 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 if done is not NOT_SERVED:
                     return done
             try:
-                return method(self, *args, **kwargs)
+                done = method(self, *args, **kwargs)
+                self._engine.latest = None
+                return done
             except NeedsStaging:
                 pass  # below, where a further error is not one during this one
             except expected(InvalidArgument, UnsupportedError) as exc:
@@ -122,6 +124,9 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 # numpy's or torch's own error about an argument, or no memory
                 if self._engine.seq == seq:
                     self._engine.refuse(name, exc)
+                raise
+            except BaseException as exc:
+                self._engine.disown_latest(exc)
                 raise
             with real_tensors():
                 return self._staging.run(name, lambda *there, **named: call(self, there, named), args, kwargs)
@@ -343,7 +348,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
         except TooShort as exc:
             self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
         return self._go(given, opts, outputs, reads, writes)
@@ -357,7 +362,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             return self._engine.run(fits, opts, tensors)
         except TooShort as exc:
             self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
-        except EpeeError as exc:
+        except expected(EpeeError) as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
         return self._run(make, opts, tensors)
@@ -665,7 +670,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         place = self._place
         try:
             place = place or find_place(self._store, self._ranks, self._rank)
-        except InvalidArgument:
+        except expected(InvalidArgument):
             if is_born:
                 with attempt(meeting_place(self._store, self._ranks), self._rank, self._num_ranks):
                     raise  # and the error is reported to the others

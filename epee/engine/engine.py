@@ -47,7 +47,7 @@ from collections.abc import Callable, Collection, Sequence, Sized
 from functools import partial
 from typing import Any
 
-from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, is_own
+from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, expected, is_own
 from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
@@ -171,6 +171,7 @@ class Engine:
             them could report.
         has_failed: it was closed because the process ends.
         reports_losses: a call that a loss ends raises nothing, its `Work` reports the loss.
+        latest: the call that `run` has returned, until its caller has noted that (`disown_latest`).
         ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
@@ -204,6 +205,7 @@ class Engine:
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
         self.unsettled = UnresolvedCalls()
+        self.latest: Operation | None = None
         self.ended_by = ""
         self.mask = Mask(peer_regions.num_ranks, peer_regions.members)  # the group may put in the user's own
         membership.attach(self)
@@ -262,8 +264,10 @@ class Engine:
                     self.drive(op)
             self.entry.leave()
             if op.error is None:
+                self.latest = op
                 return op
         except BaseException as exc:
+            self.latest = None
             self.recovery.broken = exc, op  # first: a further exception from a handler may come before the next line
             self.recovery.broken_off(exc, op)
             raise
@@ -395,6 +399,12 @@ class Engine:
             self.recovery.broken_off(exc)
             raise
 
+    def disown_latest(self, exc: BaseException) -> None:
+        """Leave the results of a call that has ended to its repetition: its caller gets `exc`, of a signal handler."""
+        op, self.latest = self.latest, None
+        if op is not None:
+            self.recovery.broken_off(exc, op)
+
     def refuse(self, name: str, exc: Exception) -> None:
         """Report to the peers that this rank's next collective is refused, and use up its sequence number."""
         if self.flags & ENDED:
@@ -483,7 +493,7 @@ class Engine:
         if not op.done:
             try:
                 self.entry.enter(while_frozen=True)
-            except (AbortedError, InvalidState):
+            except expected(AbortedError, InvalidState):
                 if op.error is not None:  # an abort has ended the call in the meantime
                     raise op.error from None
                 raise

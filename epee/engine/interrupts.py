@@ -20,6 +20,10 @@ between which two lines the exception occurred:
   gets the results (`claim`). So the ranks stay in step;
 - a request that the caller still holds (an interrupted `wait`) stays open.
 
+A blocking collective that has ended before the exception leaves the group's method is unclaimed as well
+(`Engine.disown_latest`). In torch's own lines behind that the call is made, and a repetition is a further call: nothing
+there says that the program has not got the result.
+
 A recovery step that is interrupted as well runs in a thread of its own (`Apart`), where no handler runs and the stack
 is empty; so does the writing of results. If they cannot be written there either, or cannot be kept for a repetition,
 the ranks are not in step any more, and the group ends on all of them (`Engine.break_down`).
@@ -297,6 +301,6 @@ def _repetition(op: Operation, make: Make) -> Plan | None:
     """Return the plan of an unclaimed call for the tensors of the call that `make` plans, if it repeats it."""
     try:
         plan = make(op.peer_regions)
-    except InvalidArgument:  # it does not fit that call's members
+    except expected(InvalidArgument):  # it does not fit that call's members
         return None
     return plan if plan.is_like(op.plan) else None

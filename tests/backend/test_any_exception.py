@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -110,6 +111,47 @@ def test_results_that_cannot_be_written_twice_end_the_group_on_all_ranks(
         assert first == str(num_ranks * (num_ranks + 1) / 2)
         assert all(text.split(":")[0] in ("AbortedError", "PeerError") for text in later), later
         assert all("rank(s) 0" in text and "ended on all ranks" in text for text in later), later
+
+
+def returns_late(rank: int, num_ranks: int, kind: type[BaseException], changes: bool) -> list[Any]:
+    """Rank 0's call has ended, and a handler raises before the group has returned to torch."""
+    group: Any = dist.group.WORLD
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name == "call" and frame.f_code.co_filename.endswith("backend/group.py"):
+            if event == "line" and group._engine.latest is not None:
+                sys.settrace(None)
+                raise kind("behind the call")
+            return trace
+        return trace if event == "call" else None
+
+    out, x = torch.zeros(2 * num_ranks), torch.full((2,), rank + 1.0)
+    found: list[Any] = []
+    for step in range(3):
+        try:
+            if rank == 0 and step == 1:
+                sys.settrace(trace)
+            dist.all_gather_into_tensor(out, x * (step + 1))
+        except kind:
+            found.append(out.tolist())
+            out = torch.zeros(2 * num_ranks) if changes else out
+            dist.all_gather_into_tensor(out, x * (step + 1))
+        finally:
+            sys.settrace(None)
+        found.append(out.tolist())
+    assert group._engine.latest is None
+    return found
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["same", "other"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, CommTimeoutError, MemoryError])
+def test_a_call_that_has_ended_before_the_exception_is_repeated_as_itself(
+    kind: type[BaseException], changes: bool
+) -> None:
+    wanted = [[(step + 1.0) * (src + 1) for src in range(2) for _ in range(2)] for step in range(3)]
+    first, second = run_ranks(returns_late, 2, kind, changes, backend="epee")
+    assert second == wanted
+    assert first == [wanted[0], wanted[1], wanted[1], wanted[2]]
 
 
 def drives_another(rank: int, num_ranks: int, kind: type[BaseException], folder: str) -> tuple[float, bool, float]:

@@ -22,10 +22,10 @@ CEILINGS = {
         "all_reduce 16 MiB cpu": (24, 85),
     },
     "hosts": {
-        "dispatch hosts": (49, 220),
-        "combine hosts": (45, 174),
+        "dispatch hosts": (48, 220),
+        "combine hosts": (44, 174),
         "all_reduce 16 B hosts": (17, 42),
-        "all_reduce 16 MiB hosts": (33, 141),
+        "all_reduce 16 MiB hosts": (32, 141),
     },
     "cuda": {
         "dispatch cuda, first": (30, 143),

@@ -12,13 +12,13 @@ import pytest
 from epee.engine import waiting
 from epee.engine.entry import ENDED, Entry
 from epee.engine.interrupts import Recovery
-from epee.engine.outbox import CORE, STATE_WORDS
+from epee.engine.outbox import CORE, STATE_WORDS, NoExports
 from epee.engine.waiting import MOVE_PAUSE_S, Waiting
 
 
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:
     words = [[0] * STATE_WORDS for _ in range(2)]
-    peer_regions = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank])
+    peer_regions = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank], exports=NoExports())
     engine: Any = SimpleNamespace(peer_regions=peer_regions, flags=0, timeout_s=0.0)
     return Waiting(engine, Entry(engine)), words
 

@@ -280,7 +280,7 @@ def readme() -> Table:
     )
     campaigns = [run["parts"]["kills"]["latency_ms"] for run in load("survive")[0]["runs"] if "kills" in run["parts"]]
     runs = [load_of(run) for run in load("all_reduce_2cores*") + load("ep_2cores*")]
-    met = f"load {min(runs):.0f} to {max(runs):.0f}"
+    met = f"2 cores, load {min(runs):.0f} to {max(runs):.0f}"
     kill = min(campaigns, key=lambda found: float(found["p50"]))
     return [
         [f"[machines, clocks, more figures](docs/performance.md); {met}", "epee", "command"],

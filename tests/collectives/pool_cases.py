@@ -274,7 +274,11 @@ def no_memory(rank: int, num_ranks: int) -> None:
     dist.all_reduce(x := on_gpu(torch.ones(COUNT)))
     assert torch.equal(_plain(x), torch.full((COUNT,), float(num_ranks)))
     PoorPlatform.is_poor = False
-    kind, text = (epee.InvalidArgument, "1 or more") if rank == 1 else (epee.ResourceError, r"ranks \[1\] have none")
+    kind, text = (
+        (epee.InvalidArgument, "1 or more")
+        if rank == 1
+        else (epee.ResourceError, r"rank\(s\) \[1\] could not make one")
+    )
     with pytest.raises(kind, match=text):  # who is refused meets the others all the same
         group.memory_pool(0 if rank == 1 else POOL_BYTES)
     pool = group.memory_pool(POOL_BYTES)

@@ -292,13 +292,14 @@ def cases_for(buffer: ThroughputEnd, data: Inputs, tokens: int, num_sms: int, wi
              lambda: buffer.combine(ordinary, held.handle, None, (), out, back), 2 * HIDDEN),
     ]  # fmt: skip
     if with_expert:
-        expert = DispatchOptions(
-            sync=False, timeout_s=TIMEOUT_S, num_sms=num_sms, layout="expert", expert_alignment=128
-        )
-        cases += [
-            Case("expert dispatch bf16", tokens, num_sms, dispatch_call(buffer, data, expert, False), 2 * HIDDEN),
-            Case("expert dispatch fp8", tokens, num_sms, dispatch_call(buffer, data, expert, True), fp8_bytes),
-        ]
+        for name, alignment in (("expert dispatch", 128), ("expert dispatch, no padding,", 1)):
+            expert = DispatchOptions(
+                sync=False, timeout_s=TIMEOUT_S, num_sms=num_sms, layout="expert", expert_alignment=alignment
+            )
+            cases += [
+                Case(f"{name} bf16", tokens, num_sms, dispatch_call(buffer, data, expert, False), 2 * HIDDEN),
+                Case(f"{name} fp8", tokens, num_sms, dispatch_call(buffer, data, expert, True), fp8_bytes),
+            ]
     return cases
 
 

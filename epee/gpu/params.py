@@ -241,7 +241,10 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "dispatch_throughput_4": DispatchParams,
     },
     "kernels/throughput/few.cuh": {FEW_KERNEL: FewParams},
-    "kernels/throughput/expert.cuh": {"dispatch_throughput_expert": DispatchParams},
+    "kernels/throughput/expert.cuh": {
+        "dispatch_throughput_expert_2": DispatchParams,
+        "dispatch_throughput_expert_4": DispatchParams,
+    },
     "kernels/throughput/combine.cuh": {
         f"combine_throughput_{layout}_{dtype}": CombineParams
         for layout in ("rank", "expert")

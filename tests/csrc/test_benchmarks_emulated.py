@@ -32,7 +32,8 @@ def test_dispatch_and_combine_are_checked_and_timed(tmp_path: Path) -> None:
     arguments = ["--num-ranks=2", "--tokens=5", "--check=0,3", "--sms=2", "--graph-sms=0", "--calls=2", "--nccl"]
     report = run_main(module, arguments, {module: sizes}, tmp_path / "out.json")
     kinds = ["dispatch bf16", "dispatch fp8", "combine bf16", "combine bf16 from ordinary memory"]
-    kinds += ["expert dispatch bf16", "expert dispatch fp8", "nccl all_to_all_single bf16"]
+    kinds += [f"expert dispatch{padding} {dtype}" for padding in ("", ", no padding,") for dtype in ("bf16", "fp8")]
+    kinds += ["nccl all_to_all_single bf16"]
     assert [row["name"] for row in report["rows"]] == kinds
     assert all(0 < row["median_us"] <= row["p99_us"] for row in report["rows"])
     assert list(report["host_us"]) == ["4", "5"]

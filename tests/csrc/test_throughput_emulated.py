@@ -42,6 +42,19 @@ CASES = {
         (7, 9), layout="expert", dtype="float32", payload="float32", with_weights=False, expert_alignment=3
     ),
     "expert, one expert": Case((7, 9), layout="expert", routing="one expert"),
+    # one sender of three multiprocessors: several expanding warps share each stream
+    "expert, shared streams": Case((40, 33), layout="expert", expert_alignment=4, num_sms=1),
+    "expert, shared streams, fp8": Case((35, 50, 21), layout="expert", payload="fp8", hidden=1024, num_sms=1),
+    "expert, many scales": Case((5, 8), layout="expert", payload="fp8", hidden=8320, num_sms=1, expert_alignment=2),
+    "expert, shared streams, rows in pieces": Case(
+        (5, 8), layout="expert", hidden=7176, num_sms=1, num_topk=8, num_local_experts=8, expert_alignment=2
+    ),
+    "expert, a rank without tokens": Case((0, 9), layout="expert", expert_alignment=4, num_sms=1),
+    "expert, no tokens": Case((0, 0), layout="expert", expert_alignment=4),
+    "expert, all to one expert of another rank": Case(
+        (33, 1, 0), layout="expert", routing="one expert", expert_alignment=128, num_sms=1
+    ),
+    "expert, many tokens": Case((600, 590), layout="expert", hidden=8, num_topk=2, expert_alignment=16),
     "expert, nowhere": Case((3, 4), layout="expert", routing="nowhere", expert_alignment=8),
 }
 

@@ -36,7 +36,7 @@ class Case:
         num_tokens: per rank.
         routing: "random" (a tenth of the entries is -1), "repeats" (experts stand twice), "one expert", "nowhere",
             "mask" (is_token_in_rank).
-        payload: a dtype's name, or "fp8" (float32 scales, strided).
+        payload: a dtype's name, or "fp8" (float32 scales; by columns on even ranks).
         num_bias: 0 ... 2; float32 ones for a bfloat16 payload when `is_bias_wide`.
     """
 
@@ -73,6 +73,8 @@ def inputs_of(case: Case, rank: int) -> Routed:
     x: Any = torch.randn(num_tokens, case.hidden, generator=gen)
     if case.payload == "fp8":
         scales = torch.rand(case.hidden // 128, num_tokens, generator=gen).t()
+        if rank % 2:  # both forms that callers have
+            scales = scales.contiguous()
         x = (x.to(torch.float8_e4m3fn), scales)
     else:
         x = x.to(DTYPES[case.payload])

@@ -1,6 +1,6 @@
 // The sender of a dispatch, one warp: bulk-loads a token's row into shared memory once and bulk-stores it to its row at
-// every destination, with what travels beside it: expert ids, weights, scales, source index. `kStages` chunks are in
-// flight. It waits for nobody but its own loads and stores.
+// every destination (in the expert layout, at every other rank), with what travels beside it: expert ids, weights,
+// scales, source index. `kStages` chunks are in flight. It waits for nobody but its own loads and stores.
 //
 // Slot of the receive region (offsets in the params): rows | topk_idx | topk_weights | scales | src_token. In the
 // expert layout the topk_idx field holds i32 rows of the result instead.
@@ -167,7 +167,9 @@ DEVICE i32 begin_token(const DispatchParams& p, const Destination& to, int token
       expanded_row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
   }
   const i64 place_at = static_cast<i64>(token) * kNumRanks + lane;
-  const i32 place = lane < kNumRanks ? reinterpret_cast<const i32*>(p.send_prefix)[place_at] : -1;
+  // In the expert layout this rank's expanders read the row where it is.
+  const bool is_sent = lane < kNumRanks && !(kExpert && lane == p.call.rank);
+  const i32 place = is_sent ? reinterpret_cast<const i32*>(p.send_prefix)[place_at] : -1;
   // Rows beyond the capacity are dropped here; without one this keeps even a damaged handle inside the slot.
   const i32 row = place >= 0 && is_row(place + to.first_row, p.max_recv_rows) ? place + to.first_row : -1;
   send_beside<kExpert>(p, to, row, token, expert, weight, expanded_row);

@@ -2,7 +2,7 @@
 
 The first kernel counts, exchanges counts and grants, and computes all offsets; the second moves the rows into the
 receivers' slots (rank layout), or into their landing slots and from there to the experts' blocks in ordinary memory
-(expert layout). Few tokens in the rank layout need one kernel that does both.
+(expert layout; a rank's own rows go there at once). Few tokens in the rank layout need one kernel that does both.
 
 Dispatches of a shape with equal `DispatchFacts` share a `DispatchPlan`: the kernels to be launched, with all arguments
 except addresses and the numbers of the call, which `start` writes.
@@ -109,8 +109,8 @@ class DispatchPlan:
             launch = self._payload_shape(machine)
             # Launched early, the blocks have their barriers ready when the counts come: 3 us that matter to few tokens.
             mode = "early" if facts.num_tokens <= SMALL_TOKENS else "plain"
-            name = "expert" if facts.is_expert else str(launch.num_stages)
-            self._payload = shape.stage(f"dispatch_throughput_{name}", launch, mode)
+            name = "dispatch_throughput_expert" if facts.is_expert else "dispatch_throughput"
+            self._payload = shape.stage(f"{name}_{launch.num_stages}", launch, mode)
             self._first = _layout_stage(shape, facts)
             layout, payload = self._first.args, self._payload.args
         self._layout_args, self._payload_args = layout, payload
@@ -274,14 +274,15 @@ class DispatchPlan:
         """Return the launch of the payload kernel, which in the expert layout takes every multiprocessor."""
         facts, limits = self.facts, machine.platform.limits
         senders = self._num_senders = machine.num_sms(facts.num_sms)
+        num_stages = 4 if facts.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
         if not facts.is_expert:
-            num_stages = 4 if facts.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
             return dispatch_shape(facts.row_bytes, senders, limits, num_stages)
-        one = dispatch_shape(facts.row_bytes, senders, limits, 1)
+        one = dispatch_shape(facts.row_bytes, senders, limits, num_stages // 2)  # of an expanding warp
         warps = one.block // 64 * 2
         senders = self._num_senders = num_senders(senders, machine.max_sms, machine.config.num_ranks, warps)
         self._num_channels = senders * warps // 2
-        return LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
+        shared_bytes = warps * one.num_stages * one.chunk_bytes
+        return LaunchShape(machine.max_sms, 32 * warps, shared_bytes, one.chunk_bytes, num_stages)
 
     def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
         """Set the constants among the `LayoutParams`."""

@@ -260,6 +260,17 @@ def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int
 
 
 @lru_cache(maxsize=256)
+def expert_shape(row_bytes: int, grid: int, limits: Limits, num_stages: int) -> LaunchShape:
+    """Return the launch of the payload kernel of the expert layout: an even number of warps, with half of a sending
+    warp's `num_stages` stages for each, and a chunk of zeros.
+    """
+    each = num_stages // 2
+    chunk = chunk_of(row_bytes, min(MAX_CHUNK_BYTES, limits.shared_bytes // (2 * each + 1)))
+    warps = min(limits.max_warps, (limits.shared_bytes // chunk - 1) // each) // 2 * 2
+    return LaunchShape(grid, 32 * warps, (warps * each + 1) * chunk, chunk, num_stages)
+
+
+@lru_cache(maxsize=256)
 def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits, has_weights: bool) -> LaunchShape:
     """Return the launch of the combine kernel: at least three stages of `num_entries` adjacent rows."""
     limit = max(BULK_BYTES, limits.shared_bytes // (3 * num_entries) // BULK_BYTES * BULK_BYTES)

@@ -9,7 +9,7 @@ import torch
 
 from epee.errors import InvalidArgument, ResourceError
 from epee.gpu.device import RESERVE, Share, width_beside
-from epee.gpu.shapes import MAX_CHANNELS, num_senders
+from epee.gpu.shapes import MAX_CHANNELS, MAX_CHUNK_BYTES, Limits, expert_shape, num_senders
 
 SMS = 132
 
@@ -65,3 +65,17 @@ def test_a_wish_for_senders_is_cut_to_what_leaves_enough_expanders() -> None:
         assert senders == wanted or more == num_sms or is_more_too_many
     with pytest.raises(InvalidArgument, match="needs 2 multiprocessors"):
         num_senders(8, 1, 2, 16)
+
+
+def test_a_block_of_the_expert_layout_has_room_for_all_warps_and_for_zeros() -> None:
+    for row_bytes, shared_bytes, num_stages in itertools.product(
+        (16, 128, 7168, 12288, 14016, 14336, 16384, 28704, 65536), (24 << 10, 219 << 10), (2, 4)
+    ):
+        shape = expert_shape(row_bytes, SMS, Limits(SMS, shared_bytes), num_stages)
+        warps = shape.block // 32
+        assert shape.grid == SMS
+        assert warps >= 2
+        assert warps % 2 == 0
+        assert shape.chunk_bytes % 16 == 0
+        assert shape.chunk_bytes <= MAX_CHUNK_BYTES
+        assert shape.shared_bytes == (warps * num_stages // 2 + 1) * shape.chunk_bytes <= shared_bytes

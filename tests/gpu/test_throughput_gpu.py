@@ -31,6 +31,8 @@ CASES = {
                                           hidden=2048, num_sms=8),
     "two ranks, expert, many senders": Case((129, 1), layout="expert", hidden=7168, num_topk=8, num_local_experts=16,
                                             num_sms=100),
+    "two ranks, expert, wide rows": Case((200, 90), dtype="float32", payload="float32", hidden=7176, num_topk=4,
+                                         layout="expert", expert_alignment=8, num_sms=2),
     "two ranks, repeats": Case((64, 33), routing="repeats", hidden=128, num_local_experts=1, num_topk=8),
     "four ranks": Case((4096, 1, 0, 17), hidden=2048, num_topk=8, num_local_experts=64),
     "four ranks, model": Case((512, 512, 512, 512), hidden=7168, num_topk=8, num_local_experts=64, num_bias=1,

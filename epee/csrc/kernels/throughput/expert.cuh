@@ -8,11 +8,11 @@
 // publisher: one warp of a sending block; it writes the receivers' `streams` (a progress word with the tag, and the
 //   first row), which say how many rows of a channel are whole. Its release waits for stores in flight; the senders
 //   must not. A stream's last word has bit 0 set.
-// expander (all warps of the blocks behind the senders): writes its share of the padding, then copies each row, loaded
-//   once, to all its offsets: rows of peers as the streams say that they are whole, and while none is, rows of this
-//   rank's own tokens, read from `x` itself (a counter hands them out; they are neither sent nor staged). Neighbouring
-//   streams are watched by warps of different blocks: all SMs store, whatever the number of channels. Where there are
-//   more warps than streams, several warps watch one stream and take its rows in turn.
+// expander (all warps of the blocks behind the senders): copies each row, loaded once, to all its offsets: rows of peers
+//   as the streams say that they are whole; while none is, rows of this rank's own tokens, read from `x` itself (a
+//   counter hands them out; they are neither sent nor staged); and then its share of the padding. Neighbouring streams
+//   are watched by warps of different blocks: all SMs store, whatever the number of channels. Where there are more
+//   warps than streams, several warps watch one stream and take its rows in turn.
 //
 // Only expanders wait for other ranks, each until its streams have ended, its time-out or the report of a death: then
 // the call fails here and the result holds some of its rows only. A peer that is late may write into the slot until it
@@ -190,45 +190,53 @@ DEVICE void fill_expanded_tail(const DispatchParams& p, int thread, int num_thre
   }
 }
 
-/// Zeros, and -1 as source, in the rows between an expert's last row and its alignment. `stage` is left zeroed.
-DEVICE void fill_padding(const DispatchParams& p, int warp, int num_warps, u8* stage) {
-  const int lane = lane_idx();
+/// A warp's share of the rows between an expert's last row and its alignment: `row` and every `num_parts`-th behind it
+/// below `end`, then those of the next items. `num_parts` warps share an expert's padding.
+struct Padding {
+  int item, num_parts;
+  i64 row, end;
+};
+
+/// Goes on to the next item. All lanes.
+DEVICE void open_padding(const DispatchParams& p, int num_warps, Padding& left) {
   const int num_counters = p.num_experts + kNumRanks;
   const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix);
-  for (int i = lane * 16; i < p.chunk_bytes; i += 32 * 16) *reinterpret_cast<Vec16*>(stage + i) = Vec16{{0, 0, 0, 0}};
-  fence_proxy_async();
-  __syncwarp();
-  const int parts = max(1, num_warps / p.num_local_experts);  // warps that share an expert's padding
-#pragma unroll 1
-  for (int item = warp; item < parts * p.num_local_experts; item += num_warps) {
-    const int local_expert = item % p.num_local_experts;
-    const int expert = p.call.rank * p.num_local_experts + local_expert;
-    i32 first = reinterpret_cast<const i32*>(p.row_base)[expert];
-    i32 count = 0;
-    for (int src = 0; src < kNumRanks; ++src) {
-      count += matrix[src * num_counters + expert];
-      if (src >= p.call.rank) first += matrix[src * num_counters + expert];
-    }
-    const int num_padding = round_up(count, p.expert_alignment) - count;
-#pragma unroll 1
-    for (int i = item / p.num_local_experts; i < num_padding; i += parts) {
-      const i64 row = first + i;
-      if (lane == 0) {
-        for (int offset = 0; offset < p.row_bytes; offset += p.chunk_bytes)
-          bulk_store(reinterpret_cast<u8*>(p.out_x) + row * p.row_bytes + offset, stage,
-                     static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset)));
-        bulk_commit();
-        reinterpret_cast<float*>(p.out_weights)[row] = 0.0f;
-        reinterpret_cast<i64*>(p.out_src_rank)[row] = -1;
-        reinterpret_cast<i64*>(p.out_src_token)[row] = -1;
-        reinterpret_cast<i64*>(p.out_src_k)[row] = -1;
-      }
-      for (int s = lane; s < p.num_scales; s += 32) reinterpret_cast<u32*>(p.out_scales)[row * p.num_scales + s] = 0;
-    }
+  const int expert = p.call.rank * p.num_local_experts + left.item % p.num_local_experts;
+  i32 first = reinterpret_cast<const i32*>(p.row_base)[expert];
+  i32 count = 0;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) {
+    const i32 here = matrix[src * num_counters + expert];
+    count += here;
+    if (src >= p.call.rank) first += here;
   }
-  if (p.fill_tail) fill_expanded_tail(p, warp * 32 + lane, num_warps * 32);
-  if (lane == 0) bulk_wait_read<0>();
+  left.row = first + left.item / p.num_local_experts;
+  left.end = first + round_up(count, p.expert_alignment) - count;
+  left.item += num_warps;
+}
+
+/// Writes a row of padding: zeros, and -1 as source. False when none is left. One warp.
+DEVICE bool fill_padding(const DispatchParams& p, int num_warps, const u8* zeros, Padding& left) {
+  while (left.row >= left.end) {
+    if (left.item >= left.num_parts * p.num_local_experts) return false;
+    open_padding(p, num_warps, left);
+  }
+  const i64 row = left.row;
+  left.row += left.num_parts;
+  if (lane_idx() == 0) {
+    bulk_wait_read<0>();  // more in flight would only delay the rows
+    for (int offset = 0; offset < p.row_bytes; offset += p.chunk_bytes)
+      bulk_store(reinterpret_cast<u8*>(p.out_x) + row * p.row_bytes + offset, zeros,
+                 static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset)));
+    bulk_commit();
+    reinterpret_cast<float*>(p.out_weights)[row] = 0.0f;
+    reinterpret_cast<i64*>(p.out_src_rank)[row] = -1;
+    reinterpret_cast<i64*>(p.out_src_token)[row] = -1;
+    reinterpret_cast<i64*>(p.out_src_k)[row] = -1;
+  }
+  for (int s = lane_idx(); s < p.num_scales; s += 32) reinterpret_cast<u32*>(p.out_scales)[row * p.num_scales + s] = 0;
   __syncwarp();
+  return true;
 }
 
 /// How many rows rank `src_rank` may have at `first_row` and behind it in our slot; 0 when that row is not one of its.
@@ -271,7 +279,7 @@ DEVICE Watch choose_streams(const DispatchParams& p, const i32* grants, int warp
 /// of `num_warps`. False when none of them is in use: then none of those behind them is, either.
 template <int kStages>
 DEVICE bool expand_streams(const DispatchParams& p, u64 tag, const i32* grants, const Watch& watch, int num_warps,
-                           TokenSource& own, Ring<kStages>& ring) {
+                           TokenSource& own, Padding& padding, const u8* zeros, Ring<kStages>& ring) {
   const int stream = watch.first + lane_idx() * num_warps;
   const int peer = peer_of(p, stream);
   bool is_open = kNumRanks > 1 && channel_of(stream) < grants[kMaxRanks + peer];  // kMaxChannels at most
@@ -324,7 +332,7 @@ DEVICE bool expand_streams(const DispatchParams& p, u64 tag, const i32* grants, 
     } else if (own.token < own.end) {
       expand_own(p, tag, own.token, ring);
       own.next<true>();
-    } else {
+    } else if (!fill_padding(p, num_warps, zeros, padding)) {
       sleep_ns(kPauseNs);  // hundreds of warps poll
     }
     if (polls % kPollsPerLook) continue;
@@ -338,25 +346,28 @@ DEVICE bool expand_streams(const DispatchParams& p, u64 tag, const i32* grants, 
 /// Expands a share of all rows. One warp of `num_warps`. The peers choose how many channels they have, so there may be
 /// more streams than can be watched at once; no sender waits for that, as each row has its place in the slot.
 template <int kStages>
-DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, Ring<kStages> ring) {
+DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, const u8* zeros, Ring<kStages> ring) {
   const i32* grants = reinterpret_cast<const i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
   u32* counter = reinterpret_cast<u32*>(control_at(p.call, p.call.rank, kControlNextTokenOffset));
   TokenSource own = {warp, 0, p.num_tokens, counter, num_warps, 0};
   own.fetch<true>();
+  Padding padding = {warp, max(1, num_warps / p.num_local_experts), 0, 0};
+  if (p.fill_tail) fill_expanded_tail(p, warp * 32 + lane_idx(), num_warps * 32);
   Watch watch = choose_streams(p, grants, warp, num_warps);
 #pragma unroll 1
-  while (expand_streams(p, tag, grants, watch, num_warps, own, ring)) {
+  while (expand_streams(p, tag, grants, watch, num_warps, own, padding, zeros, ring)) {
     if (watch.num_shares > 1) break;
     watch.first += 32 * num_warps;
   }
 #pragma unroll 1
   for (; own.token < own.end; own.next<true>()) expand_own(p, tag, own.token, ring);
+  while (fill_padding(p, num_warps, zeros, padding)) {}
   if (lane_idx() == 0) bulk_wait<0>();
   __syncwarp();
 }
 
 /// Blocks below `num_sender_blocks` send (half of the warps, with the memory of two each; one more publishes), the
-/// others expand.
+/// others expand. Behind the stages of all warps lies a chunk of zeros.
 template <int kStages>
 DEVICE void dispatch_by_expert(const DispatchParams& p) {
   u8* shared = dynamic_shared();
@@ -366,6 +377,10 @@ DEVICE void dispatch_by_expert(const DispatchParams& p) {
   const int num_senders = num_warps / 2;
   const int block = static_cast<int>(blockIdx.x);
   if (threadIdx.x < kMaxSenderWarps * kMaxRanks) posted.progress[threadIdx.x / kMaxRanks][threadIdx.x % kMaxRanks] = 0;
+  u8* zeros = shared + static_cast<i64>(num_warps) * (kStages / 2) * p.chunk_bytes;
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < p.chunk_bytes; i += static_cast<int>(blockDim.x) * 16)
+    *reinterpret_cast<Vec16*>(zeros + i) = Vec16{{0, 0, 0, 0}};
+  fence_proxy_async();  // before the barrier in the next line
   init_barriers(barriers, num_warps * kStages / 2);
   wait_previous_kernel();
   const u64 tag = current_tag(p.call);
@@ -384,8 +399,8 @@ DEVICE void dispatch_by_expert(const DispatchParams& p) {
       // neighbouring warps are on different SMs, so that few streams are not the work of few SMs
       const int warp = warp_idx() * num_blocks + block - p.num_sender_blocks;
       u8* stages = shared + static_cast<i64>(warp_idx()) * (kStages / 2) * p.chunk_bytes;
-      fill_padding(p, warp, num_blocks * num_warps, stages);
-      expander<kStages / 2>(p, tag, warp, num_blocks * num_warps, {stages, barriers + warp_idx() * (kStages / 2), 0});
+      expander<kStages / 2>(p, tag, warp, num_blocks * num_warps, zeros,
+                            {stages, barriers + warp_idx() * (kStages / 2), 0});
     }
   }
   announce_block(p.call, tag, kControlDispatchDoneOffset, 0);

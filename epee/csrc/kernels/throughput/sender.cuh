@@ -10,7 +10,7 @@
 #include "../../common/work.cuh"
 
 constexpr int kPublishTokens = 4;   // a stream's progress is told every so many tokens,
-constexpr int kPublishPending = 2;  // leaving so many rows in flight
+constexpr int kPublishPending = 2;  // leaving so many rows in flight, of wide rows as many chunks
 constexpr u64 kStreamTagBits = 24;  // of a progress word, at the top
 constexpr u32 kPauseNs = 200;       // between two looks of publishers and expanders
 constexpr int kMaxSenderWarps = 16;
@@ -240,7 +240,7 @@ DEVICE void sender(const DispatchParams& p, u64 tag, Destination to, int channel
     }
     if (lane == 0) wait_load(p.call, tag, barriers + unit.stage, unit.parity);
     store_chunk(p, to, row, unit.offset, unit.num_bytes(p), stages + static_cast<i64>(unit.stage) * p.chunk_bytes);
-    if (kExpert && p.chunk_bytes >= p.row_bytes && num_sent % kPublishTokens == 0) {
+    if (kExpert && num_sent % kPublishTokens == 0 && unit.offset + p.chunk_bytes >= p.row_bytes) {
       if (lane == 0) bulk_wait<kPublishPending>();
       post_progress(*posted, to.num_before[kPublishPending - 1], false);
     }

@@ -21,6 +21,7 @@ from ....gpu.shapes import (
     FEW_TOKENS,
     LaunchShape,
     dispatch_shape,
+    expert_shape,
     few_shape,
     handle_space,
     layout_shape,
@@ -277,12 +278,11 @@ class DispatchPlan:
         num_stages = 4 if facts.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
         if not facts.is_expert:
             return dispatch_shape(facts.row_bytes, senders, limits, num_stages)
-        one = dispatch_shape(facts.row_bytes, senders, limits, num_stages // 2)  # of an expanding warp
-        warps = one.block // 64 * 2
+        launch = expert_shape(facts.row_bytes, machine.max_sms, limits, num_stages)
+        warps = launch.block // 32
         senders = self._num_senders = num_senders(senders, machine.max_sms, machine.config.num_ranks, warps)
         self._num_channels = senders * warps // 2
-        shared_bytes = warps * one.num_stages * one.chunk_bytes
-        return LaunchShape(machine.max_sms, 32 * warps, shared_bytes, one.chunk_bytes, num_stages)
+        return launch
 
     def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
         """Set the constants among the `LayoutParams`."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ..ep.latency.gpu import params as latency_kernels
 from ..errors import InvalidArgument
 from ..gpu.layout import COUNT_KERNELS, count_head
-from ..gpu.params import KERNELS, MAX_RANKS, kernel_head
+from ..gpu.params import KERNELS, kernel_head
+from ..gpu.ranks import MAX_LOCAL
 from ..gpu.shapes import Limits
 from ..jit.kernel import cubin_of
 
@@ -26,8 +27,8 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
         CompileError: a kernel does not compile for one of the architectures.
     """
     for size in num_ranks:
-        if not 1 <= size <= MAX_RANKS:
-            raise InvalidArgument(f"num_ranks must be 1 ... {MAX_RANKS}, got {size}")
+        if not 1 <= size <= MAX_LOCAL:
+            raise InvalidArgument(f"num_ranks must be 1 ... {MAX_LOCAL}, got {size}")
     wanted = [(path, kernel_head(size, Limits.max_warps)) for path in KERNELS for size in num_ranks]
     wanted += [(path, latency_kernels.kernel_head(size)) for path in latency_kernels.KERNELS for size in num_ranks]
     wanted += [(path, count_head()) for path in COUNT_KERNELS]

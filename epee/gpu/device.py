@@ -169,25 +169,31 @@ class GpuDevice:
         platform: the GPU.
         head: generated head of the kernels' sources.
         kernels: files, and the kernels in them with their arguments.
+        num_reports: of the kernels (`kNumReports` in `head`).
 
     Attributes:
         platform: as above.
         kernels: by name.
         report: words into which kernels report.
-        codes: of the reports; `NO_REPORTS` if there is no unread one.
+        codes: of the reports; equal to `no_reports` if there is no unread one.
         share: of the multiprocessors.
         is_closed: nothing is launched any more.
     """
 
     def __init__(
-        self, platform: Platform, head: str, kernels: Mapping[str, Mapping[str, type[ctypes.Structure]]]
+        self,
+        platform: Platform,
+        head: str,
+        kernels: Mapping[str, Mapping[str, type[ctypes.Structure]]],
+        num_reports: int = NUM_REPORTS,
     ) -> None:
         self.platform = platform
         self.kernels: dict[str, Launcher] = {}
         for path, params in kernels.items():
             self.kernels.update(platform.kernels(path, head, params))
-        self.report = platform.mapped_words(NUM_REPORTS * REPORT_WORDS)
+        self.report = platform.mapped_words(num_reports * REPORT_WORDS)
         self.codes = self.report.words[::REPORT_WORDS]
+        self.no_reports = NO_REPORTS if num_reports == NUM_REPORTS else memoryview(bytes(8 * num_reports)).cast("Q")
         self.news = platform.mapped_words(NEWS_WORDS)  # abort flag, dead ranks, time of waiting kernels
         self.share = Share(platform.device, platform.limits.num_sms)
         self.is_closed = False
@@ -201,7 +207,7 @@ class GpuDevice:
     @property
     def has_reports(self) -> bool:
         """Whether a kernel has an unread report; costs a few loads of cpu memory."""
-        return self.codes != NO_REPORTS
+        return self.codes != self.no_reports
 
     def take_reports(self) -> list[KernelReport]:
         """Return the kernel reports since the last call, the oldest first."""
@@ -227,7 +233,7 @@ class GpuDevice:
         is_quiet = (
             stream == self._last_stream
             and not self.platform.is_capturing()
-            and self.codes == NO_REPORTS
+            and self.codes == self.no_reports
             and not self.is_closed
         )
         return stream if is_quiet else None

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..jit.params import constants_source, offsets_source, struct_source
+from ..jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
 from ..memory.layout import Field, Layout
+from .ranks import MAX_RANKS, room_of
 
-MAX_RANKS = 8
 MAX_EXPERTS = 1024
 MAX_CHANNELS = 1056  # 132 SMs with 8 sending warps each
 MAX_BLOCKS = 256  # of one kernel; each has a flag
@@ -30,7 +30,7 @@ REMEMBERED_CALLS = 8  # calls of a peer whose words are kept while it makes late
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
 HAUNTED_WORDS = 2  # a bit for each slot
-SOME_HAUNTED = 1 << 8  # in the view: any of those bits is set
+SOME_HAUNTED = 1 << 32  # above the number of the view: any of those bits is set
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
 # Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these,
 # of which the number of the call is reported to the device only.
@@ -43,7 +43,7 @@ OWN_BLOCKS_TIMEOUT_NS = 60_000_000_000
 
 _PTR = ctypes.c_uint64
 _INT = ctypes.c_int32
-_RANKS = ctypes.c_uint64 * MAX_RANKS
+_RANKS = PerRank(ctypes.c_uint64)
 
 OP_NAMES = {1: "dispatch", 2: "combine", 3: "barrier"}
 OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
@@ -65,7 +65,7 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())
 
 
-class Call(ctypes.Structure):
+class Call(RankSized):
     """First argument of every kernel; its last two words begin those that each call writes (`stage.call_words`).
 
     `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned cpu memory
@@ -73,7 +73,7 @@ class Call(ctypes.Structure):
     ranks have joined the call (0 in graphs); `timeout_ns`: of one wait; `rank`, `op`: rank and operation, for reports.
     """
 
-    _fields_ = (
+    members = (
         ("control", _RANKS),
         *_fields(_PTR, "report abort exchanged"),
         *_fields(_INT, "rank op"),
@@ -81,7 +81,7 @@ class Call(ctypes.Structure):
     )
 
 
-class LayoutParams(ctypes.Structure):
+class LayoutParams(RankSized):
     """Arguments of `layout_throughput`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0, `topk_weights`
@@ -90,7 +90,7 @@ class LayoutParams(ctypes.Structure):
     whichever is less.
     """
 
-    _fields_ = (
+    members = (
         ("call", Call),
         *_fields(_PTR, "topk_idx token_in_rank topk_weights"),
         *_HANDLE,
@@ -103,10 +103,10 @@ class LayoutParams(ctypes.Structure):
     )
 
 
-class DispatchParams(ctypes.Structure):
+class DispatchParams(RankSized):
     """Arguments of `dispatch_throughput_*`. Strides of `x` in bytes, of `scales` in 4-byte elements."""
 
-    _fields_ = (
+    members = (
         ("call", Call),
         *_fields(_PTR, "x scales"),
         *_HANDLE,
@@ -120,16 +120,16 @@ class DispatchParams(ctypes.Structure):
     )
 
 
-class FewParams(ctypes.Structure):
+class FewParams(RankSized):
     """Arguments of `dispatch_throughput_few`: those of both kernels that it replaces."""
 
-    _fields_ = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
+    members = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
 
 
-class CombineParams(ctypes.Structure):
+class CombineParams(RankSized):
     """Arguments of `combine_throughput_*`."""
 
-    _fields_ = (
+    members = (
         ("call", Call),
         *_HANDLE,
         *_fields(_PTR, "y bias_0 bias_1 out out_weights"),
@@ -143,10 +143,10 @@ class CombineParams(ctypes.Structure):
     )
 
 
-class OrderParams(ctypes.Structure):
+class OrderParams(RankSized):
     """Arguments of `combine_throughput_order`."""
 
-    _fields_ = (
+    members = (
         ("call", Call),
         *_HANDLE,
         *_fields(_PTR, "y bias_0 bias_1 out"),
@@ -157,36 +157,41 @@ class OrderParams(ctypes.Structure):
     )
 
 
-class BarrierParams(ctypes.Structure):
+class BarrierParams(RankSized):
     """Arguments of `barrier`."""
 
-    _fields_ = (("call", Call),)
+    members = (("call", Call),)
 
 
 _U64, _I32 = torch.int64, torch.int32
-_CONTROL_FIELDS = (
-    Field("counts", _U64, (2, MAX_RANKS, COUNTS_ROW_WORDS), 128),
-    Field("dispatch_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
-    Field("combine_ready", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
-    Field("combine_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
-    Field("combine_failed", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
-    Field("barrier", _U64, (MAX_RANKS,), 128),
-    Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
-    Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
-    Field("view", _U64, (1,), 128),
-    Field("news", _U64, (3,), 128),
-    Field("haunted", _U64, (HAUNTED_WORDS,), 128),
-    Field("seq", _U64, (1,), 128),
-    Field("failed", _U64, (2,), 128),
-    Field("exchanged", _U64, (1,), 128),
-    Field("reported", _U64, (1,), 128),
-    Field("grid", _I32, (1,), 128),
-    Field("gate", _U64, (1,), 128),
-    Field("grants", _I32, (3, MAX_RANKS), 128),
-    Field("next_token", _I32, (1,), 128),
-    Field("scratch", _I32, (MAX_LAYOUT_BLOCKS, COUNTS_ROW_WORDS), 128),
-)
-CONTROL_LAYOUT = Layout(*_CONTROL_FIELDS)
+
+
+@functools.cache
+def control_layout(num_ranks: int) -> Layout:
+    """Return the fields of a rank's control block in a buffer of `num_ranks` ranks."""
+    room = room_of(num_ranks)
+    return Layout(
+        Field("counts", _U64, (2, room, COUNTS_ROW_WORDS), 128),
+        Field("dispatch_done", _U64, (room, MAX_BLOCKS), 128),
+        Field("combine_ready", _U64, (REMEMBERED_CALLS, room), 128),
+        Field("combine_done", _U64, (room, MAX_BLOCKS), 128),
+        Field("combine_failed", _U64, (REMEMBERED_CALLS, room), 128),
+        Field("barrier", _U64, (room,), 128),
+        Field("streams", _U64, (room, MAX_CHANNELS, 2), 128),
+        Field("staged", _U64, (room, MAX_STAGED_CHUNKS), 128),
+        Field("view", _U64, (2,), 128),
+        Field("news", _U64, (3,), 128),
+        Field("haunted", _U64, (HAUNTED_WORDS,), 128),
+        Field("seq", _U64, (1,), 128),
+        Field("failed", _U64, (2,), 128),
+        Field("exchanged", _U64, (1,), 128),
+        Field("reported", _U64, (1,), 128),
+        Field("grid", _I32, (1,), 128),
+        Field("gate", _U64, (1,), 128),
+        Field("grants", _I32, (3, room), 128),
+        Field("next_token", _I32, (1,), 128),
+        Field("scratch", _I32, (MAX_LAYOUT_BLOCKS, COUNTS_ROW_WORDS), 128),
+    )
 
 
 @functools.cache
@@ -197,7 +202,7 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
     """
     constants = {
         "kNumRanks": num_ranks,
-        "kMaxRanks": MAX_RANKS,
+        "kMaxRanks": room_of(num_ranks),
         "kMaxChannels": MAX_CHANNELS,
         "kMaxBlocks": MAX_BLOCKS,
         "kMaxLayoutBlocks": MAX_LAYOUT_BLOCKS,
@@ -222,12 +227,12 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
         "kStallOneIn": stall_one_in,
     }
     structs = (Call, LayoutParams, DispatchParams, FewParams, CombineParams, OrderParams, BarrierParams)
-    names = [field.name for field in _CONTROL_FIELDS]
+    layout = control_layout(num_ranks)
     return "".join(
         [
             constants_source(constants),
-            offsets_source(CONTROL_LAYOUT, names, "Control"),
-            *(struct_source(struct) for struct in structs),
+            offsets_source(layout, layout.names, "Control"),
+            *(struct_source(sized(struct, room_of(num_ranks))) for struct in structs),
         ]
     )
 

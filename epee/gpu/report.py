@@ -77,7 +77,7 @@ class KernelReport(NamedTuple):
 
 def take_oldest(words: memoryview) -> KernelReport | None:
     """Return the oldest unread report, and mark it as read; None when there is none."""
-    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
+    pending = [i for i in range(len(words) // REPORT_WORDS) if words[i * REPORT_WORDS]]
     if not pending:
         return None
     at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS

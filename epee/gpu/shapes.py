@@ -18,12 +18,12 @@ from .params import (
     MAX_FEW_TOKENS,
     MAX_FEW_WARPS,
     MAX_LAYOUT_BLOCKS,
-    MAX_RANKS,
     MAX_STAGED_CHUNKS,
     RECV_INFO_COUNTS,
     STAGED_ROWS,
 )
 from .payload import DoesNotFit
+from .ranks import MAX_LOCAL
 
 MAX_TOPK = 32
 MAX_HIDDEN = 16384
@@ -38,8 +38,8 @@ _ALIGN = 256
 
 def check_sizes(num_ranks: int, num_experts: int, hidden: int) -> None:
     """Raise `InvalidArgument` for sizes that no kernel of a buffer supports."""
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {num_ranks}")
+    if not 1 <= num_ranks <= MAX_LOCAL:
+        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_LOCAL} ranks on one host, got {num_ranks}")
     if not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
         raise InvalidArgument(
             f"num_experts must be a multiple of {num_ranks} ranks up to {MAX_EXPERTS}, got {num_experts}"

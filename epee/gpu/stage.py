@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .params import HANDLE_BYTES, Call
+from .params import HANDLE_BYTES
 from .platform import Launcher
 from .shapes import LaunchShape
 
@@ -50,7 +50,7 @@ def call_words(args: Any, fields: str) -> Callable[..., None]:
         args: the struct of a kernel, which has all of them adjacent, after the constants of its `Call`.
         fields: names in the order of the struct; "handle" is the addresses of a handle's parts, as bytes.
     """
-    kind, start = type(args), type(args).call.offset + Call.ordinal.offset
+    kind, start = type(args), type(args).call.offset + type(args.call).ordinal.offset
     at, form = start + 16, "=QQ"
     for name in fields.split():
         first = _FIRST_OF_HANDLE if name == "handle" else name

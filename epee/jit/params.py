@@ -2,14 +2,17 @@
 
 A kernel takes exactly one struct by value. `struct_source` emits its declaration, that of the structs inside it, and a
 `static_assert` on the size; `constants_source` emits compile-time constants; `offsets_source` emits the offsets of a
-`memory.layout.Layout`; `kernel_symbol` returns the compiler's name of a kernel.
+`memory.layout.Layout`; `kernel_symbol` returns the compiler's name of a kernel. `sized` makes a struct with arrays that
+have an element for each rank.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ..errors import InvalidArgument
 from ..memory.layout import Layout
@@ -22,6 +25,47 @@ _TYPE_NAMES: dict[Any, str] = {
     ctypes.c_int32: "i32",
     ctypes.c_float: "float",
 }
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """The type of a member of a `RankSized`: an array with `each` elements of type `kind` for each rank, and `more`."""
+
+    kind: Any
+    each: int = 1
+    more: int = 0
+
+
+class RankSized(ctypes.Structure):
+    """A struct whose size depends on the number of ranks; only classes that `sized` returns have instances.
+
+    Attributes:
+        members: names and types of the fields; besides types of ctypes, `PerRank` and subclasses of this class.
+    """
+
+    members: ClassVar[tuple[tuple[str, Any], ...]] = ()
+
+
+@functools.cache
+def sized(struct: type[ctypes.Structure], room: int) -> Any:  # a class whose fields no type checker knows
+    """Return the class of `struct` with arrays for `room` ranks; a struct without such arrays itself."""
+    if not issubclass(struct, RankSized):
+        return struct
+    fields = []
+    for name, kind in struct.members:
+        if isinstance(kind, PerRank):
+            kind = kind.kind * (kind.each * room + kind.more)
+        elif issubclass(kind, ctypes.Structure):
+            kind = sized(kind, room)
+        fields.append((name, kind))
+    return type(struct.__name__, (struct,), {"_fields_": fields, "__doc__": struct.__doc__})
+
+
+def sized_kernels(
+    kernels: Mapping[str, Mapping[str, type[ctypes.Structure]]], room: int
+) -> dict[str, dict[str, type[ctypes.Structure]]]:
+    """Return kernel files with their entry points and arguments, these for `room` ranks."""
+    return {path: {name: sized(kind, room) for name, kind in entries.items()} for path, entries in kernels.items()}
 
 
 def struct_source(struct: type[ctypes.Structure]) -> str:

@@ -72,6 +72,11 @@ class Layout:
     def __getitem__(self, name: str) -> Field:
         return self._fields[name]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields in their order."""
+        return tuple(self._fields)
+
     def offset(self, name: str) -> int:
         """Return the byte offset of a field from the start of the layout."""
         return self._offsets[name]

@@ -17,6 +17,7 @@ from epee.backend.cuda.moves import row_of, rows_of
 from epee.backend.cuda.params import CollectiveConfig
 from epee.backend.cuda.plan import CollectivePlan
 from epee.backend.cuda.pool import ALIGN
+from epee.gpu.ranks import MAX_LOCAL
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 
 # Small enough that a few kilobytes are "large": several chunks for each of two lanes, slots used many times over.
@@ -44,7 +45,7 @@ class Call:
     in_pool: int = 0  # a bit for each rank whose tensors lie in its pool
 
 
-ALL = 0xFF
+ALL = (1 << MAX_LOCAL) - 1
 NEVER = 1 << 62
 POOL_BYTES = 1 << 20
 

@@ -18,7 +18,7 @@ CUDA_WARPS = 16
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
 def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
     compiled = compile_once(flatten(path, kernel_head(num_ranks, CUDA_WARPS)), architecture, path)
     found = resources(compiled.log)

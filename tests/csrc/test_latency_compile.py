@@ -17,7 +17,7 @@ THREADS_PER_SM = 512  # one block of a dispatch, two of a combine
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize(("architecture", "num_ranks"), [("sm_90a", 4), ("sm_100a", 8)])
+@pytest.mark.parametrize(("architecture", "num_ranks"), [("sm_90a", 4), ("sm_100a", 8), ("sm_90a", 16)])
 def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
     compiled = compile_once(flatten(path, kernel_head(num_ranks)), architecture, path)
     found = resources(compiled.log)

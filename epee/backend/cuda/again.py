@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 
 from ...errors import expected
+from ...gpu.ranks import room_of
 from ...torch_private import current_index
 from ..collectives.arguments import reduce_code
 from .machine import Collectives
 from .mask.counts import Count
 from .moves import MOVED, Move
-from .params import COUNTED_FORM, COUNTED_OFFSET, MAX_RANKS, CollectiveParams
+from .params import forms_of
 from .plan import Fitted
 
 MAX_PLANS = 512
 NO_KEY = (AttributeError, TypeError, ValueError, RuntimeError)  # raised for arguments that are no tensors, or unusual
 _STRIDED, _SUM = torch.strided, dist.ReduceOp.SUM
 _Found = tuple["ReadyCall", tuple[int, ...], torch.Tensor]  # of the call: its addresses, the tensor that it writes
-_put_counted = COUNTED_FORM.pack_into
 
 
 class ReadyCall:
@@ -54,9 +54,9 @@ class ReadyCall:
         self._rank, self._num_ranks = machine.config.rank, machine.config.num_ranks
         self._is_tried, self._is_sum = machine.is_tried(move), move.kind != MOVED
         num_ranks = self._num_ranks
-        room = 8 * (MAX_RANKS - num_ranks)
+        room, self._forms = 8 * (room_of(num_ranks) - num_ranks), forms_of(num_ranks)
         self._pack = struct.Struct(f"={num_ranks}Q{room}x{num_ranks}Q").pack_into
-        self._at = CollectiveParams.inputs.offset
+        self._at = self._forms.inputs_at
         self._launches: list[Fitted] = []
         self._answer: tuple[int, bool] | None = None
         self._timeout_s = -1.0
@@ -95,7 +95,8 @@ class ReadyCall:
             self._pack(launches[1].kernel.args, self._at, *again)
             launches[0].kernel.args.saved = place
         if count is not None:
-            _put_counted(launches[-1].kernel.args, COUNTED_OFFSET, count.address, count.stamp)
+            forms = self._forms
+            forms.counted.pack_into(launches[-1].kernel.args, forms.counted_at, count.address, count.stamp)
         self._pack(launches[0].kernel.args, self._at, *addresses)
         for _, _, kernel, grid, block, shared, mode, _ in launches:
             kernel(grid, block, shared, stream, mode)

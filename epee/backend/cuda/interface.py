@@ -34,7 +34,6 @@ class Policy(NamedTuple):
 
 
 MODES = ("raise/error", "mask/error", "mask/evict")  # modes in which no kernel waits for a decision about a living rank
-MAX_RANKS = 8
 
 
 def is_on_gpu(args: Any) -> bool:

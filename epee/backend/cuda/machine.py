@@ -25,22 +25,20 @@ import torch
 from ...errors import InvalidState, expected
 from ...gpu.device import GpuDevice
 from ...gpu.platform import LentRegion, Platform
+from ...gpu.ranks import MAX_LOCAL, room_of
 from ...gpu.report import KernelReport
+from ...jit.params import sized_kernels
 from . import moves
 from .mask.counts import NOBODY_ASKS, Count, CountWords
 from .mask.moves import ONE_ROW
 from .moves import MOVED, UNEVEN, Kind, Move
 from .params import (
-    CALL_FORM,
-    CALL_OFFSET,
     COLLECTOR,
     DIRECT_KERNELS,
     EXCHANGE_THREADS,
     FACTS_BITS,
     KERNELS,
-    MASKED_FORM,
     MASKED_KERNELS,
-    MASKED_OFFSET,
     NUM_REMEMBERED,
     OP_NUMBERS,
     OWNER,
@@ -51,6 +49,7 @@ from .params import (
     MaskedParams,
     MendParams,
     direct_threads,
+    forms_of,
     kernel_head,
     mend_threads,
 )
@@ -60,7 +59,7 @@ from .pool import MemoryPool
 MOST_GROUPS = 8  # that share a GPU on streams of their own without starving each other
 BESIDE = 2  # a call beside other groups' kernels takes this fraction of the GPU
 UNEVEN_CHUNK_BYTES = 16 << 10  # of rows whose lengths only two ranks know
-MIN_STAGE_BYTES = 4096  # four stages of 128 bytes for each of seven peers, at least
+MIN_STAGE_BYTES = 512  # for each rank: four stages of 128 bytes
 
 
 _NO_SIZES = (0,) * 9
@@ -111,7 +110,9 @@ class Collectives:
         self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
-        self._files = MASKED_KERNELS if config.is_masked else KERNELS  # kernel files that calls may need
+        self._forms = forms_of(config.num_ranks)
+        files = MASKED_KERNELS if config.is_masked else KERNELS
+        self._files = sized_kernels(files, room_of(config.num_ranks))  # kernel files that calls may need
         self.device = GpuDevice(platform, head, self._files)
         self.told = platform.mapped_words(1)
         self.shown, self.fills_absent = (0, 0), False
@@ -255,15 +256,16 @@ class Collectives:
         first, last = launches
         self._fill(first, move, saved=saved_at(move, again, self.config.rank))
         self._fill(last, again, told)
-        self._fill(last, self._vote, at=MendParams.vote.offset)
+        self._fill(last, self._vote, at=self._forms.vote_at)
 
     def _fill(
         self, fitted: Fitted, move: Move, told: tuple[int, int] = NOBODY_ASKS, at: int = 0, saved: int = 0
     ) -> None:
         """Write the arguments of one kernel, those that begin `at` bytes after the first."""
-        CALL_FORM.pack_into(
+        forms = self._forms
+        forms.call.pack_into(
             fitted.kernel.args,
-            at + CALL_OFFSET,
+            at + forms.call_at,
             int(self.timeout_s * 1e9),
             move.facts,
             *move.in_bytes,
@@ -280,7 +282,7 @@ class Collectives:
         if isinstance(fitted.kernel.args, (MaskedParams, MendParams)):
             (shown, num_shown), is_one_row = self.shown, int(move.op in ONE_ROW)
             masked = saved, self.told.address, shown, *told, num_shown, is_one_row, int(self.fills_absent), 0
-            MASKED_FORM.pack_into(fitted.kernel.args, at + MASKED_OFFSET, *masked)
+            forms.masked.pack_into(fitted.kernel.args, at + forms.masked_at, *masked)
 
     def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:
         """Return the kernel of a call, its blocks, their threads, and the last words of its arguments."""
@@ -313,8 +315,9 @@ class Collectives:
         sizes = config.chunk_bytes // cut // 128 * 128, lanes, num_slots, vecs, int(has_gather), roles
         slots = num_slots * (config.num_ranks if move.sources.bit_count() == 1 else 1)
         if direct and self.lies_in_pool(move):
-            return f"collective_direct_{kind}", grid, direct_threads(plan.pipeline), (*sizes, direct, 0, slots)
-        stage = max(MIN_STAGE_BYTES, 2 * 16 * vecs) if plan.pushes(move, config.rank) else 0
+            threads = direct_threads(plan.pipeline, config.num_ranks)
+            return f"collective_direct_{kind}", grid, threads, (*sizes, direct, 0, slots)
+        stage = max(MIN_STAGE_BYTES * room_of(config.num_ranks), 2 * 16 * vecs) if plan.pushes(move, config.rank) else 0
         way = "try" if config.is_masked else "pipeline"
         if config.is_masked and move.kind is not MOVED and move.inputs[config.rank] == move.outputs[config.rank]:
             kind = "saving"
@@ -359,7 +362,7 @@ class Collectives:
             ResourceError, UnsupportedError: there is no such memory.
         """
         self.pool = MemoryPool(self.platform, nbytes)
-        self._files = {**self._files, **DIRECT_KERNELS}
+        self._files = {**self._files, **sized_kernels(DIRECT_KERNELS, room_of(self.config.num_ranks))}
 
     def admit(self, blobs: Mapping[int, bytes], pools: Mapping[int, bytes] | None = None) -> None:
         """Map the memory lent by the members (rank -> its `blob`, and that of its pool) if it is not mapped; unmap
@@ -435,7 +438,7 @@ class Collectives:
         """
         number = self.number()
         got = int(self._words("got")[number % NUM_REMEMBERED])
-        return got & 0xFF if got >> 8 == number else 0
+        return got & (1 << MAX_LOCAL) - 1 if got >> MAX_LOCAL == number else 0
 
     def _words(self, name: str) -> torch.Tensor:
         layout = self.config.region_layout

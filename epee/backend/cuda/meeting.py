@@ -35,6 +35,7 @@ from ...errors import (
 )
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import CudaPlatform, Platform
+from ...gpu.ranks import MAX_LOCAL
 from ...memory.claim import process_start_time
 from ...memory.cuda_mapping import uuid_of
 from ...view.process.detector import is_leaving
@@ -42,7 +43,6 @@ from .again import KnownCalls
 from .interface import Policy, meet
 from .machine import Collectives, most_sms
 from .mask.losses import Losses
-from .params import MAX_RANKS
 from .plan import config_of, plan_of
 from .work import OwnStream
 
@@ -95,7 +95,7 @@ class MeetingRow(NamedTuple):
             length <= 512
             and extent <= 512
             and 0 <= number < _MOST_CALLS
-            and 1 <= num_ranks <= MAX_RANKS
+            and 1 <= num_ranks <= MAX_LOCAL
             and 0 < sms < 1 << 16
         ):
             raise ProtocolError(f"a rank told of {length} bytes, call {number}, {num_ranks} ranks and {sms} SMs")

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from ...engine.tensors import CARRIERS
-from .params import MAX_RANKS, OP_NUMBERS, REDUCTIONS
+from ...gpu.ranks import MAX_LOCAL, MAX_RANKS, room_of
+from .params import OP_NUMBERS, REDUCTIONS
 
 Kind = tuple[torch.dtype | None, str]  # of a reduction; bytes that are only moved have no dtype
 MOVED: Kind = (None, "sum")
-_NOTHING = (0,) * MAX_RANKS
-_PADS = tuple((0,) * (MAX_RANKS - n) for n in range(MAX_RANKS + 1))
+NOTHING = tuple((0,) * room_of(n) for n in range(MAX_LOCAL + 1))  # by the number of ranks
 UNEVEN = -1
 PREMUL_SUM = "premul_sum"  # a sum for the kernels; it does not match a SUM of other ranks
 _REDUCTION_CODES = {name: number for number, name in enumerate((*REDUCTIONS, PREMUL_SUM), 1)}
@@ -46,7 +46,7 @@ def rows_of(tensor: torch.Tensor, num_ranks: int) -> list[Stretch]:
 
 
 class Move(NamedTuple):
-    """The move of one call, see `params.CollectiveCall` and `CollectiveParams`; all tuples have `MAX_RANKS` elements.
+    """The move of one call (`params.CollectiveCall`, `CollectiveParams`); tuples have `room_of(num_ranks)` elements.
 
     Attributes:
         num_bytes: of every row, or `UNEVEN`.
@@ -80,19 +80,20 @@ def _summed(kind: Kind) -> Kind:
 
 
 def _all(value: int, num_ranks: int) -> tuple[int, ...]:
-    return (value,) * num_ranks + _PADS[num_ranks]
+    return (value,) * num_ranks + NOTHING[num_ranks][num_ranks:]
 
 
-def _only(value: int, rank: int) -> tuple[int, ...]:
-    return (*_NOTHING[:rank], value, *_NOTHING[rank + 1 :])
+def _only(value: int, rank: int, num_ranks: int) -> tuple[int, ...]:
+    nothing = NOTHING[num_ranks]
+    return (*nothing[:rank], value, *nothing[rank + 1 :])
 
 
-def _addresses(rows: Rows) -> tuple[int, ...]:
-    return (*[row.at for row in rows], *_PADS[len(rows)])
+def _addresses(rows: Rows, num_ranks: int) -> tuple[int, ...]:
+    return (*[row.at for row in rows], *NOTHING[num_ranks][len(rows) :])
 
 
-def _sizes(rows: Rows) -> tuple[int, ...]:
-    return (*[row.nbytes for row in rows], *_PADS[len(rows)])
+def _sizes(rows: Rows, num_ranks: int) -> tuple[int, ...]:
+    return (*[row.nbytes for row in rows], *NOTHING[num_ranks][len(rows) :])
 
 
 def all_reduce(num_ranks: int, x: Stretch, out: Stretch, kind: Kind) -> Move:
@@ -112,8 +113,8 @@ def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root
         facts_of("reduce", *kind, root),
         _all(x.at, num_ranks),
         _all(out.at, num_ranks),
-        _only(size, root),
-        _all(size, num_ranks) if is_root else _NOTHING,
+        _only(size, root, num_ranks),
+        _all(size, num_ranks) if is_root else NOTHING[num_ranks],
         size,
         (1 << num_ranks) - 1,
         1 << root,
@@ -125,7 +126,8 @@ def broadcast(num_ranks: int, rank: int, x: Stretch, root: int, dtype: torch.dty
     """Copy the root's `x` to all."""
     size, everybody, at = x.nbytes, (1 << num_ranks) - 1, _all(x.at, num_ranks)
     is_root, facts = rank == root, facts_of("broadcast", dtype, "", root)
-    sent, got = (_all(size, num_ranks), _NOTHING) if is_root else (_NOTHING, _only(size, root))
+    nothing = NOTHING[num_ranks]
+    sent, got = (_all(size, num_ranks), nothing) if is_root else (nothing, _only(size, root, num_ranks))
     others = everybody & ~(1 << root)
     return Move("broadcast", MOVED, facts, at, at, sent, got, size, 1 << root, others, root, True)
 
@@ -133,10 +135,10 @@ def broadcast(num_ranks: int, rank: int, x: Stretch, root: int, dtype: torch.dty
 def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
     """Place `x` of rank r in `rows[r]`, as long as that; `x` may be this rank's own row."""
     num_ranks, size = len(rows), x.nbytes
-    everybody, got = (1 << num_ranks) - 1, _sizes(rows)
+    everybody, got = (1 << num_ranks) - 1, _sizes(rows, num_ranks)
     facts, num_bytes = _lengths("all_gather", rows, dtype)
     at, sent = _all(x.at, num_ranks), _all(size, num_ranks)
-    return Move("all_gather", MOVED, facts, at, _addresses(rows), sent, got, num_bytes, everybody, everybody)
+    return Move("all_gather", MOVED, facts, at, _addresses(rows, num_ranks), sent, got, num_bytes, everybody, everybody)
 
 
 def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = "") -> tuple[int, int]:
@@ -157,9 +159,9 @@ def gather(num_ranks: int, rank: int, x: Stretch, rows: Rows, root: int, dtype: 
         MOVED,
         facts_of("gather", dtype, "", root),
         _all(x.at, num_ranks),
-        _addresses(rows),
-        _only(size, root),
-        _all(size, num_ranks) if rank == root else _NOTHING,
+        _addresses(rows, num_ranks),
+        _only(size, root, num_ranks),
+        _all(size, num_ranks) if rank == root else NOTHING[num_ranks],
         size,
         (1 << num_ranks) - 1,
         1 << root,
@@ -174,10 +176,10 @@ def scatter(num_ranks: int, rank: int, out: Stretch, rows: Rows, root: int, dtyp
         "scatter",
         MOVED,
         facts_of("scatter", dtype, "", root),
-        _addresses(rows),
+        _addresses(rows, num_ranks),
         _all(out.at, num_ranks),
-        _all(size, num_ranks) if rank == root else _NOTHING,
-        _only(size, root),
+        _all(size, num_ranks) if rank == root else NOTHING[num_ranks],
+        _only(size, root, num_ranks),
         size,
         1 << root,
         (1 << num_ranks) - 1,
@@ -188,9 +190,9 @@ def scatter(num_ranks: int, rank: int, out: Stretch, rows: Rows, root: int, dtyp
 def reduce_scatter(rows: Rows, out: Stretch, kind: Kind) -> Move:
     """Reduce this rank's row of all ranks into `out`, which may be that row; rows may be of different lengths."""
     num_ranks = len(rows)
-    everybody, sent, got = (1 << num_ranks) - 1, _sizes(rows), _all(out.nbytes, num_ranks)
+    everybody, sent, got = (1 << num_ranks) - 1, _sizes(rows, num_ranks), _all(out.nbytes, num_ranks)
     facts, num_bytes = _lengths("reduce_scatter", rows, *kind)
-    inputs, outputs = _addresses(rows), _all(out.at, num_ranks)
+    inputs, outputs = _addresses(rows, num_ranks), _all(out.at, num_ranks)
     return Move("reduce_scatter", _summed(kind), facts, inputs, outputs, sent, got, num_bytes, everybody, everybody)
 
 
@@ -203,17 +205,26 @@ def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -
     """
     num_ranks = len(inputs)
     everybody, facts = (1 << num_ranks) - 1, facts_of("all_to_all", dtype, "", -1 if is_even else MAX_RANKS)
-    sent, got = _sizes(inputs), _sizes(outputs)
+    sent, got = _sizes(inputs, num_ranks), _sizes(outputs, num_ranks)
     num_bytes = sent[0] if is_even else UNEVEN
     return Move(
-        "all_to_all", MOVED, facts, _addresses(inputs), _addresses(outputs), sent, got, num_bytes, everybody, everybody
+        "all_to_all",
+        MOVED,
+        facts,
+        _addresses(inputs, num_ranks),
+        _addresses(outputs, num_ranks),
+        sent,
+        got,
+        num_bytes,
+        everybody,
+        everybody,
     )
 
 
 def vote(num_ranks: int, ballot: Stretch, ballots: Rows) -> Move:
     """Place the `ballot` of rank r in `ballots[r]`, on all (`csrc/kernels/collective/mask/tries.cuh`)."""
     everybody, sizes = (1 << num_ranks) - 1, _all(ballot.nbytes, num_ranks)
-    at, rows = _all(ballot.at, num_ranks), _addresses(ballots)
+    at, rows = _all(ballot.at, num_ranks), _addresses(ballots, num_ranks)
     return Move("vote", MOVED, facts_of("vote", None), at, rows, sizes, sizes, ballot.nbytes, everybody, everybody)
 
 
@@ -221,5 +232,5 @@ def barrier(num_ranks: int) -> Move:
     """Move nothing."""
     everybody = (1 << num_ranks) - 1
     return Move(
-        "barrier", MOVED, facts_of("barrier", None), *(_NOTHING,) * 4, 0, everybody, everybody
+        "barrier", MOVED, facts_of("barrier", None), *(NOTHING[num_ranks],) * 4, 0, everybody, everybody
     )  # fmt: skip

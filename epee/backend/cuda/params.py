@@ -18,10 +18,10 @@ import torch
 
 from ...errors import InvalidArgument
 from ...gpu.params import NUM_REPORTS
-from ...jit.params import constants_source, offsets_source, struct_source
+from ...gpu.ranks import MAX_LOCAL, room_of
+from ...jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
 from ...memory.layout import Field, Layout
 
-MAX_RANKS = 8
 MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number
 MAX_LANES = 176
 NUM_STAGES = 2
@@ -66,7 +66,7 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())
 
 
-class CollectiveCall(ctypes.Structure):
+class CollectiveCall(RankSized):
     """First argument of every kernel.
 
     `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `packets_offset`,
@@ -78,18 +78,18 @@ class CollectiveCall(ctypes.Structure):
     `op`: for reports.
     """
 
-    _fields_ = (
+    members = (
         *_fields(_PTR, "own report abort"),
         *_fields(_WORD, "packets_offset packets_stride chunks_offset"),
         *_fields(_INT, "rank unused"),
         *_fields(_WORD, "timeout_ns facts"),
-        ("in_bytes", _LONG * MAX_RANKS),
-        ("out_bytes", _LONG * MAX_RANKS),
+        ("in_bytes", PerRank(_LONG)),
+        ("out_bytes", PerRank(_LONG)),
         *_fields(_INT, "sources takers root op"),
     )
 
 
-class CollectiveParams(ctypes.Structure):
+class CollectiveParams(RankSized):
     """Arguments of every kernel.
 
     `inputs`: the row for each rank; `outputs`: the destination of each rank's row, for a reduction this rank's own is
@@ -100,16 +100,16 @@ class CollectiveParams(ctypes.Structure):
     dynamic shared memory, in which this rank's bulk copies are staged, or 0: its threads store.
     """
 
-    _fields_ = (
+    members = (
         ("call", CollectiveCall),
-        ("inputs", _PTR * MAX_RANKS),
-        ("outputs", _PTR * MAX_RANKS),
+        ("inputs", PerRank(_PTR)),
+        ("outputs", PerRank(_PTR)),
         *_fields(_LONG, "num_bytes slot_bytes"),
         *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles direct_lanes stage_bytes scatter_slots"),
     )
 
 
-class MaskedParams(ctypes.Structure):
+class MaskedParams(RankSized):
     """Arguments of the kernels of mode "mask", those of every kernel first.
 
     `kept_offset`: offset of a rank's kept rows in a region; `saved`: address to which a try copies a row that it
@@ -119,7 +119,7 @@ class MaskedParams(ctypes.Structure):
     this call's result, or 0.
     """
 
-    _fields_ = (
+    members = (
         ("base", CollectiveParams),
         *_fields(_WORD, "kept_offset"),
         *_fields(_PTR, "saved told shown counted"),
@@ -128,26 +128,57 @@ class MaskedParams(ctypes.Structure):
     )
 
 
-class MendParams(ctypes.Structure):
+class MendParams(RankSized):
     """Arguments of the kernels that repeat a large call of mode "mask".
 
     `again`: the call, from rows that it has not overwritten; `vote`: as of a call of its own.
     """
 
-    _fields_ = (("again", MaskedParams), ("vote", MaskedParams))
+    members = (("again", MaskedParams), ("vote", MaskedParams))
 
 
-# Format of a call's own arguments, written in one copy: from `timeout_ns` to the end.
-CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq8i")
-CALL_OFFSET = CollectiveCall.timeout_ns.offset
-assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
+@dataclass(frozen=True)
+class ArgumentForms:
+    """The parts of arguments that calls write in one copy, and their offsets in the arguments.
 
-# The arguments after them in mode "mask".
-MASKED_FORM = struct.Struct("=5Q4i")
-MASKED_OFFSET = MaskedParams.saved.offset
-COUNTED_FORM = struct.Struct("=2Q")  # the part for `counted` and `stamp`
-COUNTED_OFFSET = MaskedParams.counted.offset
-assert MASKED_OFFSET + MASKED_FORM.size == ctypes.sizeof(MaskedParams)
+    Attributes:
+        call, call_at: a call's own, from `timeout_ns` to the end of `CollectiveParams`.
+        inputs_at: of the addresses in them, outputs after inputs.
+        masked, masked_at: the arguments after them in mode "mask".
+        counted, counted_at: of these `counted` and `stamp`.
+        vote_at: of the vote's arguments in `MendParams`.
+    """
+
+    call: struct.Struct
+    call_at: int
+    inputs_at: int
+    masked: struct.Struct
+    masked_at: int
+    counted: struct.Struct
+    counted_at: int
+    vote_at: int
+
+
+@functools.cache
+def forms_of(num_ranks: int) -> ArgumentForms:
+    """Return the formats of calls of `num_ranks` ranks."""
+    room = room_of(num_ranks)
+    kinds = (CollectiveCall, CollectiveParams, MaskedParams, MendParams)
+    call, params, masked, mend = (sized(kind, room) for kind in kinds)
+    forms = ArgumentForms(
+        struct.Struct(f"=QQ{room}q{room}q4i{room}Q{room}Qqq8i"),
+        call.timeout_ns.offset,
+        params.inputs.offset,
+        struct.Struct("=5Q4i"),
+        masked.saved.offset,
+        struct.Struct("=2Q"),
+        masked.counted.offset,
+        mend.vote.offset,
+    )
+    assert forms.call_at + forms.call.size == ctypes.sizeof(params)
+    assert forms.masked_at + forms.masked.size == ctypes.sizeof(masked)
+    return forms
+
 
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
@@ -209,8 +240,8 @@ class CollectiveConfig:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for sizes that the kernels do not support."""
-        if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
-            raise InvalidArgument(f"collectives have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
+        if not 1 <= self.num_ranks <= MAX_LOCAL or not 0 <= self.rank < self.num_ranks:
+            raise InvalidArgument(f"collectives have 1 ... {MAX_LOCAL} ranks, got rank {self.rank} of {self.num_ranks}")
         if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
             raise InvalidArgument(f"num_lanes must be 1 ... {MAX_LANES}, num_slots 1 or more, got {self}")
         if self.chunk_bytes < 128 or self.chunk_bytes % 128 or self.packet_bytes < 1:
@@ -226,48 +257,54 @@ class CollectiveConfig:
         """The fields of a rank's lent region; the last dimension of what peers write is the writer, or its bytes."""
         slots = (self.num_lanes, self.num_slots, self.num_ranks, self.chunk_bytes)
         return Layout(
-            *CONTROL_FIELDS,
+            *control_fields(self.num_ranks),
             Field("packets", torch.uint8, (2, NUM_STAGES, self.num_ranks, self.packets_stride), 512),
             Field("chunks", torch.uint8, (NUM_STAGES, *slots), 512),
             *((Field("kept", torch.uint8, (2, self.num_ranks, self.packets_stride), 512),) if self.is_masked else ()),
         )
 
-    def call(self, own: int, report: int, abort: int) -> CollectiveCall:
-        """Return the constant part of all calls, given the address of this rank's memory."""
+    def call(self, own: int, report: int, abort: int) -> Any:
+        """Return the constant part of all calls, a `CollectiveCall`, given the address of this rank's memory."""
         layout = self.region_layout
-        call = CollectiveCall(own=own, report=report, abort=abort, rank=self.rank)
+        call = sized(CollectiveCall, room_of(self.num_ranks))(own=own, report=report, abort=abort, rank=self.rank)
         call.packets_offset, call.packets_stride = layout.offset("packets"), self.packets_stride
         call.chunks_offset = layout.offset("chunks")
         return call
 
 
 _U64 = torch.int64
-CONTROL_FIELDS = (
-    Field("joined", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
-    Field("places", _U64, (NUM_REMEMBERED, MAX_RANKS, 2), 128),
-    Field("pools", _U64, (MAX_RANKS,), 128),
-    Field("pool_bytes", _U64, (MAX_RANKS,), 128),
-    Field("gone", _U64, (MAX_RANKS,), 128),
-    Field("left", _U64, (MAX_RANKS,), 128),
-    Field("expected", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
-    Field("flags", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
-    Field("credits", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
-    Field("peers", _U64, (MAX_RANKS,), 128),
-    Field("tags", _U64, (MAX_BLOCKS,), 128),
-    Field("view", _U64, (1,), 128),
-    Field("news", _U64, (3,), 128),
-    Field("failed", _U64, (2,), 128),
-    Field("out", _U64, (1,), 128),
-    Field("settled", _U64, (1,), 128),
-    Field("got", _U64, (NUM_REMEMBERED,), 128),
-    Field("ballot", _U64, (2,), 128),
-    Field("ballots", _U64, (MAX_RANKS, 2), 128),
-)
 
 
-def direct_threads(pipeline: tuple[int, int]) -> int:
+@functools.cache
+def control_fields(num_ranks: int) -> tuple[Field, ...]:
+    """Return the fields of words in the region of a rank of `num_ranks`."""
+    room = room_of(num_ranks)
+    return (
+        Field("joined", _U64, (NUM_REMEMBERED, room), 128),
+        Field("places", _U64, (NUM_REMEMBERED, room, 2), 128),
+        Field("pools", _U64, (room,), 128),
+        Field("pool_bytes", _U64, (room,), 128),
+        Field("gone", _U64, (room,), 128),
+        Field("left", _U64, (room,), 128),
+        Field("expected", _U64, (NUM_REMEMBERED, room), 128),
+        Field("flags", _U64, (NUM_STAGES, MAX_LANES, room), 128),
+        Field("credits", _U64, (NUM_STAGES, MAX_LANES, room), 128),
+        Field("peers", _U64, (room,), 128),
+        Field("tags", _U64, (MAX_BLOCKS,), 128),
+        Field("view", _U64, (1,), 128),
+        Field("news", _U64, (3,), 128),
+        Field("failed", _U64, (2,), 128),
+        Field("out", _U64, (1,), 128),
+        Field("settled", _U64, (1,), 128),
+        Field("got", _U64, (NUM_REMEMBERED,), 128),
+        Field("ballot", _U64, (2,), 128),
+        Field("ballots", _U64, (room, 2), 128),
+    )
+
+
+def direct_threads(pipeline: tuple[int, int], num_ranks: int) -> int:
     """Return the threads of a block of calls on pools, which need more registers than those of other pipelines."""
-    return max(96, pipeline[0] - 64)
+    return max(96, pipeline[0] - 8 * room_of(num_ranks))
 
 
 def mend_threads(pipeline: tuple[int, int]) -> int:
@@ -298,7 +335,8 @@ def kernel_head(
         raise InvalidArgument(f"reduction {reduction} is of integers, got {dtype}")
     constants = {
         "kNumRanks": num_ranks,
-        "kMaxRanks": MAX_RANKS,
+        "kMaxRanks": room_of(num_ranks),
+        "kMaxLocal": MAX_LOCAL,
         "kMaxBlocks": MAX_BLOCKS,
         "kMaxLanes": MAX_LANES,
         "kNumReports": NUM_REPORTS,
@@ -308,16 +346,16 @@ def kernel_head(
         "kTwoShotThreads": TWO_SHOT_THREADS,
         "kPipelineThreads": pipeline[0],
         "kPipelineBlocks": pipeline[1],
-        "kDirectThreads": direct_threads(pipeline),
+        "kDirectThreads": direct_threads(pipeline, num_ranks),
         "kMendThreads": mend_threads(pipeline),
         "kStallOneIn": stall_one_in,
     }
     structs = (CollectiveCall, CollectiveParams, MaskedParams, MendParams)
-    names = [field.name for field in CONTROL_FIELDS]
+    words = Layout(*control_fields(num_ranks))
     return "".join(
         [
             constants_source(constants),
-            offsets_source(Layout(*CONTROL_FIELDS), names, "Region"),
-            *(struct_source(struct) for struct in structs),
+            offsets_source(words, words.names, "Region"),
+            *(struct_source(sized(struct, room_of(num_ranks))) for struct in structs),
         ]
     )

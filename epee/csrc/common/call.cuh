@@ -13,8 +13,8 @@
 //                     over all that have), exchanged (tag of the last call that all ranks were seen to join),
 //                     reported, grid words, grants, scratch
 //
-// View. Who takes part is read from memory, so that a graph replays into the view of its day: `view` holds a bit for
-// each active rank below and a number of the view above. The host writes it (`Machine.set_view`) while no call is in
+// View. Who takes part is read from memory, so that a graph replays into the view of its day: the first word of `view`
+// has a bit for each active rank (of 64), the second one the number of the view and `kSomeHaunted`. The host writes them (`Machine.set_view`) while no call is in
 // flight on any member, together with `seq`, which all members set to the same number above every call that any of them
 // has made: so no word of an earlier call passes for one of a later call. A rank that is not active is neither written
 // to, nor awaited, nor read: its words have places of their own, so it cannot be taken for somebody else, whatever it
@@ -54,12 +54,23 @@ DEVICE u64* local_words(const Call& call, u64 offset) { return control_words(cal
 /// The tag of the call in progress. Any thread, any time before `finish_call` of this kernel.
 DEVICE u64 current_tag(const Call& call) { return *local_words(call, kControlSeqOffset) + 1; }
 
-/// The view of the call in progress: active ranks below, its number above. Any thread, any time.
-DEVICE u64 current_view(const Call& call) { return ld_relaxed_sys(local_words(call, kControlViewOffset)); }
+/// The view of the call in progress.
+struct View {
+  u64 members;
+  u64 number;  // 32 bits; `kSomeHaunted` stands above them
+};
+DEVICE u64* view_words(const Call& call) { return local_words(call, kControlViewOffset); }
 
-/// A bit for each rank that takes part; this one always does. (`kSomeHaunted` stands above them.)
-DEVICE u32 ranks_of(const Call& call, u64 view) { return static_cast<u32>(view) | 1u << call.rank; }
-DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, current_view(call)); }
+/// Both words, in one load. Any thread, any time.
+DEVICE View current_view(const Call& call) {
+  const Vec16 v = ld_relaxed_sys_128(view_words(call));
+  return {v.word[0] | static_cast<u64>(v.word[1]) << 32, v.word[2] | static_cast<u64>(v.word[3]) << 32};
+}
+DEVICE u64 view_number(const Call& call) { return ld_relaxed_sys(view_words(call) + 1); }
+
+/// A bit for each rank of this NVLink domain that takes part; this one always does.
+DEVICE u32 ranks_of(const Call& call, u64 members) { return static_cast<u32>(members) | 1u << call.rank; }
+DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, ld_relaxed_sys(view_words(call))); }
 
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 
@@ -85,12 +96,12 @@ constexpr u32 kRefusedSlot = 0x7F;    // in place of a combine's slot: the code 
 constexpr u64 kHauntedCode = 7;       // as refusal: a rank that was left out may still write what the call would grant
 constexpr u64 kGaveUpCode = 3;        // as refusal: the rank has left this call without waiting for us
 
-/// Why a handle cannot be used in a view, 0 when it can. `recv_info` is its own.
-DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
+/// Why a handle cannot be used in the view of a number, 0 when it can. `recv_info` is its own.
+DEVICE u32 flaw_of(u64 view_number, const i32* recv_info) {
   const i32 state = recv_info[0];
   const i32 number = recv_info[1];  // both loads at once
   if (state != kHandleGood) return static_cast<u32>(kBadHandleCode);
-  return static_cast<u32>(number) == static_cast<u32>(view >> 32) ? 0 : static_cast<u32>(kOldHandleCode);
+  return static_cast<u32>(number) == static_cast<u32>(view_number) ? 0 : static_cast<u32>(kOldHandleCode);
 }
 
 /// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
@@ -103,9 +114,9 @@ DEVICE u64 combine_signature(u64 facts, u32 losses, const i32* recv_info) {
          0xFFFF;
 }
 
-/// Whether a rank that was left out of the view may still write into a slot of ours; `active` as of `active_ranks`.
-DEVICE bool is_slot_haunted(const Call& call, u32 active, int slot) {
-  if (!(active & kSomeHaunted)) return false;
+/// Whether a rank that was left out of the view may still write into a slot of ours.
+DEVICE bool is_slot_haunted(const Call& call, u64 view_number, int slot) {
+  if (!(view_number & kSomeHaunted)) return false;
   return ld_relaxed_sys(local_words(call, kControlHauntedOffset) + slot / 64) >> (slot % 64) & 1;
 }
 

@@ -13,9 +13,10 @@ import itertools
 from collections import deque
 
 from ....gpu.platform import MappedWords, Platform
+from ....gpu.ranks import MAX_LOCAL
 
 NOBODY_ASKS = (0, 0)
-STAMP_BITS = 8  # the ranks' bits lie below the stamp
+STAMP_BITS = MAX_LOCAL  # the ranks' bits lie below the stamp
 _NUM_WORDS = 256
 
 

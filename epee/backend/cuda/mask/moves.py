@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ..moves import Move
-from ..params import MAX_RANKS
+from ....gpu.ranks import room_of
+from ..moves import NOTHING, Move
 
 ONE_ROW = ("all_reduce", "broadcast", "all_gather", "reduce", "gather", "vote")  # all get the same row of a rank
-_NOWHERE = (0,) * MAX_RANKS
 
 
 def masked(move: Move, rank: int, num_ranks: int, num_entries: int) -> Move:
@@ -22,7 +21,7 @@ def masked(move: Move, rank: int, num_ranks: int, num_entries: int) -> Move:
         move = widened(move, num_ranks, num_entries)
     if move.op not in ("reduce", "gather"):
         return move
-    outputs = move.outputs if rank == move.root else _NOWHERE
+    outputs = move.outputs if rank == move.root else NOTHING[num_ranks]
     # all ranks receive which ranks count; only the root keeps the result
     return move._replace(takers=(1 << num_ranks) - 1, outputs=outputs)
 
@@ -32,4 +31,14 @@ def widened(move: Move, num_ranks: int, num_entries: int) -> Move:
     everybody, listed = (1 << num_ranks) - 1, (1 << num_entries) - 1
     sources = everybody if move.sources == listed else move.sources
     takers = everybody & ~(1 << move.root) if move.op == "broadcast" else move.takers
-    return move._replace(sources=sources, takers=everybody if takers == listed else takers)
+    rows = (move.inputs, move.outputs, move.in_bytes, move.out_bytes)
+    room = room_of(num_ranks) - room_of(num_entries)
+    inputs, outputs, in_bytes, out_bytes = ((*row, *(0,) * room) for row in rows)
+    return move._replace(
+        inputs=inputs,
+        outputs=outputs,
+        in_bytes=in_bytes,
+        out_bytes=out_bytes,
+        sources=sources,
+        takers=everybody if takers == listed else takers,
+    )

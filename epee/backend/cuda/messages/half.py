@@ -59,13 +59,14 @@ from ....errors import (
     expected,
     named,
 )
-from ....gpu.report import NO_REPORTS, PEER_GAVE_UP, TIMEOUT, KernelReport
+from ....gpu.ranks import MAX_LOCAL
+from ....gpu.report import PEER_GAVE_UP, TIMEOUT, KernelReport
 from ....torch_private import MessageCaller, is_below, message_caller
 from ...work import DONE, is_loss
 from ..interface import NOT_SERVED
 from .machine import Messages, Parcel, Queued, ReadyBatch
 from .meetings import Pairs, has_gpu, is_capturing
-from .params import MAX_RANKS, OPS_INSIDE
+from .params import OPS_INSIDE
 from .report import error_of, failed, number_of
 from .streams import StreamPlace, Way
 from .work import Letter, MessageEnd, MessageWork, letter_of
@@ -234,7 +235,7 @@ class ShortWay:
         if machine is None or pairs.lost or pairs.epoch != self._engine.members.epoch or self._is_closed:
             return None
         device = machine.device
-        if device.codes != NO_REPORTS or device.news.words[1] & peers or machine.platform.is_capturing():
+        if device.codes != device.no_reports or device.news.words[1] & peers or machine.platform.is_capturing():
             return None
         if batch.expected or batch.is_open or pairs.current() != pairs.index:
             return None
@@ -265,7 +266,7 @@ class ShortWay:
             platform, mark = machine.platform, streams.note((way,), place)
         if place.side is not None:
             tensor.record_stream(place.side)
-        end = MessageEnd(platform, machine.device.codes, place.raw, mark, queued)
+        end = MessageEnd(platform, machine.device, place.raw, mark, queued)
         return MessageWork(self._owner, [tensor], platform.device, peer, is_send, end)
 
     def post_batch(self, who: MessageCaller) -> MessageWork | None:
@@ -289,7 +290,7 @@ class ShortWay:
             place = streams.beside("batch", known.ways)
             queued = known.batch.launch(look.addresses, place.raw)
             platform, mark = machine.platform, streams.note(known.ways, place)
-        end, device = MessageEnd(platform, machine.device.codes, place.raw, mark, queued), platform.device
+        end, device = MessageEnd(platform, machine.device, place.raw, mark, queued), platform.device
         works: list[MessageWork] = []
         for (peer, is_send), operation in zip(known.ends, who.operations, strict=True):
             tensor = operation.tensor
@@ -341,7 +342,7 @@ class LostMessages:
             raise errors[0]
 
     def _error_of(self, machine: Messages, report: KernelReport) -> EpeeError:
-        if report.peer >= MAX_RANKS:
+        if report.peer >= machine.config.num_ranks:
             return error_of(report, self._rank)  # a receive from any source: no pair has lost a message
         self._pairs.lost.add(report.peer)
         if report.code in (TIMEOUT, PEER_GAVE_UP):
@@ -362,7 +363,7 @@ class LostMessages:
             return None
         if not is_any and not machine.is_lost(peer, is_send, queued.ticket):
             return None
-        name, who = "send" if is_send else "recv", range(MAX_RANKS) if is_any else (peer,)
+        name, who = "send" if is_send else "recv", range(machine.config.num_ranks) if is_any else (peer,)
         dead = [rank for rank in who if machine.device.is_marked(rank)]
         text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
         if dead:
@@ -449,7 +450,7 @@ class MessageHalf:
             work = self._short.post_one(is_send, tensor, peer, tag, who.is_blocking)
         if work is not None:
             return work
-        if self._is_closed or self._engine.members.group_size > MAX_RANKS:
+        if self._is_closed or self._engine.members.group_size > MAX_LOCAL:
             return NOT_SERVED
         if self._pairs.own_row is None and not has_gpu():
             return NOT_SERVED
@@ -584,7 +585,7 @@ class MessageHalf:
             is_done = functools.partial(machine.platform.is_done, mark)
             self._alive = deque((ended, kept) for ended, kept in self._alive if not ended())
             self._alive.append((is_done, queued))
-        end = MessageEnd(machine.platform, machine.device.codes, place.raw, mark, queued)
+        end = MessageEnd(machine.platform, machine.device, place.raw, mark, queued)
         for letter in letters:
             letter.work.begin(end)
 
@@ -607,7 +608,7 @@ class MessageHalf:
             return
         if is_aborted:
             machine.device.abort()
-        ways = [(rank, is_send) for rank in range(MAX_RANKS) for is_send in (False, True)]
+        ways = [(rank, is_send) for rank in range(machine.config.num_ranks) for is_send in (False, True)]
         if not streams.drain(ways, min(self._engine.timeout_s, CLOSE_S)):
             machine.device.abort()
             streams.drain(ways, CLOSE_S)

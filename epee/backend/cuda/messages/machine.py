@@ -22,8 +22,10 @@ import torch
 
 from ....gpu.device import GpuDevice
 from ....gpu.platform import LentRegion, MappedWords, Platform
+from ....gpu.ranks import room_of
 from ....gpu.report import KernelReport
-from .params import KERNELS, MAX_CHANNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
+from ....jit.params import sized, sized_kernels
+from .params import KERNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, channels_of, kernel_head
 
 ANY = -1
 
@@ -59,7 +61,8 @@ class Queued(NamedTuple):
 
 
 _WORDS, _BLOCKS, _TIME = struct.Struct("=QqQQ"), struct.Struct("=i"), struct.Struct("=QQ")
-_WORDS_AT, _BLOCKS_AT, _TIME_AT = (getattr(MessageParams, name).offset for name in ("ops", "blocks", "timeout_ns"))
+# These offsets do not depend on the number of ranks, that of `ops` does.
+_BLOCKS_AT, _TIME_AT = (getattr(sized(MessageParams, 1), name).offset for name in ("blocks", "timeout_ns"))
 
 
 class MessagePlan(NamedTuple):
@@ -144,12 +147,16 @@ class Messages:
         self.threads = THREADS
         self.timeout_s = 10.0
         self.skips_dead = False
-        self.device = GpuDevice(platform, kernel_head(stall_one_in), KERNELS)
+        room = room_of(config.num_ranks)
+        self._words_at = sized(MessageParams, room).ops.offset
+        self.device = GpuDevice(
+            platform, kernel_head(config.num_ranks, stall_one_in), sized_kernels(KERNELS, room), num_reports=room
+        )
         self._own = platform.create(config.region_layout.nbytes)
         self._side = torch.cuda.Stream(platform.device) if platform.device.type == "cuda" else None
         self._regions: list[LentRegion | None] = [None] * config.num_ranks
         self._singles: dict[tuple[int, bool], Any] = {}
-        self._failed = platform.mapped_words(MAX_CHANNELS)
+        self._failed = platform.mapped_words(channels_of(config.num_ranks))
         self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses followed by a meeting
         self.ticket = 0
         for kernel in self.device.kernels.values():
@@ -243,7 +250,7 @@ class Messages:
             single.args.begins[0], single.args.begins[1] = 0, 1
         lanes, most = -(-parcel.nbytes // self.config.lane_bytes) or 1, self.plan[is_beside]
         blocks = min(lanes, most, self.config.num_lanes)
-        _WORDS.pack_into(single.args, _WORDS_AT, *words)
+        _WORDS.pack_into(single.args, self._words_at, *words)
         _BLOCKS.pack_into(single.args, _BLOCKS_AT, blocks)
         ticket = 0
         if not self.platform.is_capturing():  # as `next_ticket`

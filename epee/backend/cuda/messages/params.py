@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument
-from ....gpu.params import NUM_REPORTS
-from ....jit.params import constants_source, offsets_source, struct_source
+from ....gpu.ranks import MAX_LOCAL, room_of
+from ....jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
 from ....memory.layout import Field, Layout
 
-MAX_RANKS = 8
 MAX_LANES = 64
-MAX_CHANNELS = 2 * MAX_RANKS  # each rank in both directions
 OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in cpu memory
 OP_WORDS = 4  # address, bytes, tag, dtype
 GONE_WORDS = 4
@@ -32,7 +30,7 @@ OPS = ("send", "recv")
 _PTR, _WORD, _INT = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32
 
 
-class MessageParams(ctypes.Structure):
+class MessageParams(RankSized):
     """Arguments of every kernel.
 
     `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `rings_offset`:
@@ -45,7 +43,7 @@ class MessageParams(ctypes.Structure):
     << 1, and 1 for sends.
     """
 
-    _fields_ = (
+    members = (
         ("own", _PTR),
         ("report", _PTR),
         ("abort", _PTR),
@@ -65,8 +63,8 @@ class MessageParams(ctypes.Structure):
         ("blocks", _INT),
         ("skips_dead", _INT),
         ("unused", _INT),
-        ("begins", _INT * (MAX_CHANNELS + 2)),
-        ("channels", _INT * MAX_CHANNELS),
+        ("begins", PerRank(_INT, 2, 2)),
+        ("channels", PerRank(_INT, 2)),
         ("ops", _WORD * (OP_WORDS * OPS_INSIDE)),
     )
 
@@ -96,8 +94,8 @@ class MessageConfig:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for sizes that the kernels do not support."""
-        if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
-            raise InvalidArgument(f"messages have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
+        if not 1 <= self.num_ranks <= MAX_LOCAL or not 0 <= self.rank < self.num_ranks:
+            raise InvalidArgument(f"messages have 1 ... {MAX_LOCAL} ranks, got rank {self.rank} of {self.num_ranks}")
         if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
             raise InvalidArgument(f"num_lanes must be 1 ... {MAX_LANES}, num_slots 1 or more, got {self}")
         if self.slot_bytes < 128 or self.slot_bytes % 128 or self.lane_bytes < 128:
@@ -111,7 +109,7 @@ class MessageConfig:
     def region_layout(self) -> Layout:
         """The fields of a rank's lent region."""
         slots = (self.num_ranks, self.num_lanes, self.num_slots, self.slot_bytes + HEADER_BYTES)
-        return Layout(*WORDS, Field("rings", torch.uint8, slots, 512))
+        return Layout(*word_fields(self.num_ranks), Field("rings", torch.uint8, slots, 512))
 
 
 def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
@@ -127,40 +125,51 @@ def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
 
 
 _U64 = torch.int64
-_LANES = (MAX_RANKS, MAX_LANES)
-WORDS = (
-    Field("flags", _U64, _LANES, 128),
-    Field("credits", _U64, _LANES, 128),
-    Field("gone", _U64, (MAX_RANKS, GONE_WORDS), 128),
-    Field("sent", _U64, _LANES, 128),
-    Field("taken", _U64, _LANES, 128),
-    Field("peers", _U64, (MAX_RANKS,), 128),
-    Field("lost", _U64, (MAX_RANKS,), 128),
-    Field("reported", _U64, (MAX_RANKS + 1,), 128),
-    Field("news", _U64, (3,), 128),
-)
+
+
+def channels_of(num_ranks: int) -> int:
+    """Return for how many pairs and directions there is room: each rank in both directions."""
+    return 2 * room_of(num_ranks)
 
 
 @functools.cache
-def kernel_head(stall_one_in: int = 0) -> str:
-    """Return the generated C++ in front of the kernels.
+def word_fields(num_ranks: int) -> tuple[Field, ...]:
+    """Return the fields of words in the region of a rank of `num_ranks`."""
+    room = room_of(num_ranks)
+    lanes = (room, MAX_LANES)
+    return (
+        Field("flags", _U64, lanes, 128),
+        Field("credits", _U64, lanes, 128),
+        Field("gone", _U64, (room, GONE_WORDS), 128),
+        Field("sent", _U64, lanes, 128),
+        Field("taken", _U64, lanes, 128),
+        Field("peers", _U64, (room,), 128),
+        Field("lost", _U64, (room,), 128),
+        Field("reported", _U64, (room + 1,), 128),
+        Field("news", _U64, (3,), 128),
+    )
+
+
+@functools.cache
+def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
+    """Return the generated C++ in front of the kernels; all groups with equal `room_of` share it.
 
     Args:
+        num_ranks: of the group.
         stall_one_in: as in `ep.gpu.params.kernel_head`.
     """
+    room = room_of(num_ranks)
     constants: dict[str, Any] = {
-        "kMaxRanks": MAX_RANKS,
+        "kMaxRanks": room,
         "kMaxLanes": MAX_LANES,
-        "kMaxChannels": MAX_CHANNELS,
+        "kMaxChannels": channels_of(num_ranks),
         "kOpsInside": OPS_INSIDE,
-        "kNumReports": NUM_REPORTS,
+        "kNumReports": room,  # one of each pair
         "kMessageThreads": THREADS,
         "kMessageBlocks": BLOCKS_PER_SM,
         "kSend": SEND,
         "kReceive": RECEIVE,
         "kStallOneIn": stall_one_in,
     }
-    names = [field.name for field in WORDS]
-    return "".join(
-        [constants_source(constants), offsets_source(Layout(*WORDS), names, "Region"), struct_source(MessageParams)]
-    )
+    words, params = Layout(*word_fields(num_ranks)), sized(MessageParams, room)
+    return "".join([constants_source(constants), offsets_source(words, words.names, "Region"), struct_source(params)])

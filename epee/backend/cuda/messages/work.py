@@ -12,9 +12,9 @@ from ....arrays import require_memory
 from ....engine import Engine
 from ....engine.tensors import refuse_overlap
 from ....errors import EpeeError
+from ....gpu.device import GpuDevice
 from ....gpu.event import Event
 from ....gpu.platform import Platform
-from ....gpu.report import NO_REPORTS
 from ....untraced import untraced_methods
 from ...work import WorkOfGroup
 from ..work import DeviceWork
@@ -48,7 +48,7 @@ class MessageEnd:
 
     Args:
         platform: the GPU.
-        codes: of what kernels have reported.
+        device: with the reports of its kernels.
         stream: raw.
         mark: after the launch; None in a graph.
         queued: the launch.
@@ -57,10 +57,10 @@ class MessageEnd:
         joined: raw, the last stream that has waited for it: work on that stream is ordered after it.
     """
 
-    __slots__ = ("_event", "codes", "joined", "mark", "platform", "queued", "stream")
+    __slots__ = ("_event", "device", "joined", "mark", "platform", "queued", "stream")
 
-    def __init__(self, platform: Platform, codes: Any, stream: int, mark: Any, queued: Queued) -> None:
-        self.platform, self.codes = platform, codes
+    def __init__(self, platform: Platform, device: GpuDevice, stream: int, mark: Any, queued: Queued) -> None:
+        self.platform, self.device = platform, device
         self.stream, self.mark, self.queued = stream, mark, queued
         self._event: Event | None = None
         self.joined = stream
@@ -138,7 +138,7 @@ class MessageWork(DeviceWork):
             self._owner.await_end(end.event.query, "recv")
         elif self.engine.reports_losses and end.mark is not None and self._owner.is_dead(self._peer):
             self._owner.await_end(end.event.query, "send" if self._is_send else "recv")
-        elif timeout is None and end.codes == NO_REPORTS:
+        elif timeout is None and end.device.codes == end.device.no_reports:
             raw = end.platform.stream()
             if raw != end.stream and raw != end.joined:
                 end.join(raw)

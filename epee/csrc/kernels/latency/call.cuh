@@ -51,7 +51,7 @@ struct CallShared {
   u32 mapped;   // ranks that have a region
   u32 late;     // of the active ones: those whose part does not count in this call
   u32 refused;  // of these: those that said so themselves, because of an error that passes
-  u32 verdict;  // of the whole grid: left out in bits 0 ... 7, taken in by some block in bits 8 ... 15
+  u32 verdict;  // of the whole grid: left out in the low kMaxLocal bits, taken in by some block above them
   u32 is_last;
 };
 
@@ -267,19 +267,20 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
 /// Ends a block's part. True in the last block to end, which then knows what all blocks have seen. All threads, after
 /// all memory operations. `taken`: sources whose rows this block has laid out; of these, `s.late` do not count. Blocks
 /// may see different sources take part at all, so who does not is left out like any other. The word has the number of
-/// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out (8) and taken
-/// (8).
+/// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out and taken (16
+/// each).
 DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
+  static_assert(2 * kMaxLocal <= 32, "the ranks of both kinds share half of the word");
   CONSTANT u32 kAll = (1u << kNumRanks) - 1;
   __syncthreads();
   if (threadIdx.x == 0) {
     u64* word = own_words(call, word_offset);
     const u32 left_out = kAll & ~(taken & ~s.late);
-    if (left_out) red_or_relaxed_gpu(word, static_cast<u64>(left_out | taken << 8) << 32);
+    if (left_out) red_or_relaxed_gpu(word, static_cast<u64>(left_out | taken << kMaxLocal) << 32);
     const u64 seen = atom_add_acq_rel_gpu(word, left_out ? 0x10001 : 1);
     const u32 num_bad = (static_cast<u32>(seen) >> 16) + (left_out != 0);
     s.is_last = (seen & 0xFFFF) == gridDim.x - 1;
-    s.verdict = static_cast<u32>(seen >> 32) | (num_bad < gridDim.x ? kAll << 8 : 0);
+    s.verdict = static_cast<u32>(seen >> 32) | (num_bad < gridDim.x ? kAll << kMaxLocal : 0);
     if (s.is_last) *word = 0;
   }
   __syncthreads();
@@ -287,8 +288,8 @@ DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 wor
 }
 
 /// What counts in the end, and whether blocks have differed, so that the last one must do all again.
-DEVICE u32 counted_sources(const CallShared& s) { return (s.verdict >> 8 & ~s.verdict) & ((1u << kNumRanks) - 1); }
-DEVICE bool has_differed(const CallShared& s) { return (s.verdict & s.verdict >> 8 & 0xFF) != 0; }
+DEVICE u32 counted_sources(const CallShared& s) { return (s.verdict >> kMaxLocal & ~s.verdict) & ((1u << kNumRanks) - 1); }
+DEVICE bool has_differed(const CallShared& s) { return (s.verdict & s.verdict >> kMaxLocal) != 0; }
 
 /// Takes silent sources out of the mask and tells the host, or in a strict call reports them. Threads below kNumRanks.
 DEVICE_COLD void finish_without(const LatencyCall& call, u64 tag, u32 missing, u32 refused) {

@@ -438,14 +438,14 @@ DEVICE void combine(const CombineParams& p) {
   const u64 tag = current_tag(p.call);
   // The handle of a dispatch that failed here holds no numbers: this rank only tells the peers that it cannot combine.
   // So it is with one of an earlier view.
-  const u64 view = current_view(p.call);
-  const u32 active = ranks_of(p.call, view);
+  const View view = current_view(p.call);
+  const u32 active = ranks_of(p.call, view.members);
   const i32* recv_info = reinterpret_cast<const i32*>(p.recv_info);
   if (blockIdx.x == 0) perhaps_stall(tag, p.call.rank, 14);
   u64 signature = 0;  // a refusal has no handle; the first warp alone joins the call
   if (warp_idx() == 0 && !p.refused) signature = combine_signature(p.signature, losses_before(p.call, tag), recv_info);
-  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);  // its loads go with the others
-  if (!kExpert && !refusal && is_slot_haunted(p.call, active, p.slot)) refusal = static_cast<u32>(kHauntedCode);
+  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view.number, recv_info);  // its loads go with the others
+  if (!kExpert && !refusal && is_slot_haunted(p.call, view.number, p.slot)) refusal = static_cast<u32>(kHauntedCode);
   if (threadIdx.x == 0) s.active = active;
   if (blockIdx.x == 0) send_ready(p, tag, active, signature, refusal);
   const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;

@@ -30,6 +30,7 @@ DEVICE bool may_drop(const LayoutParams& p) { return p.capacity == p.max_recv_ro
 DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, u32 losses, const i32* totals, int refusal) {
   perhaps_stall(tag, p.call.rank, 11);
   const u64 mark = tag << 32;
+  const u64 number = view_number(p.call);
   const int num_totals = p.do_count ? p.num_experts + kNumRanks : 0;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < num_totals; i += static_cast<int>(blockDim.x)) {
@@ -44,7 +45,7 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, u32 losses, 
     const int peer = at % kNumRanks;
     const int which = at / kNumRanks;
     if (!is_in(active, peer)) continue;
-    if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant))
+    if (which == kRefusal && !refusal && is_slot_haunted(p.call, number, p.grant))
       refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
     const i32 values[kNumHeaderWords] = {handle_in_use(p),
@@ -366,7 +367,7 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, u32 losses,
     st_release_sys(reinterpret_cast<u64*>(p.mailbox), is_good ? kHandleGood : kHandleBad);
   }
   if (!p.do_count) return;
-  reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
+  reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(view_number(p.call));
   reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCall] = static_cast<i32>(tag);
   *Ends(p).num_dropped = is_good ? s.num_recv[p.call.rank] - rows : 0;
 }

@@ -21,7 +21,7 @@ struct FewShared {
   i32 first_row[kMaxRanks];  // rows of lower source ranks there
   i32 num_recv;
   u32 is_good;
-  u8 ranks[kMaxFewTokens];  // bit d: the token goes to rank d
+  u16 ranks[kMaxFewTokens];  // bit d: the token goes to rank d
 };
 
 /// A token on its way: its place among this rank's rows for rank d (lane d; -1 for none), expert and weight of slot k
@@ -38,7 +38,7 @@ DEVICE void find_ranks(const LayoutParams& p, u64 tag, u32 active, FewShared& s,
 #pragma unroll 1
   for (int first = warp_idx() * per_warp; first < p.num_tokens; first += step) {
     const Entry entry = read_entries(p, tag, active, first, p.num_tokens, counters);
-    if (entry.is_first) s.ranks[entry.token] = static_cast<u8>(entry.ranks);
+    if (entry.is_first) s.ranks[entry.token] = static_cast<u16>(entry.ranks);
   }
   __syncthreads();
 }

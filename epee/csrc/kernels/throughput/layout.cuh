@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
   }
   // A cached call whose dispatch had failed here has no places; those of another view are not to be used.
   u32 flaw = 0;
-  if (!p.do_count && !p.refused) flaw = flaw_of(current_view(p.call), reinterpret_cast<const i32*>(p.recv_info));
+  if (!p.do_count && !p.refused) flaw = flaw_of(view_number(p.call), reinterpret_cast<const i32*>(p.recv_info));
   if (is_last) {
     const bool is_broken = gridDim.x > 1 && has_failed(p.call, tag);  // then the sums over blocks are not to be used
     const u64 own_code = flaw ? flaw : is_broken ? kBrokenGridCode : 0;

@@ -34,7 +34,6 @@ from ....arrays import plain_tensors
 from ....errors import InvalidArgument, InvalidState
 from ....gpu.device import GpuDevice
 from ....gpu.lent import AllGather
-from ....gpu.params import MAX_RANKS
 from ....gpu.platform import LentRegion, Platform
 from .half import OPS, Half
 from .params import (
@@ -108,7 +107,9 @@ class LatencyMemory:
         """
         self.platform.synchronize()
         self._agreed, self._is_open = ([bool(one) for one in active], tag), False
-        self._write_words("peers", [self._own.address * (rank == self.config.rank) for rank in range(MAX_RANKS)])
+        self._write_words(
+            "peers", [self._own.address * (rank == self.config.rank) for rank in range(self.config.num_ranks)]
+        )
         for rank in range(self.config.num_ranks):
             self._note_calls(rank, tag)
         self._count_from(tag)

@@ -11,7 +11,8 @@ import ctypes
 import functools
 from typing import Any
 
-from ....gpu.params import MAX_RANKS, NUM_REPORTS
+from ....gpu.params import NUM_REPORTS
+from ....gpu.ranks import MAX_LOCAL, room_of
 from ....jit.params import constants_source, struct_source
 
 MAX_TOKENS = 1024
@@ -140,7 +141,8 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
     """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `ep.gpu.params`."""
     constants = {
         "kNumRanks": num_ranks,
-        "kMaxRanks": MAX_RANKS,
+        "kMaxRanks": room_of(num_ranks),
+        "kMaxLocal": MAX_LOCAL,
         "kMaxWarps": MAX_WARPS,
         "kNumReports": NUM_REPORTS,
         "kStallOneIn": stall_one_in,

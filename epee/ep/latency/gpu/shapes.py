@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ....errors import InvalidArgument, expected
-from ....gpu.params import MAX_EXPERTS, MAX_RANKS
+from ....gpu.params import MAX_EXPERTS
 from ....gpu.payload import DoesNotFit
+from ....gpu.ranks import room_of
 from ....gpu.shapes import Limits, check_sizes
 from ....memory.layout import Field, Layout, align_up
 from ...config import BufferConfig, sizes_code
@@ -266,11 +267,11 @@ def _layout(num_ranks: int, num_slots: int, sections: Sections) -> Layout:
         return Field(name, torch.uint8, (num_slots, num_ranks, getattr(sections, name)), _AREA_ALIGN)
 
     return Layout(
-        words("peers", MAX_RANKS),
+        words("peers", room_of(num_ranks)),
         words("dispatch_tags", 2),
         words("combine_tags", 2),
-        words("dispatch_heard", MAX_RANKS),
-        words("combine_heard", MAX_RANKS),
+        words("dispatch_heard", room_of(num_ranks)),
+        words("combine_heard", room_of(num_ranks)),
         words("dispatch_end", 1),
         words("combine_end", 1),
         words("reported", 2),

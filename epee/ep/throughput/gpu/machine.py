@@ -1,6 +1,6 @@
 """The parts of a rank's GPU side of a buffer: kernels, lent memory, reports, and the order of calls.
 
-Memory map of a rank: a control block (`gpu/params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots (the last
+Memory map of a rank: a control block (`gpu/params.control_layout`), a receive region of `num_slots + 1` slots (the last
 is the landing slot for results that are copied out and for rows that combine copies in), and, once the expert layout
 has been combined, a region for its rows (`place.py`). All of it is lent to all ranks (`gpu/lent.py`); the kernels
 document who writes what. What depends on a call's sizes is in `shape.py`: a slot is a container of fixed size, and each
@@ -24,7 +24,6 @@ from ....errors import InvalidArgument, InvalidState, ResourceError
 from ....gpu.device import GpuDevice, Mailboxes, Share
 from ....gpu.lent import AllGather, Lending
 from ....gpu.params import (
-    CONTROL_LAYOUT,
     KERNELS,
     OP_BARRIER,
     OP_COMBINE,
@@ -32,12 +31,15 @@ from ....gpu.params import (
     DispatchParams,
     FewParams,
     LayoutParams,
+    control_layout,
     kernel_head,
 )
 from ....gpu.platform import LentRegion, Platform
+from ....gpu.ranks import room_of
 from ....gpu.report import ReasonOf, blame, is_echo, take_report
 from ....gpu.shapes import LaunchShape, ThroughputConfig
 from ....gpu.stage import Stage
+from ....jit.params import sized_kernels
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken
 from .view import ViewWords
@@ -90,9 +92,9 @@ class Machine:
         self.filled_by: list[object] = [None] * (config.num_slots + 1)
         self._all_gather = all_gather
         head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
-        self.device = GpuDevice(platform, head, KERNELS)
+        self.device = GpuDevice(platform, head, sized_kernels(KERNELS, room_of(config.num_ranks)))
         self._lending = Lending(platform, config.rank)
-        self._control = self._lending.meet(None, CONTROL_LAYOUT.nbytes, all_gather).regions
+        self._control = self._lending.meet(None, control_layout(config.num_ranks).nbytes, all_gather).regions
         self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
         self._slots_address, self._slot_bytes = self.slots[config.rank].address, config.slot_bytes
         self._places = Places(self._lending, platform.keeps_addresses)
@@ -108,7 +110,7 @@ class Machine:
         for name, kernel in self.device.kernels.items():
             for part in parts_of(kernel.args):
                 self._set_constants(name, part)
-        self._view = ViewWords(self._control[config.rank])
+        self._view = ViewWords(self._control[config.rank], config.num_ranks)
         everybody = (True,) * config.num_ranks
         self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # members, and the last call's number
         self._is_open = True  # whether kernels may run in that view

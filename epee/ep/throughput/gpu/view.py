@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ....gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
+from ....gpu.params import HAUNTED_WORDS, SOME_HAUNTED, control_layout
 from ....gpu.platform import LentRegion
 
 _FIELDS_BY_RANK = {  # of the control block, which peers write: the axis of the rank
@@ -34,10 +34,11 @@ class ViewWords:
 
     Args:
         control: this rank's control block.
+        num_ranks: of the buffer.
     """
 
-    def __init__(self, control: LentRegion) -> None:
-        self._control = control
+    def __init__(self, control: LentRegion, num_ranks: int) -> None:
+        self._control, self._layout = control, control_layout(num_ranks)
         self._mask = self._number = 0
         self.haunted: frozenset[int] = frozenset()  # as last written for the kernels
 
@@ -79,7 +80,7 @@ class ViewWords:
         for index in range(HAUNTED_WORDS):
             self._words("haunted")[index].copy_(_signed(bits >> 64 * index & (1 << 64) - 1)[0])
         flag = SOME_HAUNTED if slots else 0
-        self._words("view").copy_(_signed(self._number << 32 | flag | self._mask))
+        self._words("view").copy_(_signed(self._mask, self._number | flag))
 
     # -- what peers store
 
@@ -99,12 +100,13 @@ class ViewWords:
 
     def _words_of(self, rank: int, name: str) -> torch.Tensor:
         """Return the words of a field that `rank` writes."""
-        return self._words(name).view(CONTROL_LAYOUT[name].shape).select(_FIELDS_BY_RANK[name], rank)
+        return self._words(name).view(self._layout[name].shape).select(_FIELDS_BY_RANK[name], rank)
 
     def _words(self, name: str) -> torch.Tensor:
-        field = CONTROL_LAYOUT[name]
-        return self._control.lease(CONTROL_LAYOUT.offset(name), field.nbytes, None).view(field.dtype)
+        field = self._layout[name]
+        return self._control.lease(self._layout.offset(name), field.nbytes, None).view(field.dtype)
 
 
-def _signed(word: int) -> torch.Tensor:
-    return torch.tensor([word - (1 << 64) if word >> 63 else word], dtype=torch.int64, device="cpu")
+def _signed(*words: int) -> torch.Tensor:
+    signed = [word - (1 << 64) if word >> 63 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int64, device="cpu")

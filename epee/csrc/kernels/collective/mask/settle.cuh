@@ -174,7 +174,7 @@ DEVICE bool await_blocks(const MaskedParams& m, const Meeting& s) {
 
 /// Tells who is in the call of this number, for the last calls here, and for the work of this one. One thread.
 DEVICE void tell_counted(const MaskedParams& m, u64 number, u32 in) {
-  st_relaxed_sys(own_words(m.base.call, kRegionGotOffset) + number % 4, number << 8 | in);
+  st_relaxed_sys(own_words(m.base.call, kRegionGotOffset) + number % 4, number << kMaxLocal | in);
   if (m.counted != 0) st_relaxed_sys(reinterpret_cast<u64*>(m.counted), m.stamp | in);
 }
 

@@ -532,7 +532,15 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks; with `waits_for_streams` first for the pending work of the GPU's current stream."""
+        """Wait for all ranks; with `waits_for_streams`, or a GPU in `opts`, behind the work of its current stream.
+
+        Where collectives on CUDA tensors run on the GPUs, the streams meet there (`DeviceHalf.barrier`).
+        """
+        is_on_streams = self.waits_for_streams or (opts is not None and _names_gpu(opts))
+        if is_on_streams and self._on_device is not None:
+            done = self._on_device.barrier(opts)
+            if done is not NOT_SERVED:
+                return done
         if self.waits_for_streams:
             self._staging.await_stream("barrier")
         if not is_profiling():  # here, as `ranged` would make the shortest calls 2 % longer; so with messages
@@ -767,6 +775,11 @@ def _shared_mask(options: BackendOptions, members: PeerRegions) -> Mask:
     if tensor is not None:
         limit = tensor.numel()
     return Mask(limit, members.members, tensor, options.keeps_lost, options.shows_at_once)
+
+
+def _names_gpu(opts: Any) -> bool:
+    """Whether a barrier is asked for on a GPU: by `device_ids`, or by the `device_id` of the group."""
+    return opts.device is not None and opts.device.type == "cuda"
 
 
 def _check_tag(tag: int, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+import epee.compat.mooncake.pg as mooncake
 from epee.backend import staging
 from epee.backend.cuda import half as halves
 from epee.backend.cuda import meeting
@@ -23,6 +25,7 @@ from epee.backend.cuda.interface import Policy
 from epee.gpu.device import GpuDevice
 from tests.backend.test_staging import CALLS, OnGpu, _call, _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
+from tests.survive import stages
 
 STAGING_BYTES = 64 << 10
 
@@ -35,7 +38,7 @@ def give_half(rank: int, timeout_s: float = 60.0) -> halves.DeviceHalf:
     meeting.current_device = lambda: torch.device("cpu")
     group.set_timeout(timedelta(seconds=timeout_s))
     options = group.options
-    policy = Policy(options.fault_mode == "mask", options.counts_present)
+    policy = Policy(options.fault_mode == "mask", options.counts_present, options.on_stall == "wait")
     group._on_device = halves.DeviceHalf(group._engine, rank, STAGING_BYTES, policy)
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[method-assign] # dist.broadcast asks
     staging._device = None  # type: ignore[assignment] # whoever comes there fails
@@ -210,6 +213,87 @@ def staged(rank: int, num_ranks: int) -> None:
     assert half._machine is not None
     with closed_at_end(half):
         pass
+
+
+def barriers(rank: int, num_ranks: int) -> None:
+    """A barrier that names a GPU runs on its stream, before and after other calls; others stay on the CPUs."""
+    half = give_half(rank)
+    launched: list[str] = []
+    opts = dist.BarrierOptions()
+    opts.device, opts.asyncOp = torch.device("cuda"), False
+    group: Any = dist.group.WORLD
+
+    def count() -> None:
+        machine: Any = half._machine
+        run = machine.run
+        machine.run = lambda move, *rest: (launched.append(move.op), run(move, *rest))[1]
+
+    group.barrier(opts)
+    count()
+    for is_async in (False, True):
+        opts.asyncOp = is_async
+        work = group.barrier(opts)
+        assert work.wait()
+        assert work.is_completed()
+    dist.all_reduce(x := on_gpu(torch.full((3,), rank + 1.0)))
+    group.barrier(opts).wait()
+    dist.barrier()
+    assert _plain(x).tolist() == [sum(range(1, num_ranks + 1))] * 3
+    assert launched == ["barrier", "barrier", "all_reduce", "barrier"]
+    if rank == 1:
+        with pytest.raises(epee.CommTimeoutError, match="has lost this call"):
+            late_barrier(half, opts, 1.5)
+    else:
+        with pytest.raises(epee.CommTimeoutError):
+            late_barrier(half, opts, 0.0)
+    half._engine.timeout_s = 60.0
+    dist.all_reduce(y := on_gpu(torch.ones(3)))
+    half.check()
+    assert _plain(y).tolist() == [num_ranks] * 3
+    with closed_at_end(half):
+        pass
+
+
+def late_barrier(half: halves.DeviceHalf, opts: Any, seconds: float) -> None:
+    """Come to a barrier so much later than others, whose time-out is half a second."""
+    half._engine.timeout_s = 0.5
+    time.sleep(seconds)
+    group: Any = dist.group.WORLD
+    for _ in range(2):
+        group.barrier(opts).wait()
+        half.check()
+
+
+def waiting(rank: int, num_ranks: int, folder: str, fault_mode: str) -> list[str]:
+    """With on_stall="wait" calls wait for a late rank beyond the time-out, and a warning names it."""
+    options = epee.BackendOptions(fault_mode=fault_mode, on_stall="wait")
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    half = give_half(rank)
+    dist.all_reduce(on_gpu(torch.ones(3)))
+    half._engine.timeout_s = 0.5
+    logging.getLogger("epee").addHandler(heard := Heard())
+    for count in (3, 40_000):
+        if rank == 1:
+            time.sleep(4.0)
+        dist.all_reduce(y := on_gpu(torch.ones(count)))
+        half.check()
+        assert _plain(y).tolist() == [num_ranks] * count
+    half._engine.timeout_s = 60.0
+    with closed_at_end(half):
+        pass
+    return heard.texts
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def no_memory(rank: int, num_ranks: int) -> None:
@@ -391,3 +475,41 @@ __all__ = [
     "same_as_cpu",
     "staged",
 ]
+
+
+def grown(rank: int, num_ranks: int, folder: str) -> None:
+    """Half of the ranks make a group, which the others extend: kernels and memory of that size make the calls."""
+    size = num_ranks // 2
+    if rank >= size:
+        stages.wait_for(folder, "born")
+    options = mooncake.MooncakeBackendOptions(size) if rank < size else None  # without any, a process joins here
+    store, world_size = dist.FileStore(f"{folder}/store", -1), num_ranks if rank >= size else size
+    dist.init_process_group("mooncake", store=store, rank=rank, world_size=world_size, pg_options=options)
+    group: Any = dist.group.WORLD
+    group.waits_for_streams = False  # there are none
+    half = give_half(rank)
+    if rank < size:
+        _sums(half, size)
+        smaller = half._machine
+        stages.reach(folder, "born")
+        while mooncake.get_num_synced_ranks(group) != num_ranks:
+            dist.all_reduce(torch.ones(1))
+        mooncake.extend_group_size_to(group, num_ranks)
+        assert half._machine is smaller
+    _sums(half, num_ranks)
+    assert half._machine is not None
+    assert half._machine.config.num_ranks == num_ranks
+    with closed_at_end(half):
+        pass
+
+
+def _sums(half: halves.DeviceHalf, num_ranks: int) -> None:
+    for count in (3, 40_000, 3):
+        dist.all_reduce(x := on_gpu(torch.full((count,), half._rank + 1.0)))
+        half.check()
+        assert torch.equal(_plain(x), torch.full((count,), sum(range(1, num_ranks + 1)) * 1.0))
+    rows = [on_gpu(torch.zeros(5)) for _ in range(num_ranks)]
+    dist.all_gather(rows, on_gpu(torch.full((5,), half._rank + 1.0)))
+    half.check()
+    assert [_plain(row)[0].item() for row in rows] == [rank + 1.0 for rank in range(num_ranks)]
+    assert not half._off, half._off

@@ -22,7 +22,7 @@ from epee.backend.cuda import half as halves
 from epee.backend.cuda import meeting
 from epee.backend.cuda.pool import MemoryPool
 from tests.backend.test_staging import OnGpu, _plain, on_gpu
-from tests.collectives.cases import closed_at_end, give_half, look_soon
+from tests.collectives.cases import Heard, closed_at_end, give_half, look_soon
 from tests.csrc.emulated import EmulatedPlatform, EmulatedRegion
 
 POOL_BYTES = 8 << 20
@@ -221,17 +221,6 @@ class FarPlatform(EmulatedPlatform):
             region.close()
             raise epee.ResourceError("no descriptors are left")
         return region
-
-
-class Heard(logging.Handler):
-    """Keeps the warnings of this process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def unmapped(rank: int, num_ranks: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.collectives import cases
 from tests.csrc.emulated import has_compiler
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 
 pytestmark = [
     pytest.mark.compiler,
@@ -60,6 +60,10 @@ def test_a_late_rank_is_told_and_all_go_on() -> None:
     assert second == "" or "rank 0" in second
 
 
+def test_a_barrier_that_names_a_gpu_runs_on_its_stream() -> None:
+    run_ranks(cases.barriers, 2, backend="epee", timeout_s=200)
+
+
 def test_works_and_futures() -> None:
     run_ranks(cases.asynchronous, 2, backend="epee", timeout_s=200)
 
@@ -69,3 +73,14 @@ def test_calls_that_look_like_earlier_ones_go_a_short_way_and_no_others() -> Non
         assert short[2:] == [10] * 3, (
             "ten of a pass look like earlier ones, and may; the others meet, or are not contiguous"
         )
+
+
+@pytest.mark.parametrize("fault_mode", ["raise", "mask"])
+def test_calls_of_a_group_that_waits_have_no_time_out_and_name_who_is_late(fault_mode: str) -> None:
+    first, second = run_mortal(cases.waiting, 2, fault_mode, dead=set(), timeout_s=200)
+    assert sum("waits for rank(s) 1 for" in line for line in first) >= 2, first
+    assert second == []
+
+
+def test_a_group_that_has_grown_makes_its_calls_on_the_gpus() -> None:
+    run_mortal(cases.grown, 4, dead=set(), timeout_s=200)

@@ -6,6 +6,7 @@ Ranks share a GPU where there are fewer GPUs than ranks.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 import epee
+import epee.compat.mooncake.pg as mooncake
 from epee.backend.cuda import meeting
 from epee.backend.cuda.machine import Collectives
 from tests.backend.test_staging import CALLS, _call
 from tests.collectives import cases
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 from tests.messages import cases as message_cases
+from tests.survive import stages
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
 STALL_ONE_IN = 24
@@ -456,3 +459,112 @@ def test_fsdp2_trains_as_one_process_does() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert abs(loss.item() - wanted) < 1e-4 * max(1.0, wanted)
+
+
+def _barriers(rank: int, num_ranks: int) -> None:
+    """Barriers that name a GPU order the streams of all; the cpu waits, and graphs record them."""
+    device, half = _begin(rank)
+    x = torch.zeros(1 << 20, device=device)
+    dist.barrier(device_ids=[device.index])
+    begun = time.monotonic()
+    if rank == 1:
+        torch.cuda._sleep(1_000_000_000)  # half a second
+    dist.barrier(device_ids=[device.index])
+    if rank == 0:
+        assert time.monotonic() - begun > 0.2, "the barrier did not wait for the other rank's stream"
+    work: Any = dist.barrier(device_ids=[device.index], async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        dist.barrier(device_ids=[device.index])
+        x.add_(1)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert bool((x == 40).all())
+    half.check()
+    dist.all_reduce(y := torch.ones(3, device=device))
+    assert y.tolist() == [num_ranks] * 3
+    dist.barrier()
+
+
+def test_barriers_that_name_a_gpu_are_barriers_of_streams() -> None:
+    run_ranks(_barriers, 2, backend="epee", timeout_s=200)
+
+
+def _masked_barriers(rank: int, num_ranks: int, folder: str) -> None:
+    _init(rank, num_ranks, folder, fault_mode="mask")
+    _barriers(rank, num_ranks)
+
+
+def _init(rank: int, num_ranks: int, folder: str, **options: Any) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    chosen: Any = epee.BackendOptions(**options)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=chosen)
+
+
+def test_barriers_of_mode_mask() -> None:
+    run_mortal(_masked_barriers, 2, dead=set(), timeout_s=200)
+
+
+def _waiting(rank: int, num_ranks: int, folder: str, fault_mode: str) -> list[str]:
+    _init(rank, num_ranks, folder, fault_mode=fault_mode, on_stall="wait")
+    device, half = _begin(rank)
+    half._engine.timeout_s = 0.5
+    logging.getLogger("epee").addHandler(heard := cases.Heard())
+    for count in (3, 200_000, 9_000_000):
+        if rank == 1:
+            time.sleep(2.5)
+        dist.all_reduce(x := torch.ones(count, device=device))
+        torch.cuda.synchronize()
+        half.check()
+        assert bool((x == num_ranks).all())
+    half._engine.timeout_s = 60.0
+    dist.barrier()
+    return heard.texts
+
+
+@pytest.mark.parametrize("fault_mode", ["raise", "mask"])
+def test_calls_of_a_group_that_waits_have_no_time_out(fault_mode: str) -> None:
+    first, second = run_mortal(_waiting, 2, fault_mode, dead=set(), timeout_s=200)
+    assert sum("waits for rank(s) 1 for" in text for text in first) >= 3, first
+    assert second == []
+
+
+def _grown(rank: int, num_ranks: int, folder: str) -> None:
+    size = num_ranks // 2
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if rank >= size:
+        stages.wait_for(folder, "born")
+    options = mooncake.MooncakeBackendOptions(size) if rank < size else None
+    store, world_size = dist.FileStore(f"{folder}/store", -1), num_ranks if rank >= size else size
+    dist.init_process_group("mooncake", store=store, rank=rank, world_size=world_size, pg_options=options)
+    group: Any = dist.group.WORLD
+    if rank < size:
+        _sums(rank, size, device)
+        stages.reach(folder, "born")
+        while mooncake.get_num_synced_ranks(group) != num_ranks:
+            dist.all_reduce(torch.ones(1))
+        mooncake.extend_group_size_to(group, num_ranks)
+    _sums(rank, num_ranks, device)
+    assert group._on_device._machine.config.num_ranks == num_ranks
+    dist.barrier()
+    torch.cuda.synchronize()
+
+
+def _sums(rank: int, num_ranks: int, device: torch.device) -> None:
+    group: Any = dist.group.WORLD
+    for count in (3, 200_000, 5_000_000, 3):
+        dist.all_reduce(x := torch.full((count,), rank + 1.0, device=device))
+        assert bool((x == sum(range(1, num_ranks + 1))).all())
+        group._on_device.check()
+    assert not group._on_device._off, group._on_device._off
+
+
+@pytest.mark.parametrize("num_ranks", [4, 12])
+def test_a_group_that_has_grown_makes_its_calls_on_the_gpus(num_ranks: int) -> None:
+    run_mortal(_grown, num_ranks, dead=set(), timeout_s=200)

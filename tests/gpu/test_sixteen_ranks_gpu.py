@@ -36,4 +36,4 @@ def test_latency_calls(num_ranks: int) -> None:
 
 
 def test_collectives() -> None:
-    run_ranks(collectives, MAX_LOCAL, backend="epee", timeout_s=280)
+    run_ranks(collectives, MAX_LOCAL, False, backend="epee", timeout_s=280)

@@ -31,7 +31,7 @@ def make_calls(engine: Engine, rank: int, size: int, options: BackendOptions) ->
         return None
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 
-    policy = Policy(options.fault_mode == "mask", options.counts_present)
+    policy = Policy(options.fault_mode == "mask", options.counts_present, options.on_stall == "wait")
     return DeviceHalf(engine, rank, engine.peer_regions.staging_bytes, policy)
 
 

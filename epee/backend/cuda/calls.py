@@ -376,6 +376,11 @@ def _cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[Stretch]:
     return rows
 
 
+def _barrier(c: Prepared, device: torch.device) -> None:
+    c.device, c.is_plain = device, False  # it has no tensors that a cached call could be recognised by
+    c.moves.append(moves.barrier(c.num_ranks))
+
+
 _METHODS: dict[str, Callable[..., None]] = {
     "allreduce": _allreduce,
     "allreduce_coalesced": _allreduce_coalesced,
@@ -392,6 +397,7 @@ _METHODS: dict[str, Callable[..., None]] = {
     "reduce_scatter_single_coalesced": _reduce_scatter_coalesced,
     "alltoall": _alltoall,
     "all_to_all_single": _all_to_all_single,
+    "barrier": _barrier,
 }
 _SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
 

@@ -52,7 +52,7 @@ from .meeting import MeetingHalf
 from .moves import Move
 from .params import OPS
 from .pool import MemoryPool
-from .work import DeviceWork, note_use
+from .work import BarrierWork, DeviceWork, note_use
 
 _WAITS = {
     1: "its last call",
@@ -160,6 +160,43 @@ class DeviceHalf(MeetingHalf):
                 note_use(args, side)
             return done
 
+    def barrier(self, opts: Any) -> Any:
+        """Let the current streams of all ranks' GPUs meet, and the cpu wait for that; or return `NOT_SERVED`.
+
+        What the streams were given before is done on all GPUs before anything behind the barrier begins on one. While a
+        graph is recorded only the kernel is, and each replay is a barrier of the streams.
+
+        Args:
+            opts: torch's; with `asyncOp` the cpu waits in `wait` of the returned work.
+
+        Raises:
+            As `run`. CommTimeoutError: the streams have not met within twice the group's timeout.
+        """
+        if not self._off and self._epoch < 0 and not meeting.has_gpu():
+            self._off = "this process has no GPU"
+        if self._off:
+            return NOT_SERVED
+        given = None if opts is None else opts.device
+        device = given if given is not None and given.index is not None else meeting.current_device()
+        with self._lock:
+            try:
+                if self._run("barrier", (device,), {}, None, False) is NOT_SERVED:
+                    return NOT_SERVED
+            except PeerError as exc:
+                if self._engine.reports_losses and is_loss(exc):
+                    return Ended(self._engine, exc)
+                raise
+            machine = self._machine
+            assert machine is not None
+            platform = machine.platform
+            is_capturing, stream = platform.is_capturing(), platform.stream()
+        work = BarrierWork(self.check, stream, platform.device, 2 * self._kernel_timeout_s)
+        if opts is None or opts.asyncOp:
+            return work
+        if not is_capturing:
+            work.wait()
+        return DONE
+
     def _run_here(
         self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
     ) -> Any:
@@ -168,7 +205,7 @@ class DeviceHalf(MeetingHalf):
         is_quiet = not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost
         if again is not None and is_quiet:
             before = self._before(is_async)
-            stream = again.run(method, args, self._engine.timeout_s, None if before is None else before[1])
+            stream = again.run(method, args, self._kernel_timeout_s, None if before is None else before[1])
             if stream is not None:
                 self._note(None if self._policy.is_masked else self._members)
                 return self._work(stream, is_async, args[0], side, before)
@@ -232,7 +269,7 @@ class DeviceHalf(MeetingHalf):
                 "GPU per rank"
             )
         machine = self._machine
-        machine.timeout_s = self._engine.timeout_s
+        machine.timeout_s = self._kernel_timeout_s
         machine.most_sms = most_sms(machine, is_async)
         again: list[Move] = []
         if refused is None and call is not None:
@@ -419,6 +456,8 @@ def _is_asynchronous(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _device_in(args: Any) -> torch.device | None:
+    if isinstance(args, torch.device):
+        return args
     if isinstance(args, torch.Tensor):
         return args.device if args.is_cuda else None
     if isinstance(args, (list, tuple)):

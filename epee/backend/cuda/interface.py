@@ -27,13 +27,16 @@ class Policy(NamedTuple):
     Attributes:
         is_masked: a call that loses a rank succeeds over the remaining ranks.
         counts_present: as in `BackendOptions`.
+        waits: a call waits for a living rank for as long as that takes (`on_stall="wait"`).
     """
 
     is_masked: bool = False
     counts_present: bool = False
+    waits: bool = False
 
 
-MODES = ("raise/error", "mask/error", "mask/evict")  # modes in which no kernel waits for a decision about a living rank
+# Modes in which no kernel waits for a decision about a living rank.
+MODES = ("raise/error", "raise/wait", "mask/error", "mask/evict", "mask/wait")
 
 
 def is_on_gpu(args: Any) -> bool:

@@ -287,7 +287,7 @@ class Collectives:
     def _shape(self, move: Move, num_sms: int, per_sm: int) -> tuple[str, int, int, tuple[int, ...]]:
         """Return the kernel of a call, its blocks, their threads, and the last words of its arguments."""
         plan, config, size = self.plan, self.config, move.num_bytes
-        if move.op == "barrier":
+        if move.op == "barrier" and not config.is_masked:
             return "collective_barrier", 1, 32, _NO_SIZES
         kind = "placed" if move.kind is MOVED else "reduced"
         if config.is_masked and self.is_small(move):
@@ -364,6 +364,12 @@ class Collectives:
         self.pool = MemoryPool(self.platform, nbytes)
         self._files = {**self._files, **sized_kernels(DIRECT_KERNELS, room_of(self.config.num_ranks))}
 
+    def take_pool(self, smaller: Collectives) -> None:
+        """Take over the pool of the machine of a smaller group, which tensors of the program lie in, if it has one."""
+        if smaller.pool is not None:
+            self.pool, smaller.pool = smaller.pool, None
+            self._files = {**self._files, **sized_kernels(DIRECT_KERNELS, room_of(self.config.num_ranks))}
+
     def admit(self, blobs: Mapping[int, bytes], pools: Mapping[int, bytes] | None = None) -> None:
         """Map the memory lent by the members (rank -> its `blob`, and that of its pool) if it is not mapped; unmap
         others'.
@@ -439,6 +445,23 @@ class Collectives:
         number = self.number()
         got = int(self._words("got")[number % NUM_REMEMBERED])
         return got & (1 << MAX_LOCAL) - 1 if got >> MAX_LOCAL == number else 0
+
+    def behind(self) -> tuple[int, list[int]]:
+        """Return the number of the call that this rank's kernels are in, and the members that have not begun it. Any
+        thread.
+
+        Reads on a stream of its own, as the kernels may wait for these ranks.
+        """
+        names = ("view", "tags", "joined")
+        if self.platform.device.type != "cuda":
+            view, tags, joined = (self._words(name).clone() for name in names)
+        else:
+            with torch.cuda.device(self.platform.device), torch.cuda.stream(torch.cuda.Stream()):
+                view, tags, joined = (self._words(name).cpu() for name in names)
+        number, room = int(tags.max()) + 1, room_of(self.config.num_ranks)
+        begun = (joined >> FACTS_BITS).view(NUM_REMEMBERED, room).amax(0).tolist()
+        others = (rank for rank in range(self.config.num_ranks) if rank != self.config.rank)
+        return number, [rank for rank in others if int(view) >> rank & 1 and begun[rank] < number]
 
     def _words(self, name: str) -> torch.Tensor:
         layout = self.config.region_layout

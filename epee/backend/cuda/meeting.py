@@ -9,6 +9,10 @@ nothing of earlier calls is unfinished, and all may store everywhere. If it fail
 cpu memory on all ranks. A rank that cannot map the pool of another one (`pool.py`) sends that as well: all warn, and no
 call reads pools until a later meeting, or `memory_pool` called once more, has mapped it.
 
+A group that has grown meets as well. Kernels and memory are made for a number of ranks, so each rank makes new ones
+before the first call, and releases the old ones behind the second, when no rank stores there any more. Ranks that have
+seen different sizes repeat the first call; all find the same in its rows.
+
 A crash between the two calls of a meeting ends them, like any call of the engine; the remaining ranks meet once more.
 """
 
@@ -26,7 +30,6 @@ import torch
 
 from ...engine import Engine
 from ...errors import (
-    InvalidArgument,
     InvalidState,
     ProtocolError,
     RankFailedError,
@@ -44,10 +47,12 @@ from .interface import Policy, meet
 from .machine import Collectives, most_sms
 from .mask.losses import Losses
 from .plan import config_of, plan_of
+from .stall import StallWarnings
 from .work import OwnStream
 
 logger = logging.getLogger("epee")
 
+WAIT_S = 1e7  # of a kernel's wait with `on_stall="wait"`: months; 64 times as long still fits into a word
 CLOSE_S = 30.0  # how long the end of a group waits for kernels that wait for peers
 
 _ROW = struct.Struct("<BBxxi16sqQqqHH512s512s200s200s")  # in the order of `MeetingRow`, the blobs' lengths before them
@@ -107,11 +112,12 @@ class MeetingRow(NamedTuple):
 
 def flaw_in(rows: Mapping[int, MeetingRow]) -> str:
     """Return why calls go through cpu memory, the same on all ranks; empty if they do not."""
-    flaws = [row.reason or "no reason" for row in rows.values() if not row.is_ok]
-    sizes = {row.num_ranks for row in rows.values()}
-    if not flaws and len(sizes) > 1:
-        flaws = [f"ranks count {sorted(sizes)} ranks"]
-    return flaws[0] if flaws else ""
+    return next((row.reason or "no reason" for row in rows.values() if not row.is_ok), "")
+
+
+def has_grown(rows: Mapping[int, MeetingRow]) -> bool:
+    """Whether the group has grown since some rank made its row, the same on all ranks: then all repeat the meeting."""
+    return len({row.num_ranks for row in rows.values() if row.is_ok}) > 1
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -148,6 +154,7 @@ class MeetingHalf:
         self._engine, self._rank, self._staging_bytes, self._policy = engine, rank, staging_bytes, policy
         self._losses = Losses(engine) if policy.is_masked else None
         self._machine: Collectives | None = None
+        self._outgrown: list[Collectives] = []  # of a smaller group, during a meeting
         self._again: dict[bool, KnownCalls] = {}  # of blocking and of asynchronous calls
         self._own: OwnStream | None = None
         self._device: torch.device | None = None
@@ -166,6 +173,11 @@ class MeetingHalf:
         self._no_pools = ""  # why the members make calls as without pools, as sent at the last meeting
         self._lock = threading.RLock()
         self._is_closed = False
+
+    @property
+    def _kernel_timeout_s(self) -> float:
+        """Seconds of one wait of a kernel; with `on_stall="wait"` only the rank, its death or an abort ends one."""
+        return WAIT_S if self._policy.waits else self._engine.timeout_s
 
     def _lend(self, machine: Collectives) -> bytes:
         """Return the bytes with which peers map this rank's pool, created if requested; empty if there is none."""
@@ -198,8 +210,8 @@ class MeetingHalf:
         while True:
             own = self._ready(device)
             epoch, rows = self._exchange(own)
-            if any(row.phase for row in rows.values()):
-                continue  # a peer was in its second phase, and repeats the first
+            if any(row.phase for row in rows.values()) or has_grown(rows):
+                continue  # a peer was in its second phase, and repeats the first; or it has seen another size
             reason = flaw_in(rows)
             if not reason:
                 reason = self._begin(rows)
@@ -210,6 +222,7 @@ class MeetingHalf:
                     continue
                 reason = flaw_in(after)
                 no_pools = next((row.no_pools for row in after.values() if row.no_pools), "")
+            self._close_outgrown()
             if reason:
                 self._off = reason
                 logger.warning("collectives on CUDA tensors go through CPU memory: %s", reason)
@@ -243,20 +256,10 @@ class MeetingHalf:
         own = self._own_row()
         try:
             num_ranks = self._engine.members.group_size
-            if self._machine is None:
-                config = config_of(self._rank, num_ranks, self._staging_bytes, self._policy.is_masked)
-                platform = platform_of(device)
-                if self._policy.is_masked and not platform.keeps_addresses:
-                    raise UnsupportedError("memory is lent by cudaIpc, and is read here after its owner's death")
-                self._machine, self._device = Collectives(platform, config), device
-                self._machine.fills_absent = self._policy.counts_present
-                for is_async in (False, True):
-                    self._again[is_async] = KnownCalls(self._machine, most_sms(self._machine, is_async))
-                self._own = OwnStream(self._machine.platform)
-            machine = self._machine
-            if num_ranks != machine.config.num_ranks:
-                raise InvalidArgument(f"the group has grown to {num_ranks} ranks")
-            machine.device.drain(self._engine.timeout_s)
+            if self._machine is not None and self._machine.config.num_ranks != num_ranks:
+                self._outgrow(self._machine)
+            machine = self._machine or self._new_machine(device, num_ranks)
+            machine.device.drain(self._kernel_timeout_s)
             sms = machine.platform.limits.num_sms
             return own._replace(
                 num_sms=sms,
@@ -268,6 +271,39 @@ class MeetingHalf:
             )
         except expected(RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
+
+    def _new_machine(self, device: torch.device, num_ranks: int) -> Collectives:
+        """Return kernels and memory for a group of `num_ranks`, with the pool of those of a smaller group."""
+        config = config_of(self._rank, num_ranks, self._staging_bytes, self._policy.is_masked)
+        platform = self._outgrown[-1].platform if self._outgrown else platform_of(device)
+        if self._policy.is_masked and not platform.keeps_addresses:
+            raise UnsupportedError("memory is lent by cudaIpc, and is read here after its owner's death")
+        self._machine, self._device = Collectives(platform, config), device
+        self._machine.fills_absent = self._policy.counts_present
+        for smaller in self._outgrown:
+            self._machine.take_pool(smaller)
+        for is_async in (False, True):
+            self._again[is_async] = KnownCalls(self._machine, most_sms(self._machine, is_async))
+        self._own = self._own or OwnStream(platform)
+        return self._machine
+
+    def _outgrow(self, machine: Collectives) -> None:
+        """Stop using the kernels and the memory of a smaller group: both are made for a number of ranks.
+
+        The memory is kept until the meeting has ended: a peer may still be in its last call, which stores here.
+        """
+        machine.device.drain(self._kernel_timeout_s)
+        self._stop_notifier()
+        self._machine = None
+        self._again.clear()
+        self._outgrown.append(machine)
+
+    def _close_outgrown(self) -> None:
+        """Release what the group has outgrown: all ranks have ended their calls there."""
+        while self._outgrown:
+            machine = self._outgrown.pop()
+            if not machine.device.is_recorded:  # graphs have its addresses; they run over the ranks of then
+                machine.close()
 
     def _begin(self, rows: Mapping[int, MeetingRow]) -> str:
         """Map the members' memory and restart; returns why that failed, else ""."""
@@ -309,7 +345,10 @@ class MeetingHalf:
         if self._notifier is None and processes:
             device = machine.device
             name = f"epee-collectives-{self._rank}"
-            self._notifier = DeathNotifier(device.mark_dead, device.waiting, name, needs_end=self._policy.is_masked)
+            waiting = device.waiting
+            if self._policy.waits:
+                waiting = StallWarnings(machine, lambda: self._engine.timeout_s).check
+            self._notifier = DeathNotifier(device.mark_dead, waiting, name, needs_end=self._policy.is_masked)
             self._notifier.start(processes)
         elif self._notifier is not None:
             for rank, process in processes.items():
@@ -317,12 +356,16 @@ class MeetingHalf:
                     self._notifier.follow(rank, process)
         self._processes.update(processes)
 
-    def _release(self, is_aborted: bool) -> None:
-        machine, self._machine, self._own = self._machine, None, None
-        self._again.clear()
+    def _stop_notifier(self) -> None:
         if self._notifier is not None:
             self._notifier.stop()
             self._notifier = None
+
+    def _release(self, is_aborted: bool) -> None:
+        machine, self._machine, self._own = self._machine, None, None
+        self._again.clear()
+        self._stop_notifier()
+        self._close_outgrown()
         if machine is None or machine.device.is_closed:
             return
         if is_aborted:

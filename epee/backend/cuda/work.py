@@ -103,8 +103,8 @@ class DeviceWork(WorkOfGroup):
             deadline = time.monotonic() + limit_s
             while not self._event.query():
                 if time.monotonic() > deadline:
-                    told = f"wait: the GPU has not ended the call within {timeout}; it goes on"
-                    raise CommTimeoutError(told, has_job=True)
+                    text = f"wait: the GPU has not ended the call within {timeout}; it goes on"
+                    raise CommTimeoutError(text, has_job=True)
                 time.sleep(NAP_S)
             self._check()
         self._join()
@@ -163,3 +163,25 @@ class DeviceWork(WorkOfGroup):
                 future.set_result(self._outputs)  # notes events of the current streams; the caller's continues
             self._future = future
         return self._future
+
+
+class BarrierWork(DeviceWork):
+    """A barrier on the ranks' streams: its `wait` blocks the cpu as well.
+
+    Args:
+        check: raises what kernels have reported.
+        stream, device: as of `DeviceWork`.
+        timeout_s: of a `wait` without a timeout.
+    """
+
+    def __init__(self, check: Callable[[], None], stream: int, device: torch.device, timeout_s: float) -> None:
+        super().__init__(check, stream, [], device)
+        self._timeout_s = timeout_s
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block the cpu until all ranks' streams have come to the barrier; the current stream waits for it, too.
+
+        Raises:
+            CommTimeoutError: the time has passed; streams go on waiting. Else what kernels have reported.
+        """
+        return super().wait(timeout or timedelta(seconds=self._timeout_s))

@@ -3,7 +3,7 @@
 //
 //   as there      all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, scatter
 //   for all       reduce and gather: every rank gets all rows, so that all know who counted; the root alone keeps them
-//   not at all    barrier: a call of no bytes
+//   barrier       a call of no bytes: `joined` is all that crosses
 // A place of the output that has no address is not written; a row that has none is not sent.
 //
 // Order in a warp, for each of its tiles: own tile (or the tile of all rows, and a fence) into this rank's own memory,
@@ -65,6 +65,7 @@ DEVICE void make_masked(const MaskedParams& m, Meeting& s, Settling& z) {
   Tile first = {};
   if (has_row && first_tile() < num)
     first = load_tile(own_row, p.num_bytes, first_tile());  // on its way while the call opens
+  if (num == 0) fence_acq_rel_sys();  // a barrier: what kernels wrote before is visible where `joined` is
   const bool is_open = open_call<false, kMends>(p.call, s, 1);
   allow_next_kernel();
   const u32 takers = p.call.takers & s.active;

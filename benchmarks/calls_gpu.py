@@ -25,6 +25,7 @@ The rows of the barrier:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ class Times(NamedTuple):
 
 
 Rows = dict[str, Times]
+Calls = dict[str, Callable[[], object]]
 
 
 def block_times(call: Callable[[], object], num_calls: int) -> Times:
@@ -231,7 +233,7 @@ def time_throughput(rank: int, num_ranks: int, num_calls: int) -> Rows:
     return rows
 
 
-def _expert_calls(buffer: epee.Buffer, given: Inputs) -> dict[str, Callable[[], object]]:
+def _expert_calls(buffer: epee.Buffer, given: Inputs) -> Calls:
     """Return the calls of the expert layout: rows in ordinary memory, and where a combine need not copy them."""
     got = buffer.dispatch(given.x, given.idx, given.weights, layout="expert")
     assert isinstance(got.x, torch.Tensor)
@@ -393,38 +395,48 @@ class V1Steps:
 
 
 def time_clients(rank: int, num_ranks: int, num_calls: int) -> Rows:
-    """Time calls as programs make them, by the names of both of DeepEP's buffers, Mooncake's and HybridEP's."""
+    """Time calls as programs make them, by the names of both of DeepEP's buffers, Mooncake's and HybridEP's.
+
+    One buffer at a time: beside others on other streams each would take a part of the multiprocessors only.
+    """
     rows: Rows = {}
-    v1 = deep_ep.Buffer(dist.group.WORLD, 1 << 30)
     for num_tokens in (FEW, MANY):
         given = Inputs(rank, num_ranks, num_tokens)
         num = num_calls if num_tokens == FEW else num_calls // 4
-        calls: dict[str, Callable[[], object]] = {}
-        for is_async, name in ((False, "no events"), (True, "events")):
-            steps = V1Steps(v1, given, is_async, {})
-            got = steps.checked()
-            calls[f"Megatron forward, {name}"] = steps.forward
-            calls[f"Megatron backward, {name}"] = lambda steps=steps, got=got: steps.backward(got)
-        config = deep_ep.Buffer.get_dispatch_config(num_ranks)
-        steps = V1Steps(v1, given, True, {"expert_alignment": 128, "config": config})
-        steps.x = per_token_cast_to_fp8(given.x)
-        steps.checked()
-        calls["SGLang forward, FP8, events"] = steps.forward
-        v2 = deep_ep.ElasticBuffer(
-            dist.group.WORLD, num_max_tokens_per_rank=num_tokens, hidden=HIDDEN, num_topk=NUM_TOPK,
-            num_cpu_timeout_secs=TIMEOUT_S, explicitly_destroy=True,
-        )  # fmt: skip
-        calls |= _v2_calls(v2, given)
-        calls |= _hybrid_calls(given, num_ranks)
-        for name, call in calls.items():
-            rows[f"{name}, {num_tokens}"] = block_times(call, num)
-        del got, calls, steps
-        v2.destroy()
+        for calls_of in (_v1_calls, _v2_calls, _hybrid_calls):
+            with contextlib.ExitStack() as ends:
+                for name, call in calls_of(given, num_ranks, ends).items():
+                    rows[f"{name}, {num_tokens}"] = block_times(call, num)
+                del call
     return rows | _mooncake_calls(rank, num_ranks, num_calls)
 
 
-def _v2_calls(buffer: Any, given: Inputs) -> dict[str, Callable[[], object]]:
+def _v1_calls(given: Inputs, num_ranks: int, ends: contextlib.ExitStack) -> Calls:
+    """Return Megatron's and SGLang's calls on V1's buffer, which ends with them."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 30, explicitly_destroy=True)
+    ends.callback(buffer.destroy)
+    calls: Calls = {}
+    for is_async, name in ((False, "no events"), (True, "events")):
+        steps = V1Steps(buffer, given, is_async, {})
+        got = steps.checked()
+        calls[f"Megatron forward, {name}"] = steps.forward
+        calls[f"Megatron backward, {name}"] = lambda steps=steps, got=got: steps.backward(got)
+    steps = V1Steps(
+        buffer, given, True, {"expert_alignment": 128, "config": deep_ep.Buffer.get_dispatch_config(num_ranks)}
+    )
+    steps.x = per_token_cast_to_fp8(given.x)
+    steps.checked()
+    calls["SGLang forward, FP8, events"] = steps.forward
+    return calls
+
+
+def _v2_calls(given: Inputs, num_ranks: int, ends: contextlib.ExitStack) -> Calls:
     """Return torchtitan's, SGLang's and DeepSpeed's calls on V2's buffer."""
+    buffer = deep_ep.ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=len(given.x), hidden=HIDDEN, num_topk=NUM_TOPK,
+        num_cpu_timeout_secs=TIMEOUT_S, explicitly_destroy=True,
+    )  # fmt: skip
+    ends.callback(buffer.destroy)
 
     def dispatch(do_expand: bool, do_cpu_sync: bool) -> Any:
         return buffer.dispatch(
@@ -457,10 +469,11 @@ def _v2_calls(buffer: Any, given: Inputs) -> dict[str, Callable[[], object]]:
     }
 
 
-def _hybrid_calls(given: Inputs, num_ranks: int) -> dict[str, Callable[[], object]]:
+def _hybrid_calls(given: Inputs, num_ranks: int, ends: contextlib.ExitStack) -> Calls:
     """Return Megatron's and torchtitan's calls on HybridEP's buffer."""
     num_local = NUM_EXPERTS // num_ranks
     buffer = deep_ep.HybridEPBuffer(dist.group.WORLD, HIDDEN, len(given.x), num_local)
+    ends.callback(buffer.destroy)
     routing_map = torch.zeros(len(given.x), NUM_EXPERTS, dtype=torch.bool, device="cuda").scatter_(1, given.idx, True)
     probs = routing_map.float() / NUM_TOPK
 

@@ -25,7 +25,6 @@ from epee.ep import (
     LatencyHandle,
     LatencyNeed,
     Payload,
-    Quantisation,
     latency_bytes,
 )
 from epee.errors import InvalidArgument, expected
@@ -94,7 +93,7 @@ class PaddedCalls:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         sizes: tuple[int, int],
-        how: Quantisation,
+        how: tuple[bool, bool, bool],
         ways: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None = None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
@@ -104,11 +103,15 @@ class PaddedCalls:
             x: `[num_tokens, hidden]` bfloat16.
             topk_idx: `[num_tokens, num_topk]` int64 (or int32).
             sizes: most tokens of a rank, experts over all ranks.
-            how: format in which rows are sent.
+            how: format in which rows are sent: use_fp8, round_scale, use_ue8m0.
             ways: of the call.
             when_received: called after the receive phase.
         """
-        routing = int64_routing(topk_idx)
+        if ways.async_finish is False and ways.timeout_us is None:
+            found = self._dispatch_again(x, topk_idx, sizes, how, ways, when_received)
+            if found is not None:
+                return found
+        routing, (use_fp8, round_scale, use_ue8m0) = int64_routing(topk_idx), how
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
         (max_tokens, num_experts), hidden, device = sizes, x.shape[1], x.device
@@ -118,9 +121,9 @@ class PaddedCalls:
         got = core.dispatch(
             x,
             routing,
-            use_fp8=how.use_fp8,
-            round_scale=how.round_scale,
-            use_ue8m0=how.use_ue8m0,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
             active_ranks=ways.active_ranks,
             timeout_us=ways.timeout_us,
             async_op=ways.async_finish,
@@ -155,6 +158,10 @@ class PaddedCalls:
             when_received: called after the receive phase.
         """
         known = self._handles.facts(handle)
+        if ways.async_finish is False and ways.timeout_us is None:
+            found = self._combine_again(x, topk_idx, topk_weights, known, out, ways, when_received)
+            if found is not None:
+                return found
         try:
             rows = self._rows(x, known, ways.zero_copy)
             _check_same_routing(topk_idx, known.routing)
@@ -173,7 +180,7 @@ class PaddedCalls:
         )
         return got.x, _event(got, ways), _after(got, ways, when_received)
 
-    def dispatch_again(
+    def _dispatch_again(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
@@ -182,12 +189,7 @@ class PaddedCalls:
         ways: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
-        """Run a cached dispatch on a GPU, without event and timeout.
-
-        Args:
-            x, topk_idx, sizes, when_received: as of `dispatch`.
-            how: as `Quantisation`.
-            ways: of the call.
+        """Run a cached dispatch on a GPU, without event and timeout; arguments as of `dispatch`.
 
         Returns:
             None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
@@ -202,21 +204,20 @@ class PaddedCalls:
             return None
         of_call = sizes[0], core.config.hidden, sizes[1]
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
-        hook = _after(core.hooked(got), ways, when_received)
+        hook = None if got.hook is None and when_received is None else _after(core.hooked(got), ways, when_received)
         return got.x, got.num_tokens_per_expert, handle, no_event(), hook
 
-    def combine_again(
+    def _combine_again(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: object,
+        known: _KnownPaddedHandle,
         out: torch.Tensor | None,
         ways: CallOptions,
         when_received: Callable[[LatencyCombined], None] | None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook] | None:
-        """Run a cached combine on a GPU, as `dispatch_again`."""
-        known = self._handles.facts(handle)
+        """Run a cached combine on a GPU, as `_dispatch_again`."""
         again = known.core.again
         if again is None or type(topk_idx) is not torch.Tensor or topk_idx.dtype is not torch.int64:
             return None
@@ -224,7 +225,12 @@ class PaddedCalls:
             return None
         rows = known.combine_buffer if ways.zero_copy else x
         got = again.combine(rows, known.handle, topk_weights, out, None, ways.active_ranks, ways.return_recv_hook)
-        return None if got is None else (got.x, no_event(), _after(known.core.hooked(got), ways, when_received))
+        if got is None:
+            return None
+        hook = None
+        if got.hook is not None or when_received is not None:
+            hook = _after(known.core.hooked(got), ways, when_received)
+        return got.x, no_event(), hook
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` reads."""

@@ -16,10 +16,11 @@ there: `with` swallows it. A crash leaves nothing here: calls keep no state exce
 
 `CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
 happened since. Such a call needs none of the steps around others: no timeout to check, no epoch to enter, no stream to
-choose, no rank to notify. So the fast path is tried first. Any change (a profiler, another stream or GPU, a graph, a
-report, a death, a new view, poison, arguments with other properties) makes it return None, without side effects; then
-the call takes the ordinary path, which checks it, makes it or raises. The paths define when the fast path is allowed
-and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys.
+choose, no rank to notify. So the fast path is tried first. Any change (a profiler, another GPU, a graph, a report, a
+death, a new view, poison, arguments with other properties; of a `LatencyBuffer` another stream) makes it return None,
+without side effects; then the call takes the ordinary path, which checks it, makes it or raises. The paths define when
+the fast path is allowed and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys. The
+receive phase of a call with a hook is run in the same way.
 
 Called on the thread of the call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
 lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation) before the call
@@ -209,14 +210,14 @@ class CallsAgain:
         allowed.
 
         Args:
-            phase: has `again`, which launches it if nothing has happened, and returns whether it did.
+            phase: whose `path` launches it if nothing has happened, and returns whether it did.
         """
         queue = self._turns.queue_here()
         if queue is None:
             return False
         with queue:
             try:
-                is_done: bool = phase.again()
+                is_done: bool = phase.path.receive(phase, is_quiet=True)
             except expected(Exception) as error:
                 named(error, self._turns.label.text)
                 raise

@@ -180,6 +180,13 @@ class Handle(BoundToBuffer, ABC):
     def recv_topk_idx(self) -> torch.Tensor | None:
         """`[num_recv, num_topk]` int64, local ids or -1; rank layout with top-k routing only."""
 
+    def peek_topk_idx(self) -> torch.Tensor | None:
+        """Return `recv_topk_idx` for work that is put on the current stream before the next call; read-only.
+
+        On GPUs it is not copied for that.
+        """
+        return self.recv_topk_idx
+
     @property
     @abstractmethod
     def recv_slots(self) -> torch.Tensor:

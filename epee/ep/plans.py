@@ -5,9 +5,9 @@
 A call on a GPU costs the CPU little more than its launch, so checking each argument would be noticeable. Everything
 that the rules of `checks.py` read, except addresses, is the call's *cache key* (`facts`): shapes, strides, dtypes,
 devices, options. Keys that have passed are stored with what the path has planned for them (`CheckedCalls`). A call with
-the same key is only checked for what the key does not contain: the alignment of rows, and how many a combine has. Calls
-whose arguments had to be changed (made contiguous), or may overlap others (`out`, `bias`), are checked each time, and
-so are all calls on CPUs, whose checks read the data and plan.
+the same key is only checked for what the key does not contain: the alignment of rows; of a combine, whether rows and
+weights are contiguous, and how many there are. Calls whose arguments had to be changed (made contiguous), or may
+overlap others (`out`, `bias`), are checked each time; so are all calls on CPUs, whose checks read the data and plan.
 
 When the fast path is allowed (`attempt.CallsAgain`) a call's plan is first looked up by less (`KnownPlans`): among the
 last few kinds of dispatches by one comparison of all tensors, which costs less than reading the properties of each;

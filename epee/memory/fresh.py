@@ -58,6 +58,13 @@ def first_rows(matrix: torch.Tensor, shape: tuple[int, int], num_rows: int) -> t
     return _cut(matrix, (num_rows, columns), (columns, 1), 0)
 
 
+def part_of(vector: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Return a tensor over a part of a contiguous vector, as `first_rows`."""
+    if _cut is None or _is_inference():
+        return vector.detach().narrow(0, start, length)
+    return _cut(vector, (length,), (1,), start)
+
+
 class Late(Generic[_Made]):
     """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, without its
     lock. Of two threads that make one, both get the first."""

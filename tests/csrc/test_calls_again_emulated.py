@@ -357,3 +357,50 @@ def _combine_on(buffer: epee.Buffer, got: Any) -> None:
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_a_death_is_met_by_combines_with_weights(layout: str) -> None:
     assert run_ranks(emulated, 3, _weighted_death, layout, dead={2}, timeout_s=200) == [None, None, DEAD]
+
+
+def _streams(rank: int, num_ranks: int) -> None:
+    """Calls on other streams than the last one are ordered after it, and are like earlier ones all the same."""
+    with _buffer() as buffer:
+        seen = _count_again(buffer)
+        path = buffer._gpu
+        assert path is not None
+        machine, platform = path.machine, path._platform
+        ordered: list[tuple[str, int | None]] = []
+        platform.mark = lambda stream: ordered.append(("mark", stream))  # type: ignore[attr-defined]
+        platform.wait = lambda mark, stream=None: ordered.append(("wait", stream))  # type: ignore[attr-defined]
+        x, idx, weights = _inputs(rank)
+        for turn in range(12):
+            platform.stream = lambda turn=turn: 7 + turn % 2  # type: ignore[attr-defined]
+            seen.clear()
+            ordered.clear()
+            got = buffer.dispatch(x, idx, weights)
+            assert (machine.device._last_stream, machine.stream, machine._share.stream) == (7 + turn % 2,) * 3
+            assert isinstance(got.x, torch.Tensor)
+            assert turn == 0 or ordered[:2] == [("mark", 7 + (turn + 1) % 2), ("wait", None)]
+            ordered.clear()
+            platform.stream = lambda turn=turn: 8 - turn % 2  # type: ignore[attr-defined]
+            back = buffer.combine(got.x, got.handle, topk_weights=got.topk_weights)
+            assert torch.equal(back.topk_weights, weights)  # type: ignore[arg-type]
+            assert ordered[:2] == [("mark", 7 + turn % 2), ("wait", None)]
+            buffer.barrier()
+            assert machine.stream == 8 - turn % 2
+            platform.stream = lambda turn=turn: 7 + turn % 2  # type: ignore[attr-defined]
+            buffer.barrier()
+            assert machine.stream == 7 + turn % 2
+            assert turn < 2 or seen == ["dispatch", "combine"]
+            del got, back
+        platform.is_capturing = lambda: True  # type: ignore[attr-defined]
+        platform.stream = lambda: 9  # type: ignore[attr-defined]
+        assert machine.quiet_stream() is None
+        assert machine.device._last_stream != 9
+        platform.is_capturing = lambda: False  # type: ignore[attr-defined]
+        machine.device.report.words[0] = 1  # a time-out, of an earlier call
+        assert machine.quiet_stream() is None
+        machine.device.report.words[0] = 0
+        assert machine.quiet_stream() == 9
+        buffer.all_gather_bytes(b"done")
+
+
+def test_calls_on_streams_in_turn_are_like_earlier_ones() -> None:
+    run_ranks(emulated, 2, _streams, timeout_s=200)

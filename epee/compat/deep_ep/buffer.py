@@ -29,7 +29,7 @@ from epee.compat.deep_ep.shared.rows import (
     filled_up,
     payload_filled_up,
 )
-from epee.compat.deep_ep.v1.dispatch import Asked, FreshDispatches
+from epee.compat.deep_ep.v1.dispatch import FreshDispatches
 from epee.compat.deep_ep.v1.handle import V1Handle, num_entries
 from epee.ep import (
     BufferPool,
@@ -230,7 +230,7 @@ class Buffer(LowLatency, PoolOwner):
         """
         used = config or _default_config(self.group_size, Buffer.num_sms)
         given = x, (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert), topk_idx, topk_weights
-        options = Asked(expert_alignment, num_worst_tokens, used)
+        options = expert_alignment, num_worst_tokens, used
         may_stand, fresh = True, None
         if not async_finish and (previous_event is None or cuda_event_of(previous_event) is None):
             try:

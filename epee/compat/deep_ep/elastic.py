@@ -333,8 +333,8 @@ class ElasticBuffer(Experimental, PoolOwner):
         elif not known.do_expand:
             if self.num_rdma_ranks == 1:
                 core = known.in_order(_LANE_ORDERS[bias is not None])
-            if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are read
-                local = known.core.recv_topk_idx
+            if isinstance(weights, torch.Tensor):
+                local = known.core.peek_topk_idx()
                 if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
                     weights = weights.masked_fill(local[: len(weights)] < 0, 0)
         return known.room.core.combine(

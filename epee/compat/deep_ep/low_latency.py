@@ -15,7 +15,7 @@ import torch
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
 from epee.compat.padded import CallOptions, Hook, PaddedCalls, PaddedHandle, size_hint
-from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload, Quantisation
+from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload
 from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 
 
@@ -108,11 +108,7 @@ class LowLatency:
 
         try:
             ways = self._ways(x, async_finish, return_recv_hook)
-            if async_finish is False:
-                found = self._padded.dispatch_again(x, topk_idx, sizes, how, ways, count)
-                if found is not None:
-                    return found
-            return self._padded.dispatch(x, topk_idx, sizes, Quantisation(*how), ways, count)
+            return self._padded.dispatch(x, topk_idx, sizes, how, ways, count)
         except EpeeError as error:
             add_advice(error, LOW_LATENCY)
             raise
@@ -175,10 +171,6 @@ class LowLatency:
             raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
         try:
             ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
-            if async_finish is False:
-                found = self._padded.combine_again(x, topk_idx, topk_weights, handle, out, ways, count)
-                if found is not None:
-                    return found
             return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, count)
         except EpeeError as error:
             add_advice(error, LOW_LATENCY)

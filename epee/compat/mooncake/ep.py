@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from epee.compat.deep_ep.event import EventHandle, EventOverlap
 from epee.compat.padded import CallOptions, Hook, PaddedCalls, PaddedHandle, size_hint
-from epee.ep import BufferPool, Payload, Quantisation, group_of, timeout_of
+from epee.ep import BufferPool, Payload, group_of, timeout_of
 
 from ...errors import InvalidArgument, UnsupportedError
 from ...untraced import untraced_methods
@@ -132,7 +132,7 @@ class Buffer:
             x,
             topk_idx,
             (num_max_dispatch_tokens_per_rank, num_experts),
-            Quantisation(use_fp8 is None or use_fp8),
+            (use_fp8 is None or use_fp8, False, False),
             self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook),
         )
 

@@ -104,10 +104,6 @@ class ReceivePhase:
         """Receive, after all checks."""
         self.path.receive(self, is_quiet=False)
 
-    def again(self) -> bool:
-        """Receive if that needs no checks (fast path allowed); return whether it was done."""
-        return self.path.receive(self, is_quiet=True)
-
 
 class LatencyCudaPath(GpuPath, Memory):
     """The GPU side of one `LatencyBuffer`. Construction is collective, except in a replacement.

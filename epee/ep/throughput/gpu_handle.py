@@ -131,6 +131,10 @@ class CudaHandle(Handle):
         """`[num_recv, num_topk]` int64, local ids or -1; rank layout with top-k routing only."""
         return None if self.kept is None else self.kept.topk_idx
 
+    def peek_topk_idx(self) -> torch.Tensor | None:
+        """As `Handle.peek_topk_idx`."""
+        return None if self.kept is None else self.kept.peek_topk_idx()
+
     @property
     def recv_slots(self) -> torch.Tensor:
         """`[num_local_experts]` int32 on the GPU: (token, k) slots of each local expert, not rounded up."""

@@ -487,15 +487,15 @@ class LatencyCore:
     def _launch(
         self, plan: CallPlan, halves: int, turn: tuple[int, int], what: Words, stream: int, is_capturing: bool
     ) -> None:
-        share = self._share
-        max_sms, is_alone = share.limit(stream, is_capturing)
-        if is_capturing:
-            share.in_graphs = True
-        ready = plan.ready(halves)
-        width = ready.fit(max_sms, is_alone)
-        share.stream = stream
-        if width > share.width:
-            share.widen(width)
+        share, ready = self._share, plan.ready(halves)
+        if is_capturing or share.still(stream) != ready.fitted:
+            limit = share.limit(stream, is_capturing)
+            if is_capturing:
+                share.in_graphs = True
+            width = ready.fit(*limit)
+            share.stream = stream
+            if width > share.width:
+                share.widen(width)
         if halves & SEND_HALF and not is_capturing:
             self.num_calls += 1  # after all that can fail: the call becomes visible to the peers
         timeout_ns, pointers = what

@@ -7,7 +7,6 @@ count of received calls advances. A crash leaves open calls to their timeouts; `
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -48,8 +47,9 @@ class Half:
             raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or entered another epoch, before this hook")
         ahead, advance = calls.index(self), 0
         if ahead == 0:
-            behind = itertools.islice(calls, 1, None)
-            advance = 1 + sum(1 for _ in itertools.takewhile(lambda other: other.is_done, behind))
+            advance = 1
+            while advance < len(calls) and calls[advance].is_done:
+                advance += 1
         self._launch(ahead, advance)
         self.is_done, self._launch = True, None  # lets go of the tensors
         for _ in range(advance):

@@ -29,6 +29,7 @@ from ....gpu.shapes import (
 )
 from ....gpu.signature import dispatch_signature
 from ....gpu.stage import Stage, call_words
+from ....memory.fresh import allocator, first_rows, part_of
 from .machine import Machine
 from .shape import Shape
 from .slots import Taken
@@ -47,6 +48,9 @@ Payload: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | No
 # A rank's part of the exchange: the slot that it grants; the address where the kernel answers, 0 for none; why it has
 # no rows, as `gpu/report.py` encodes it: then only the kernels that the peers wait for are launched, else 0.
 Part: TypeAlias = "tuple[int, int, int]"
+# Room for an expert-layout result in full capacity: rows, scales, weights, and one after the other `src_rank`,
+# `row_src_token` and `src_k`.
+Expanded: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]"
 
 
 class Fields(NamedTuple):
@@ -92,7 +96,14 @@ class DispatchPlan:
         self._counts = slice(RECV_INFO_COUNTS, RECV_INFO_COUNTS + config.num_local_experts)
         self._num_info_words = config.info_words // 2
         self.handle_facts: dict[str, Any] = {}
-        self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), machine.platform.device).make
+        device, most = machine.platform.device, self.most_rows
+        self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), device).make
+        self._hidden = config.hidden
+        if is_expert:
+            self._new_x = allocator((most, config.hidden), facts.dtype, device)
+            self._new_scales = allocator((most, facts.num_scales), torch.int32, device)
+            self._new_weights = allocator((most,), torch.float32, device)
+            self._new_sources = allocator((3 * most,), torch.int64, device)
         self._num_senders = self._num_channels = self._few_warps = 0
         limits = machine.platform.limits
         few = None
@@ -147,7 +158,7 @@ class DispatchPlan:
         elif payload[2] is not None and (self.is_expert or handle.capacity is not None):  # for `lost_weight`
             handle = handle.with_weights(payload[2])
         # all memory before the first kernel: after it there is no way back without the peers
-        expanded = self._allocate_expanded(payload, handle, stream) if self.is_expert else None
+        expanded = self._allocate_expanded() if self.is_expert else None
         taken = None if self.is_expert else machine.take(stream, is_granted=True)
         try:
             slot = machine.grant_landing() if taken is None else taken.slot
@@ -163,7 +174,7 @@ class DispatchPlan:
                 taken()
             raise
         if expanded is not None:
-            return cut_expanded(expanded, handle)
+            return self._cut_expanded(expanded, handle, stream)
         return self._view(handle, taken, stream, is_late)
 
     def refuse(self, payload: Payload, code: int, timeout_s: float, stream: int) -> None:
@@ -177,7 +188,7 @@ class DispatchPlan:
         handle: ThroughputHandle,
         route: torch.Tensor | None,
         part: Part,
-        expanded: DispatchResult | None,
+        expanded: Expanded | None,
         timeout_s: float,
         stream: int,
     ) -> None:
@@ -204,7 +215,7 @@ class DispatchPlan:
         if weights is None or not self._is_fresh:
             layout.weights_of = 0
         if expanded is not None:
-            _set_out(sends, expanded)
+            self._set_out(sends, expanded)
         machine.launch_written(self._first, stream, is_first=True)
         if self._payload is not None and not refused:
             machine.launch_written(self._payload, stream)
@@ -219,28 +230,36 @@ class DispatchPlan:
         handle.num_recv = info[self._num_rows_at]
         handle.num_tokens_per_expert = info[self._counts]
 
-    def _allocate_expanded(self, payload: Payload, handle: ThroughputHandle, stream: int) -> DispatchResult:
+    def _allocate_expanded(self) -> Expanded:
         """Return room for an expert-layout result in full capacity."""
-        machine = self._shape.machine
-        rows, device = self.most_rows, machine.platform.device
-        x, scales, _ = payload
-        num_scales = 0 if scales is None else scales.shape[1]
-        weights = torch.empty(rows, dtype=torch.float32, device=device)
-        sources = torch.empty(3, rows, dtype=torch.int64, device=device)
-        full = DispatchResult(
-            torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
-            torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
-            None,
-            weights,
-            handle,
-            [stream],
-            sources=(sources[0], sources[1], sources[2]),
-        )
-        if machine.is_poisoned:
-            for tensor in (full.x, full.scales):
+        x, scales = self._new_x(), self._new_scales() if self.facts.num_scales else None
+        if self._shape.machine.is_poisoned:
+            for tensor in (x, scales):
                 if tensor is not None:
                     tensor.view(torch.uint8).fill_(0xFF)
-        return full
+        return x, scales, self._new_weights(), self._new_sources()
+
+    def _set_out(self, a: Any, expanded: Expanded) -> None:
+        """Set where an expert-layout result goes."""
+        x, scales, weights, sources = expanded
+        a.out_x, a.out_scales = x.data_ptr(), 0 if scales is None else scales.data_ptr()
+        a.out_weights, at = weights.data_ptr(), sources.data_ptr()
+        a.out_src_rank, a.out_src_token, a.out_src_k = (at + 8 * i * self.most_rows for i in range(3))
+
+    def _cut_expanded(self, expanded: Expanded, handle: ThroughputHandle, stream: int) -> DispatchResult:
+        """Return an expert-layout result, cut to its size when that is known."""
+        x, scales, weights, sources = expanded
+        most, num_scales = self.most_rows, self.facts.num_scales
+        rows = most if handle.num_recv is None else handle.num_recv
+        return DispatchResult(
+            first_rows(x, (most, self._hidden), rows),
+            None if scales is None else first_rows(scales, (most, num_scales), rows),
+            None,
+            part_of(weights, 0, rows),
+            handle,
+            [stream],
+            sources=(part_of(sources, 0, rows), part_of(sources, most, rows), part_of(sources, 2 * most, rows)),
+        )
 
     def _view(self, handle: ThroughputHandle, taken: Taken | None, stream: int, is_late: bool) -> DispatchResult:
         """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot.
@@ -414,36 +433,6 @@ def signature_of(facts: DispatchFacts) -> int:
         facts.scale_dtype,
         facts.has_topk,
         facts.has_weights,
-    )
-
-
-def _set_out(a: Any, expanded: DispatchResult) -> None:
-    """Set where an expert-layout result goes."""
-    a.out_x = expanded.x.data_ptr()
-    a.out_weights, a.out_scales = _address(expanded.topk_weights), _address(expanded.scales)
-    a.out_src_rank, a.out_src_token = _address(expanded.src_rank), _address(expanded.row_src_token)
-    a.out_src_k = _address(expanded.src_k)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResult:
-    """Cut an expert-layout result to its size, when that is known."""
-    rows = handle.num_recv
-    if rows is None:
-        return full
-
-    def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the first `rows` rows, of what is there."""
-        return None if tensor is None else tensor[:rows]
-
-    assert full.sources is not None
-    src_rank, src_token, src_k = full.sources
-    sources = src_rank[:rows], src_token[:rows], src_k[:rows]
-    return DispatchResult(
-        full.x[:rows], cut(full.scales), None, cut(full.topk_weights), handle, full.readers, sources=sources
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ....errors import InvalidArgument, InvalidState, ResourceError
+from ....errors import InvalidArgument, InvalidState, ResourceError, expected
 from ....gpu.device import GpuDevice, Mailboxes, Share
 from ....gpu.lent import AllGather, Lending
 from ....gpu.params import (
@@ -170,12 +170,30 @@ class Machine:
             self.num_calls += 1
 
     def quiet_stream(self) -> int | None:
-        """Return the current stream if `begin` would find nothing to do, else None.
+        """Return the current stream if `begin` would find nothing to do but to order streams, which is done, else None.
 
         Besides the checks of `GpuDevice.quiet_stream` this reads what other buffers do on the GPU, and blocked slots.
         """
-        is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or self._share.seen != Share.num_changes
-        return None if is_busy else self.device.quiet_stream()
+        if self.is_capturing or self.is_poisoned or self.pool.haunters:
+            return None
+        stream = self.device.quiet_stream() if self._share.seen == Share.num_changes else None
+        return self._follow_quietly() if stream is None else stream
+
+    def _follow_quietly(self) -> int | None:
+        """Order a call after those on another stream, or after other buffers have begun or moved; None if `begin` would
+        find more to do.
+        """
+        device, share = self.device, self._share
+        is_busy = device.is_closed or self.platform.is_capturing() or device.has_reports or share.stream is None
+        if is_busy or self._view.haunted:
+            return None
+        stream = self.stream = share.stream = self.platform.stream()
+        try:
+            self.max_sms, self._is_alone = share.limit(stream, False)
+        except expected(ResourceError):  # raised by `begin`
+            return None
+        device.follow(stream)
+        return stream
 
     def begin(self, do_check: bool = True) -> int:
         """Start a call: raise errors left by earlier ones, return the current stream.

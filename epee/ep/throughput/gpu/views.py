@@ -137,6 +137,14 @@ class KeptRows:
         self.keep()
         return (self._copies or self._views())[0]
 
+    def peek_topk_idx(self) -> torch.Tensor | None:
+        """Return `topk_idx` for work that is put on the current stream before the next call: not copied for that."""
+        if self._copies is None and self._current_stream is not None:
+            stream = self._current_stream()
+            if stream not in self._readers:
+                self._readers.append(stream)
+        return (self._copies or self._views())[0]
+
     def _views(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         (first, source), (rows, num_topk) = self._places, self._shape
         topk_idx = None if first is None else self._words[first : first + rows * num_topk].view(rows, num_topk)

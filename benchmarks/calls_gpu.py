@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -416,17 +417,24 @@ def _v1_calls(given: Inputs, num_ranks: int, ends: contextlib.ExitStack) -> Call
     buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 30, explicitly_destroy=True)
     ends.callback(buffer.destroy)
     calls: Calls = {}
-    for is_async, name in ((False, "no events"), (True, "events")):
-        steps = V1Steps(buffer, given, is_async, {})
-        got = steps.checked()
-        calls[f"Megatron forward, {name}"] = steps.forward
-        calls[f"Megatron backward, {name}"] = lambda steps=steps, got=got: steps.backward(got)
-    steps = V1Steps(
-        buffer, given, True, {"expert_alignment": 128, "config": deep_ep.Buffer.get_dispatch_config(num_ranks)}
-    )
+    config = deep_ep.Buffer.get_dispatch_config(num_ranks)
+    steps = V1Steps(buffer, given, True, {"expert_alignment": 128, "config": config})
     steps.x = per_token_cast_to_fp8(given.x)
     steps.checked()
     calls["SGLang forward, FP8, events"] = steps.forward
+    for is_async, name in ((False, "no events"), (True, "events")):
+        steps = V1Steps(buffer, given, is_async, {})
+        steps.checked()
+        calls[f"Megatron forward, {name}"] = steps.forward
+
+    @functools.cache
+    def held() -> Any:
+        """Return a dispatch whose results live on: made behind the rows before, which have all slots."""
+        return steps.dispatch()
+
+    for is_async, name in ((False, "no events"), (True, "events")):
+        back = V1Steps(buffer, given, is_async, {})
+        calls[f"Megatron backward, {name}"] = lambda back=back: back.backward(held())
     return calls
 
 

@@ -349,57 +349,58 @@ DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8*
   }
 }
 
-/// Starts the loads of a token's weights: in `from` lane k has what each rank has for its slot k (rank layout), or, in
-/// `from[0]`, that of the slot's row. All lanes of a warp.
+/// Starts the loads of the weight of slot `at`, (token, k) in one number: what each rank has for it (rank layout), or in
+/// `from[0]` that of the slot's row. A slot without a row gets zeros.
 template <bool kExpert>
-DEVICE void load_weights(const CombineParams& p, const CombineShared& s, const Found& f, float* from) {
-  const int k = lane_idx();
+DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at, float* from) {
   if (kExpert) {
-    from[0] = f.position < 0 ? 0.0f : ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[f.rank]) + f.row);
+    const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[at];
+    i64 row = -1;
+    if (expert >= 0)
+      row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
+    from[0] = 0.0f;
+    if (is_row(row, p.max_rows))
+      from[0] = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[expert / p.num_local_experts]) + row);
     return;
   }
+  const i64 token = at / p.num_topk;
 #pragma unroll
   for (int d = 0; d < kNumRanks; ++d) {
-    const i32 row = __shfl_sync(~0u, static_cast<i32>(f.row), d);
+    const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[token * kNumRanks + d];
+    const i64 row =
+        place < 0 ? -1 : static_cast<i64>(reinterpret_cast<const i32*>(p.row_base)[p.num_experts + d]) + place;
     from[d] = 0.0f;
-    if (row >= 0 && k < p.num_topk)
-      from[d] = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[d]) + static_cast<i64>(row) * p.num_topk + k);
+    if (is_row(row, p.max_rows))
+      from[d] =
+          ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[d]) + row * p.num_topk + (at - token * p.num_topk));
   }
 }
 
-/// Weights of the block's tokens. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
-/// weight of each slot's row. `warp` of `num_warps` warps. A token takes two trips, to the handle and to the peers, so a
-/// few are under way at once.
+/// The block's part of the weights. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
+/// weight of each slot's row. `warp` of `num_warps` warps. While rows fill the link a trip to a peer takes long, so each
+/// lane has slots of its own, and a few of them under way at once.
 template <bool kExpert>
 DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_warps) {
   constexpr int kMost = 4;
-  const int batch = kNumRanks <= 16 ? kMost : 1;  // more would not stay in registers
-  const int k = lane_idx();
-  const int step = p.num_pull_blocks * num_warps;
+  const int batch = kExpert || kNumRanks <= 4 ? kMost : kNumRanks <= 8 ? 2 : 1;  // more would not stay in registers
+  const i64 num_slots = static_cast<i64>(p.num_tokens) * p.num_topk;
+  const int step = 32 * p.num_pull_blocks * num_warps;
 #pragma unroll 1
-  for (int first = static_cast<int>(blockIdx.x) * num_warps + warp; first < p.num_tokens; first += batch * step) {
-    Looked looked[kMost];
-    Found found[kMost];
+  for (i64 first = 32 * (static_cast<int>(blockIdx.x) * num_warps + warp) + lane_idx(); first < num_slots;
+       first += batch * step) {
     float from[kMost][ROOM(kNumRanks, kMaxRanks)];
-    const auto is_token = [&](int b) { return b < batch && first + b * step < p.num_tokens; };
+    const auto is_slot = [&](int b) { return b < batch && first + b * step < num_slots; };
 #pragma unroll
     for (int b = 0; b < kMost; ++b)
-      if (is_token(b)) looked[b] = look_up<kExpert>(p, first + b * step);
-#pragma unroll
-    for (int b = 0; b < kMost; ++b)
-      if (is_token(b)) found[b] = order_rows<kExpert>(p, looked[b]);
-#pragma unroll
-    for (int b = 0; b < kMost; ++b)
-      if (is_token(b)) load_weights<kExpert>(p, s, found[b], from[b]);
+      if (is_slot(b)) load_weights<kExpert>(p, s, first + b * step, from[b]);
 #pragma unroll
     for (int b = 0; b < kMost; ++b) {
-      if (!is_token(b)) continue;
+      if (!is_slot(b)) continue;
       float sum = kExpert ? from[b][0] : 0.0f;
 #pragma unroll
       for (int d = 0; d < kNumRanks; ++d)
         if (!kExpert) sum = __fadd_rn(sum, from[b][d]);
-      if (k < p.num_topk)
-        reinterpret_cast<float*>(p.out_weights)[static_cast<i64>(first + b * step) * p.num_topk + k] = sum;
+      reinterpret_cast<float*>(p.out_weights)[first + b * step] = sum;
     }
   }
 }

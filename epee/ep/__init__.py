@@ -17,7 +17,7 @@ from .handle import Combined, Dispatched, Handle, Payload
 from .hosts.handle import TwoLevelHandle
 from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
-from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle
 from .plans import NO_FACTS, topk_facts
 from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, topk_of_map
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
@@ -46,7 +46,6 @@ __all__ = [
     "Need",
     "NoRoomError",
     "Payload",
-    "Quantisation",
     "Room",
     "TwoLevelHandle",
     "Wish",

@@ -311,7 +311,7 @@ DEVICE_COLD void finish_without(const LatencyCall& call, u64 tag, u32 missing, u
 }
 
 /// The last block's last act: writes `got`, moves the tags on, and says which of the sources in `awaited` are missing.
-/// A send half alone marks nothing as received: the other half may never run. All threads.
+/// A send phase alone marks nothing as received: its receive phase may never run. All threads.
 DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counted, u32 awaited, u64 out_got) {
   const int src = static_cast<int>(threadIdx.x);
   if (src >= kNumRanks) return;

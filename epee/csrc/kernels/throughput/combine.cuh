@@ -366,9 +366,8 @@ DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at,
   const i64 token = at / p.num_topk;
 #pragma unroll
   for (int d = 0; d < kNumRanks; ++d) {
-    const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[token * kNumRanks + d];
-    const i64 row =
-        place < 0 ? -1 : static_cast<i64>(reinterpret_cast<const i32*>(p.row_base)[p.num_experts + d]) + place;
+    const i32 nth = reinterpret_cast<const i32*>(p.send_prefix)[token * kNumRanks + d];
+    const i64 row = nth < 0 ? -1 : static_cast<i64>(reinterpret_cast<const i32*>(p.row_base)[p.num_experts + d]) + nth;
     from[d] = 0.0f;
     if (is_row(row, p.max_rows))
       from[d] =
@@ -378,7 +377,7 @@ DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at,
 
 /// The block's part of the weights. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
 /// weight of each slot's row. `warp` of `num_warps` warps. While rows fill the link a trip to a peer takes long, so each
-/// lane has slots of its own, and a few of them under way at once.
+/// thread has slots of its own, and a few of them under way at once.
 template <bool kExpert>
 DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_warps) {
   constexpr int kMost = 4;

@@ -43,7 +43,7 @@ from ..gpu.turns import Turns
 from ..profiling import is_profiling
 from .checks import check_timeout
 from .control.exchanging import RowExchange
-from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
+from .control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
 from .paths import GpuPath, Path
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ from .config import BufferConfig
 from .control.bootstrap import Born, bear, on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.exchanging import RowExchange
-from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
+from .control.header import OP_DISPATCH, OP_GATHER
+from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .membership.group_view import job_handle_of
@@ -43,10 +44,14 @@ from .streams import Lanes
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
+    from .hosts.direct import DirectExchange
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
+# On trial, and off: a `Buffer` on CPUs of one host exchanges its rows over an engine of its own (`hosts/direct.py`),
+# which lacks `sync` with a mask, replacements, and buffers made after a loss. Tests turn it on.
+ON_ENGINE = False
 
 
 @untraced_methods
@@ -116,7 +121,10 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not spans:
+        if not spans and alone is None and _has_engine(group, self.config):
+            born = Born([], DeathWatch())
+            self._exchange = _exchange_on_engine(group, self.config, self._timeout, closing)
+        elif not spans:
             born = bear(self.config)
             here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
             if self.config.is_lane:
@@ -414,6 +422,31 @@ def _tell_of_one_host(
     lane.is_told(
         tell_of_one_host(job_handle, *lane.identity, config, None if like is None else like.notice, lane.first)
     )
+
+
+def _has_engine(group: dist.ProcessGroup, config: BufferConfig) -> bool:
+    """Return whether a buffer of one host has an engine of its own; the same on all ranks."""
+    if not ON_ENGINE or config.is_cuda or config.is_latency or config.num_ranks == 1:
+        return False
+    from .hosts.birth import has_store
+
+    return has_store(group)
+
+
+def _exchange_on_engine(
+    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
+) -> DirectExchange:
+    """Make the engine of a buffer of one host. Collective; raises as `hosts.birth.create_over_hosts`."""
+    from .hosts.birth import create_over_hosts
+    from .hosts.direct import DirectExchange
+
+    if job_handle_of(group, config.num_ranks).is_joiner:
+        raise UnsupportedError("a process that has joined its group takes no part in a Buffer that has an engine yet")
+    try:
+        engine = create_over_hosts(group, config, timeout_s)
+    finally:
+        retire()
+    return DirectExchange(config, group.rank(), engine, closing.check)
 
 
 def _exchange_over_hosts(

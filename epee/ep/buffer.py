@@ -28,7 +28,7 @@ from .base import SharedBuffer
 from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
 from .config import BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
-from .control.inbox import OP_COMBINE, OP_DISPATCH
+from .control.header import OP_COMBINE, OP_DISPATCH
 from .handle import Combined, Dispatched, Handle, Payload
 from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans

@@ -19,7 +19,8 @@ from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
 from .control.exchanging import RowExchange
-from .control.inbox import OP_GATHER, Exchange
+from .control.header import OP_GATHER
+from .control.inbox import Exchange
 from .control.messages import ControlPlane, ControlPlaneOver
 from .control.words import inbox_layout
 from .latency.region import region_layout

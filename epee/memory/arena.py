@@ -69,6 +69,12 @@ class SlotPool:
         for slot in list(self._taken):
             self.cool(slot, seq)
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no slot is free."""
+        self._drain()
+        return not self._free
+
     def can_lease(self, purpose: str) -> bool:
         """Return whether one more slot may be leased for "result" or "input"."""
         self._drain()

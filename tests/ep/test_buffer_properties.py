@@ -6,6 +6,9 @@ kept from list to list) run them in one go. Receive memory is poisoned, so a row
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -60,7 +63,9 @@ def setups(draw: st.DrawFn, num_ranks: int) -> Setup:
     )
 
 
-def _agrees(num_ranks: int, max_examples: int) -> None:
+def agrees(num_ranks: int, max_examples: int, around: Callable[..., Any] | None = None) -> None:
+    """Run drawn cases on some ranks and compare them with the reference; `around`: as of `check_setups`."""
+
     @settings(
         max_examples=max_examples,
         phases=(Phase.explicit, Phase.generate),  # no shrinking: the message holds the whole case, and runs are dear
@@ -70,7 +75,7 @@ def _agrees(num_ranks: int, max_examples: int) -> None:
     )
     @given(drawn=st.lists(setups(num_ranks), min_size=1, max_size=3))
     def check(drawn: list[Setup]) -> None:
-        check_setups(num_ranks, drawn, run=pool.run_ranks)
+        check_setups(num_ranks, drawn, around=around, run=pool.run_ranks)
 
     with Pool() as pool:  # half of the time would go into new processes
         check()
@@ -79,4 +84,4 @@ def _agrees(num_ranks: int, max_examples: int) -> None:
 @pytest.mark.parametrize(("num_ranks", "max_examples"), [(1, 20), (2, 30), (3, 20), (5, 8), (8, 5)])
 def test_agrees_with_the_reference(num_ranks: int, max_examples: int) -> None:
     """Dispatch, cached dispatch and both combines, for everything that hypothesis can think of."""
-    _agrees(num_ranks, max_examples)
+    agrees(num_ranks, max_examples)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from epee.ep.checks import GivenRouting, check_dispatch, check_payload
 from epee.ep.config import BufferConfig
 from epee.ep.control.announce import dispatch_header
-from epee.ep.control.inbox import ExchangedRows
+from epee.ep.control.header import ExchangedRows
 from epee.ep.hosts.handle import TwoLevelHandle
 from epee.ep.hosts.layout import MIN_SUMMED, Parts, Records, SectionLayout, dispatch_length, records_of, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle

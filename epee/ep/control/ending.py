@@ -19,15 +19,11 @@ from typing import Protocol
 from ...errors import CommTimeoutError, InvalidState, RankFailedError, context, is_own
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
-from .header import REASON_BYTES
+from .header import REASON_BYTES, Moved
 from .membership import Membership
 from .withdrawal import EndWords
 
 _LOOK_S = 0.0005
-
-
-class Moved(Exception):
-    """The view has changed and no rank will end this call in its epoch: it is to be made again in the new one."""
 
 
 class Turned(Exception):

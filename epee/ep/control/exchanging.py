@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..throughput.placement import Ints
-from .header import Header
-from .inbox import ExchangedRows
+from .header import ExchangedRows, Header
 from .membership import Membership
 
 

@@ -1,7 +1,8 @@
-"""The fixed words of a row: what a rank is about to do, their checks, and their names in messages.
+"""The row of a call, as ranks exchange it: its fixed words, their checks and names in messages, and its format.
 
-For writers and readers see `inbox.py`. Everything in it comes from a peer, so each field has its bounds here. Plain
-values: a crash leaves nothing.
+A row is its tag, then the header, free bytes, counts; it says what a rank is about to do. `inbox.py` and
+`hosts/exchange.py` carry rows. Everything in one comes from a peer, so each field of the header has its bounds here;
+the user of a copy checks the counts. Plain values: a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from collections.abc import Sequence
 from operator import le
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
 from ...gpu.payload import DTYPE_CODES, LAYOUTS
 from ...memory.arena import num_pool_slots
+from ...memory.shared import BLOB_BYTES
 from ...memory.signals import SEQ_BITS
 from ..config import MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+from ..throughput.placement import Ints
 
 OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
 REASON_BYTES = 248
 REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
+
+
+class Moved(Exception):
+    """The view has changed and no rank will end this call in its epoch: it is to be made again in the new one."""
 
 
 class Header(NamedTuple):
@@ -70,6 +79,10 @@ NUM_AGREED = 10
 HEADER_NAMES = tuple(Header.__annotations__)
 NUM_HEADER = len(HEADER_NAMES)
 HEADER = struct.Struct(f"{NUM_HEADER}Q")
+_MULTIPLE = 8  # a row fills whole cache lines
+TEXT_AT = 1 + NUM_HEADER  # word of a row at which its free bytes begin
+_COUNTS_AT = TEXT_AT + REASON_BYTES // 8
+assert BLOB_BYTES <= REASON_BYTES
 Limits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -154,3 +167,54 @@ def check_agreed(
             f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
             "all ranks must make the same calls in the same order"
         )
+
+
+class ExchangedRows(NamedTuple):
+    """The rows of one exchange, copied and checked. Of a rank without a part in the call: zeros.
+
+    Attributes:
+        headers: one per rank.
+        counts: `[num_ranks, num_ranks + num_experts]` int64; rows that each rank sends to each rank, then (token, k)
+            slots that it gives each expert.
+        texts: the free bytes of each row: the blob of the rank's arena.
+        parties: the ranks with a part in the call, ascending.
+    """
+
+    headers: list[Header]
+    counts: Ints
+    texts: list[bytes]
+    parties: tuple[int, ...]
+
+
+def num_row_words(config: BufferConfig) -> int:
+    """Return how many words a row has, its tag included."""
+    words = _COUNTS_AT + config.num_ranks + config.num_experts
+    return words + -words % _MULTIPLE
+
+
+class RowFormat:
+    """The format of a row.
+
+    Args:
+        config: of the buffer.
+
+    Attributes:
+        num_words: of a row, its tag included.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._num_ranks = config.num_ranks
+        self.num_words = num_row_words(config)
+
+    def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
+        """Return a row without its tag; zeros for counts that the receivers know."""
+        numbers = b"" if counts is None else counts.tobytes()
+        row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        return row.ljust(8 * (self.num_words - 1), b"\0")
+
+    def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
+        """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, counts by rank."""
+        width, ranks = 8 * self.num_words, range(self._num_ranks)
+        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
+        texts = [rows[src * width + 8 * TEXT_AT :][:REASON_BYTES] for src in ranks]
+        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from ...errors import (
     CommTimeoutError,
@@ -45,38 +44,26 @@ from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..throughput.placement import Ints
 from .ending import CallEnd
-from .ending import Moved as Moved
 from .ending import Turned as Turned
 from .ending import Withdrawn as Withdrawn
-from .header import HEADER as HEADER
-from .header import NUM_HEADER, check_agreed, limits_of, parse_header
-from .header import OP_COMBINE as OP_COMBINE  # users of an exchange find these names here
-from .header import OP_DISPATCH as OP_DISPATCH
-from .header import OP_GATHER as OP_GATHER
-from .header import OP_NAMES as OP_NAMES
-from .header import REASON_BYTES as REASON_BYTES
-from .header import Header as Header
+from .header import (
+    HEADER,
+    NUM_HEADER,
+    OP_COMBINE,
+    OP_DISPATCH,
+    OP_NAMES,
+    REASON_BYTES,
+    ExchangedRows,
+    Header,
+    Moved,
+    check_agreed,
+    limits_of,
+    parse_header,
+)
 from .membership import Membership, Parties
 from .words import InboxWords
 
 RETRY_S = 0.1  # between two reports of a rank that is silent beyond the timeout
-
-
-class ExchangedRows(NamedTuple):
-    """The rows of one exchange, copied and checked. Of a rank without a part in the call: zeros.
-
-    Attributes:
-        headers: one per rank.
-        counts: `[num_ranks, num_ranks + num_experts]` int64; rows that each rank sends to each rank, then (token, k)
-            slots that it gives each expert.
-        texts: the free bytes of each row: the blob of the rank's arena.
-        parties: the ranks with a part in the call, ascending.
-    """
-
-    headers: list[Header]
-    counts: Ints
-    texts: list[bytes]
-    parties: tuple[int, ...]
 
 
 class Exchange:
@@ -386,6 +373,9 @@ class Exchange:
                     unfinished.append(src)
                 deadline = self.membership.patience(deadline)
         return unfinished
+
+    def abort(self) -> None:
+        """Do nothing: every wait checks whether the buffer is to be closed."""
 
     def release(self) -> None:
         """Release all views of the inboxes, so that their mappings can end."""

@@ -17,8 +17,8 @@ from ...errors import EpeeError, MismatchError, expected
 from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchanging import RowExchange
-from .header import REFUSED
-from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header, Moved
+from .header import OP_GATHER, REASON_BYTES, REFUSED, Header, Moved
+from .inbox import Exchange
 
 _log = logging.getLogger(__name__)
 

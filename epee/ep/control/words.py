@@ -7,8 +7,8 @@
                       reasons [8][32]                            written by the owner: why it refused a GPU call,
                                                                  whose number is word 0, stored last
 
-`inbox.py` documents when each word is written and read. A row is its tag, then the header (`header.py`), free bytes,
-counts. A crash leaves a row without its tag, which no rank reads.
+`inbox.py` documents when each word is written and read, `header.py` has the format of a row. A crash leaves a row
+without its tag, which no rank reads.
 
 Everything in a row comes from a peer: it is copied out of shared memory here, and the user of the copy checks it.
 """
@@ -17,28 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from ...memory.layout import Field, Layout
-from ...memory.shared import BLOB_BYTES, SharedRegion
+from ...memory.shared import SharedRegion
 from ...memory.signals import futex_wake
 from ..config import BufferConfig
-from ..throughput.placement import Ints
-from .header import HEADER, NUM_HEADER, REASON_BYTES, Header
+from .header import HEADER, REASON_BYTES, TEXT_AT, Header, RowFormat, num_row_words
 from .withdrawal import LINE_WORDS, EndWords
 
-_TEXT_AT = 1 + NUM_HEADER
-_COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
 _NUM_REASONS = 8
 _REASON_WORDS = 1 + REASON_BYTES // 8
-assert BLOB_BYTES <= REASON_BYTES
-
-
-def num_row_words(config: BufferConfig) -> int:
-    """Return how many words a row has, its tag included."""
-    words = _COUNTS_AT + config.num_ranks + config.num_experts
-    return words + -words % LINE_WORDS
 
 
 def inbox_layout(config: BufferConfig) -> Layout:
@@ -48,34 +37,6 @@ def inbox_layout(config: BufferConfig) -> Layout:
         Field("data", torch.int64, (config.num_ranks, LINE_WORDS)),
         Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
     )
-
-
-class RowFormat:
-    """The format of a row.
-
-    Args:
-        config: of the buffer.
-
-    Attributes:
-        num_words: of a row, its tag included.
-    """
-
-    def __init__(self, config: BufferConfig) -> None:
-        self._num_ranks = config.num_ranks
-        self.num_words = num_row_words(config)
-
-    def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
-        """Return a row without its tag; zeros for counts that the receivers know."""
-        numbers = b"" if counts is None else counts.tobytes()
-        row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
-        return row.ljust(8 * (self.num_words - 1), b"\0")
-
-    def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
-        """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, counts by rank."""
-        width, ranks = 8 * self.num_words, range(self._num_ranks)
-        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
-        texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
-        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]
 
 
 class InboxWords(RowFormat):
@@ -155,7 +116,7 @@ class InboxWords(RowFormat):
     def header_if_here(self, parity: int, mark: int, src: int) -> Header | None:
         """Return the header of a rank's row, unchecked, if this inbox has the row with that tag."""
         at = self.row_at(parity, src)
-        row = bytes(self.own[at : at + _TEXT_AT])
+        row = bytes(self.own[at : at + TEXT_AT])
         if int.from_bytes(row[:8], "little") != mark or self.own[at] != mark:
             return None
         return Header(*HEADER.unpack_from(row, 8))

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...engine import Engine, EngineOptions, Place, come_in, create_engine, place_of
+from ...engine.limits import MIN_STAGING_BYTES
 from ...errors import CommTimeoutError, EpeeError, UnsupportedError, expected
 from ...view.group import GroupInView
 from ..config import BufferConfig
@@ -64,7 +65,8 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
 
     def choose() -> EngineOptions:
         """Return the options of the engine."""
-        return EngineOptions(staging_bytes(config), _mode_of(config), _extra_of(config))
+        staged = staging_bytes(config) if config.num_hosts > 1 else MIN_STAGING_BYTES  # rows alone pass through it
+        return EngineOptions(staged, _mode_of(config), _extra_of(config))
 
     return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
 
@@ -120,6 +122,11 @@ def _extra_of(config: BufferConfig) -> int:
 
 def _nothing() -> None:
     """Do nothing: no process joins a group without a view, or on one host."""
+
+
+def has_store(group: dist.ProcessGroup) -> bool:
+    """Return whether torch knows the store through which a group was made; the same on all its ranks. Local."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

@@ -26,10 +26,9 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Make
 from ...errors import NoQuorumError, ProtocolError, context, ignored
 from ..config import BufferConfig
-from ..control.header import Header, check_agreed, limits_of, parse_header
-from ..control.inbox import OP_GATHER, ExchangedRows, Moved
+from ..control.exchanging import LastCall
+from ..control.header import OP_GATHER, ExchangedRows, Header, Moved, RowFormat, check_agreed, limits_of, parse_header
 from ..control.membership import Membership
-from ..control.words import RowFormat
 from ..throughput.placement import Ints
 from .step import CallPatience, MemberRows, OwnRow, Step
 
@@ -79,7 +78,7 @@ class HostsExchange:
         self.rank = rank
         self.engine = engine
         self.membership = Membership(0)
-        self.end = NothingOpen()
+        self.end: LastCall = NothingOpen()
         self.epoch = 0 if config.is_latency else engine.members.epoch
         self.peer_regions: PeerRegions = engine.members
         self._format = RowFormat(config)

@@ -50,7 +50,7 @@ from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import ExchangedRows
+from ..control.header import ExchangedRows
 from ..control.messages import ControlPlaneOver
 from ..handle import Combined, Dispatched, Handle, mask_of
 from ..paths import PathOverHosts

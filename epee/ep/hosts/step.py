@@ -34,7 +34,7 @@ from ...engine.plan import Make, Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
 from ...engine.tensors import Array
-from ..control.inbox import ExchangedRows
+from ..control.header import ExchangedRows
 
 _BYTE = np.dtype(np.uint8)
 _ROWS = "rows of a buffer's call"
@@ -54,11 +54,11 @@ class CallPatience(NamedTuple):
 class RowsPlan(Spread):
     """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row."""
 
-    def __init__(self, row: bytes, found: Array, peer_regions: PeerRegions) -> None:
+    def __init__(self, row: bytes, found: Array, peer_regions: PeerRegions, name: str) -> None:
         self.row = row
         sinks = {place: Sink(found[rank]) for place, rank in enumerate(peer_regions.members)}
         signature = pack_signature(OP_CODE[_ROWS], count=len(row))
-        super().__init__(_ROWS, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, peer_regions)
+        super().__init__(name, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, peer_regions)
 
     def is_like(self, other: Plan) -> bool:
         """As `Plan.is_like`."""
@@ -77,9 +77,9 @@ class OwnRow:
         self.data = data
         self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
 
-    def plan(self, peer_regions: PeerRegions) -> RowsPlan:
-        """Plan their exchange."""
-        return RowsPlan(self.data, self.found, peer_regions)
+    def plan(self, peer_regions: PeerRegions, name: str = _ROWS) -> RowsPlan:
+        """Plan their exchange; `name`: of the call, for messages."""
+        return RowsPlan(self.data, self.found, peer_regions, name)
 
 
 class MemberRows(NamedTuple):

@@ -23,7 +23,7 @@ from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
-from ..control.inbox import OP_COMBINE, OP_DISPATCH
+from ..control.header import OP_COMBINE, OP_DISPATCH
 from ..membership.birth import awaited_bytes
 from ..membership.group_view import job_handle_of
 from ..paths import Making, Path, PathOverHosts

@@ -28,7 +28,7 @@ from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ...gpu.event import DONE
 from ..config import BufferConfig
-from ..control.inbox import OP_GATHER
+from ..control.header import OP_GATHER
 from ..control.messages import ControlPlaneOver
 from ..paths import Path
 from ..streams import Lane

@@ -49,7 +49,7 @@ from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
 from ...memory.shared import SharedRegion
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
+from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
 from ..control.words import inbox_layout
 from ..membership import path_lane

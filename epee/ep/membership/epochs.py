@@ -43,8 +43,9 @@ from ...memory.signals import futex_sleep, tag
 from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Member
 from ...view.protocol.outcome import CallState
-from ..control.header import GIVEN_UP, Header
-from ..control.inbox import Exchange, Moved, Turned
+from ..control.ending import Turned
+from ..control.header import GIVEN_UP, Header, Moved
+from ..control.inbox import Exchange
 from ..control.membership import Agreed, Parties
 from ..control.words import inbox_layout
 from .birth import Begun

@@ -58,7 +58,9 @@ from ...memory.shared import SharedRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
-from ..control.inbox import Exchange, Moved, Turned
+from ..control.ending import Turned
+from ..control.header import Moved
+from ..control.inbox import Exchange
 from ..control.membership import Agreed, Parties
 from .birth import Begun, death_in_birth
 from .group_view import process_of

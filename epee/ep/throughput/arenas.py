@@ -21,7 +21,8 @@ from ...memory.layout import Field
 from ...memory.shared import BLOB_BYTES
 from ..checks import PayloadRows
 from ..config import BufferConfig
-from ..control.inbox import Exchange, ExchangedRows
+from ..control.header import ExchangedRows
+from ..control.inbox import Exchange
 from ..handle import Payload
 from .rows import rows_of, typed
 
@@ -52,11 +53,15 @@ class OwnArenas:
         return sum(arena.region.mapped_bytes for arena in self._own.values())
 
     def of(self, layout: str, alignment: int) -> tuple[Arena, int]:
-        """Return the arena of a layout and the alignment that it was made for, `alignment` at least."""
+        """Return the arena of a layout and the alignment that it was made for, `alignment` at least.
+
+        Where peers may still access all slots, because calls have failed one after another, it is made anew.
+        """
         arena = self._own.get(layout)
         needed = alignment if layout == "expert" else 1
-        if arena is not None and self._alignment[layout] >= needed:
+        if arena is not None and self._alignment[layout] >= needed and not arena.pool.is_exhausted:
             return arena, self._alignment[layout]
+        needed = max(needed, self._alignment[layout])
         slot_layout = self._config.slot_layout(layout, needed)
         new = Arena(slot_layout, self._config.num_slots, f"{layout}-{self._rank}-{os.getpid()}")
         if arena is not None:
@@ -123,16 +128,13 @@ class Arenas(OwnArenas):
         self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
         self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
 
-    def settle(self, deadline: float) -> None:
-        """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
-        self._exchange.settle(deadline)
-        for arena in self._own.values():
-            self.reclaim(arena)
-
-    def reclaim(self, arena: Arena) -> None:
-        """Free the slots that are no longer held and that no peer may touch."""
-        arena.pool.reclaim(self._exchange.seq)
-        arena.pool.passed(self._exchange.settled)
+    def of(self, layout: str, alignment: int) -> tuple[Arena, int]:
+        """As `OwnArenas.of`; frees the slots that are no longer held and that no peer may touch."""
+        arena = self._own.get(layout)
+        if arena is not None:
+            arena.pool.reclaim(self._exchange.seq)
+            arena.pool.passed(self._exchange.settled)
+        return super().of(layout, alignment)
 
     def let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
         """Free a slot. Once the call was announced, peers may touch it until they have passed the call."""

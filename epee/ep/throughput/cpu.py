@@ -35,7 +35,7 @@ from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import ExchangedRows, Moved
+from ..control.header import ExchangedRows, Moved
 from ..handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from ..membership import path_lane
 from ..paths import Making, Path
@@ -108,8 +108,8 @@ class CpuPath(Path):
 
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
+        self.exchange.settle(deadline)
         arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
-        self.arenas.settle(deadline)
         slot = self.arenas.take(arena)
         counts = call.plan.counts if call.plan is not None else None
         last_seq = self.exchange.seq
@@ -138,8 +138,8 @@ class CpuPath(Path):
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
+        self.exchange.settle(deadline)
         arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)
-        self.arenas.settle(deadline)
         slot = arena.leased_input(call.y) if call.y.numel() else None
         is_staged = slot is not None
         slot = self.arenas.take(arena) if slot is None else slot
@@ -158,11 +158,14 @@ class CpuPath(Path):
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
         arena, _ = self.arenas.of(handle.layout, handle.expert_alignment)
-        self.arenas.reclaim(arena)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype, device="cpu")
         slot = self.arenas.take(arena)
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
+
+    def abort(self) -> None:
+        """End a call in progress in another thread."""
+        self.exchange.abort()
 
     def close(self) -> None:
         """Drop all memory; tensors that the user still holds keep theirs. Idempotent.

@@ -32,7 +32,7 @@ from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM,
 from ...gpu.shapes import ThroughputConfig, slots_of
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES
+from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.messages import reason_bytes
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload

@@ -17,7 +17,7 @@ from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import DispatchCall, PayloadRows
 from ..config import BufferConfig
-from ..control.inbox import ExchangedRows
+from ..control.header import ExchangedRows
 from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows

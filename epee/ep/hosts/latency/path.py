@@ -52,7 +52,7 @@ from ....gpu.turns import Closing
 from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
 from ...config import BufferConfig
-from ...control.inbox import OP_GATHER
+from ...control.header import OP_GATHER
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
 from ...latency.cpu import CpuLatencyHandle, LatencyCalls

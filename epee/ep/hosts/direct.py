@@ -1,0 +1,297 @@
+"""The exchange of rows over an engine where all ranks share a host: payload goes straight into the receivers' memory.
+
+It serves `throughput/cpu.py` in place of `control/inbox.py`, for buffers that have an engine of their own. A call of
+the buffer is one or two calls of the engine:
+
+    every call   The **rows** of all ranks for all ranks. A row grants a slot of its writer's arena to the others.
+    dispatch     Every rank then stores its rows into the slots that the others have granted, each once, at its final
+                 offset. After the last store it makes the **data call**, which moves nothing: when it has completed
+                 here, all ranks have made it, so all rows are here.
+    combine      A rank has its expert outputs in the granted slot before it sends its row, so whoever has the rows of
+                 all ranks may read. No call follows.
+
+Who may access a slot, and when: peers write or read between the exchange of rows and their next call. An engine call
+that has completed here has been made by all its members, so they have finished every earlier one: slots granted before
+are free again (`settled`).
+
+A change of the view: an engine call ends in the same peer regions on all ranks, or fails on all of them (mode "raise").
+Arenas belong to an epoch, so that what a stale writer still stores hits memory that no rank reads or grants any more. A
+call of the engine that ends in a later epoch than that of the buffer brings all ranks into that epoch, alike, and the
+buffer's call is made again there (`Moved`). In mode "mask" a combine ends among those that are left instead, from the
+memory of the old epoch, which the next call drops.
+
+A rank that leaves a dispatch between its two calls refuses the second one, so that no rank waits for it. One that has
+exchanged the rows of a combine and raises then does not know the result that the others have: the ranks stand before
+different calls, and the buffer says so in every further one (`OpenCall`).
+
+A crash leaves rows in slots that nobody grants again, and an engine call that the others end without the rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...engine import Engine
+from ...engine.entry import ENDED
+from ...engine.operation import Operation
+from ...engine.outbox import PeerRegions
+from ...engine.plan import Make, Plan, refused
+from ...engine.signature import OP_CODE
+from ...engine.signature import pack as pack_signature
+from ...engine.stall import GAVE_THE_CALL_UP, HAS_LEFT
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    InvalidState,
+    PeerError,
+    UnsupportedError,
+    context,
+    expected,
+)
+from ..config import BufferConfig
+from ..control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, REASON_BYTES, ExchangedRows, Header, Moved
+from ..control.membership import Agreed, Membership
+from ..throughput.placement import Ints
+from .exchange import HostsExchange
+from .step import CallPatience
+
+_DEATH_S, _LOOK_S = 2.0, 0.001
+
+
+class DataPlan(Plan):
+    """The data call of a dispatch: headers only."""
+
+    def __init__(self, peer_regions: PeerRegions) -> None:
+        super().__init__(OP_NAMES[OP_DISPATCH], pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]]))
+
+
+class OpenCall:
+    """The end of a call here that the others complete by themselves: open until its caller has the result.
+
+    Attributes:
+        lost: why the buffer cannot be used any more; empty while it can.
+    """
+
+    def __init__(self) -> None:
+        self.lost = ""
+        self._where = ""
+
+    def open(self, where: str) -> None:
+        """Record that the others complete the call named `where`."""
+        self._where = where
+
+    def close(self) -> None:
+        """Record that the caller of the last call has its result."""
+        self._where = ""
+
+    def check(self) -> None:
+        """Raise `InvalidState` if the others have completed a call that has raised here."""
+        if self._where:
+            self.lost = (
+                f"{self._where}: this call has raised an error here, and others have completed it: the ranks stand "
+                "before different calls; close this buffer on all ranks and make a new one"
+            )[:REASON_BYTES]
+            self.close()
+        if self.lost:
+            raise InvalidState(self.lost)
+
+
+class EngineMembership(Membership):
+    """The membership of a buffer's engine, as the calls of the buffer see it."""
+
+    def __init__(self, exchange: DirectExchange) -> None:
+        super().__init__(exchange.engine.peer_regions.regions[exchange.rank].mapped_bytes)
+        self._exchange = exchange
+
+    @property
+    def raises(self) -> bool:  # type: ignore[override]
+        """Whether a loss is an error."""
+        return self._exchange.config.fault_mode == "raise"
+
+    @property
+    def must_turn(self) -> bool:  # type: ignore[override]
+        """Whether the last call has ended in a later epoch, which the next one enters."""
+        return self._exchange.later is not None
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Enter the epoch in which the last call has ended."""
+        self._exchange.enter()
+
+    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
+        """Refuse: the members of an engine do not change by agreement yet."""
+        raise UnsupportedError("sync with a mask: not for a Buffer on CPUs that has an engine (on trial)")
+
+    def await_end_of(self, rank: int, deadline: float) -> bool:
+        """Return whether the process of a rank ends, for which there is a moment."""
+        until = min(deadline, time.monotonic() + _DEATH_S)
+        while rank not in self._exchange.engine.watch.dead():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+
+class DirectExchange(HostsExchange):
+    """Row exchange through an engine, beside payload in shared memory; used as `control.inbox.Exchange`.
+
+    Args:
+        config, rank, engine, interrupt: as of `HostsExchange`.
+
+    Attributes:
+        seq: of the last call of the engine that others may have rows or grants of; it names calls and handles.
+        settled: calls of the engine before this one are over on all ranks.
+        later: the peer regions with which the last call has ended, if the next one enters their epoch; else None.
+        pids: the ranks' processes.
+    """
+
+    seq = 0
+    settled = 0
+    later: PeerRegions | None = None
+
+    def __init__(self, config: BufferConfig, rank: int, engine: Engine, interrupt: Callable[[], None]) -> None:
+        super().__init__(config, rank, engine, interrupt)
+        self.end = self._open = OpenCall()
+        self.membership = EngineMembership(self)
+        self._is_awaited = False  # the others wait for this rank's data call
+        self._refusal: Operation | None = None  # a call that this rank has refused, which may be open
+        self._bind(engine.members)
+
+    def _bind(self, peer_regions: PeerRegions) -> None:
+        """Make an epoch that of the buffer."""
+        self.later = None
+        self.peer_regions, self.epoch = peer_regions, peer_regions.epoch
+        members = peer_regions.members
+        self.pids = {rank: peer_regions.regions[at].owner_pid for at, rank in enumerate(members)}
+        self.reduced_members = members if len(members) < self.config.num_ranks else None
+
+    def enter(self, peer_regions: PeerRegions | None = None) -> None:
+        """Enter a later epoch: the memory of the old one is dropped."""
+        peer_regions = peer_regions or self.later
+        if peer_regions is not None:
+            self.membership.forget()
+            self._bind(peer_regions)
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
+        """Send this rank's row and return the rows of all ranks, checked and agreed on; raises as
+        `HostsExchange.call`.
+
+        Raises:
+            Moved: the call has ended in a later epoch, in which it is to be made again.
+            InvalidState: an earlier call has ended otherwise here than on the other ranks.
+        """
+        row, name = self._row(header, counts, text), OP_NAMES[header.op]
+        make = partial(row.plan, name=name)
+        if self.engine.unclaimed:
+            self._settle_interrupted(make, deadline)
+        self._open.check()
+        done = self._run(make, deadline)
+        met = self._read(row, done)
+        if done.peer_regions.epoch != self.epoch:
+            is_left = not self.membership.raises and set(met.members) <= set(self.members)
+            if header.op != OP_COMBINE or not is_left:
+                self.enter(done.peer_regions)
+                raise Moved
+            self.later = done.peer_regions
+        self._is_awaited = header.op == OP_DISPATCH
+        if header.op == OP_COMBINE:
+            self._open.open(context(name, rank=self.rank, seq=done.seq, epoch=self.epoch))
+        return met.rows
+
+    def _settle_interrupted(self, make: Make, deadline: float) -> None:
+        """Find out how interrupted calls have ended, of which the one that `make` plans may be the repetition.
+
+        Raises:
+            CommTimeoutError: that is still open.
+        """
+        for op in [op for op in self.engine.unclaimed if op.plan.name != OP_NAMES[OP_DISPATCH]]:
+            if not op.done:
+                try:
+                    self.engine.wait(op, max(1e-3, deadline - time.monotonic()))
+                except expected(EpeeError):
+                    if not op.done:
+                        raise
+            if op.error is None and not make(op.peer_regions).is_like(op.plan):
+                self._open.open(context(op.plan.name, rank=self.rank, seq=op.seq, epoch=self.epoch))
+
+    def _run(self, make: Make, deadline: float) -> Operation:
+        """Run a call of the engine."""
+        self._interrupt()
+        self._await_refusal(deadline)
+        engine = self.engine
+        try:
+            done = engine.run(make, CallPatience.until(deadline))
+        except expected(PeerError) as error:
+            if error.cause not in (HAS_LEFT, GAVE_THE_CALL_UP) or not self._are_present(error.ranks):
+                raise
+            raise CommTimeoutError(
+                f"{error}; its rank has closed the buffer, or gave up this call", error.ranks
+            ) from error
+        finally:
+            self.seq = engine.seq
+        self.settled = done.seq
+        return done
+
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
+        """Send this rank's row, as one that refuses the call, and wait for no rank."""
+        self._await_refusal(deadline)
+        row = self._row(header, counts, text)
+        make = partial(row.plan, name=OP_NAMES[header.op])
+        self._refusal = self.engine.start(make, CallPatience.until(deadline))
+
+    def _await_refusal(self, deadline: float) -> None:
+        """Wait for the end of a call that this rank has refused, whatever it is.
+
+        One call at a time is issued, else a loss would fail two, and the others would raise it twice.
+        """
+        op = self._refusal
+        if op is not None and not op.done:
+            try:
+                self.engine.wait(op, max(1e-3, deadline - time.monotonic()))
+            except expected(EpeeError):
+                if not op.done:
+                    raise
+        self._refusal = None
+
+    def _are_present(self, ranks: Sequence[int]) -> bool:
+        """Return whether the processes of these ranks are in the job."""
+        membership = self.engine.membership
+        return membership is not None and set(ranks) <= membership.admission.present().keys()
+
+    # ---- payload
+
+    def settle(self, deadline: float) -> None:
+        """Do nothing: a slot that peers may still access is not free (`settled`), and no call waits for one."""
+
+    def signal_data(self, dst_rank: int) -> None:
+        """Do nothing: the data call says that all of this rank's rows are stored."""
+
+    def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
+        """Make the data call of a dispatch; returns when the rows of all ranks are here, always without a rank.
+
+        Raises:
+            Moved: a rank was lost before it had stored all of its rows; the dispatch is to be made again without it.
+            as `engine.run`.
+        """
+        self._is_awaited = False
+        done = self._run(DataPlan, deadline)
+        if done.peer_regions.epoch != self.epoch:
+            self.enter(done.peer_regions)
+            raise Moved
+        return []
+
+    def abandon(self) -> None:
+        """Refuse the data call, if the others are in it: this rank's rows will not arrive."""
+        is_awaited, self._is_awaited = self._is_awaited, False
+        if not is_awaited or self.engine.flags & ENDED:
+            return
+        told = AbortedError(f"gave up this call after an error of its own: {sys.exc_info()[1]!r}")
+        plan = refused(OP_NAMES[OP_DISPATCH], told)
+        self._refusal = self.engine.start(lambda peer_regions: plan, may_claim=False)
+
+    def abort(self) -> None:
+        """End a call in progress in another thread."""
+        self.engine.close()

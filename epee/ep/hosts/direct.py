@@ -41,7 +41,7 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan, refused
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
-from ...engine.stall import GAVE_THE_CALL_UP, HAS_LEFT
+from ...engine.waiting import GAVE_THE_CALL_UP, HAS_LEFT
 from ...errors import (
     AbortedError,
     CommTimeoutError,

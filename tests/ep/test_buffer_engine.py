@@ -1,6 +1,6 @@
 """Buffers on CPUs that have an engine of their own (`epee/ep/hosts/direct.py`), on trial: outcomes and results.
 
-The programs are those of tests/survive/test_buffer_outcomes.py and of the drawn cases: what holds for a buffer without
+The programs are those of tests/survive/test_buffer_tables.py and of the drawn cases: what holds for a buffer without
 an engine holds for one with it. Not here, because it does not hold yet: `sync` with a mask, and replacements.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from epee.ep import base
 from tests.ep.test_buffer_properties import agrees
 from tests.harness import run_mortal
-from tests.survive import test_buffer_outcomes as outcomes
+from tests.survive import test_buffer_tables as outcomes
 from tests.survive.buffer_rounds import make_buffer, start
 
 

@@ -15,6 +15,7 @@ class Descriptor(int):
     """An open descriptor, or -1. An exception that leaves its `with` closes it, and so does its deletion."""
 
     is_kept = False  # or closed
+    _close = staticmethod(os.close)  # at the exit of the interpreter the module's names are gone
 
     def __enter__(self) -> Descriptor:
         return self
@@ -27,7 +28,7 @@ class Descriptor(int):
         """Close it; idempotent."""
         if not self.is_kept and self >= 0:
             self.is_kept = True
-            os.close(self)
+            self._close(self)
 
     __del__ = close
 

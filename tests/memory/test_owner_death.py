@@ -22,7 +22,7 @@ from epee.memory.passing import DescriptorServer
 from epee.memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from tests.harness import run_ranks
 
-OWN_FILES = tuple(f"epee/memory/{name}.py" for name in ("claim", "host", "passing", "cuda_share"))
+OWN_FILES = tuple(f"epee/memory/{name}.py" for name in ("claim", "shared", "passing", "cuda_share"))
 Open = Callable[[bytes, int], None]
 
 

@@ -16,30 +16,30 @@ from tests.paths import code_lines, measure, package_code_lines
 # call: (files, functions), from the slowest of several runs on a 2-core CPU machine
 CEILINGS = {
     "cpu": {
-        "dispatch cpu": (30, 150),
+        "dispatch cpu": (30, 152),
         "combine cpu": (29, 128),
         "all_reduce 16 B cpu": (12, 28),
-        "all_reduce 16 MiB cpu": (22, 82),
+        "all_reduce 16 MiB cpu": (24, 85),
     },
     "hosts": {
-        "dispatch hosts": (48, 216),
-        "combine hosts": (44, 172),
+        "dispatch hosts": (48, 220),
+        "combine hosts": (44, 174),
         "all_reduce 16 B hosts": (17, 42),
-        "all_reduce 16 MiB hosts": (28, 120),
+        "all_reduce 16 MiB hosts": (32, 141),
     },
     "cuda": {
-        "dispatch cuda, first": (30, 142),
-        "combine cuda, first": (42, 190),
-        "dispatch cuda, repeated": (23, 90),
+        "dispatch cuda, first": (30, 143),
+        "combine cuda, first": (42, 200),
+        "dispatch cuda, repeated": (24, 90),
         "combine cuda, repeated": (26, 82),
         "latency dispatch cuda, first": (29, 100),
         "latency combine cuda, first": (24, 80),
         "latency dispatch cuda, repeated": (24, 60),
         "latency combine cuda, repeated": (21, 55),
     },
-    "kill": {"all_reduce, peer killed": (45, 490)},
+    "kill": {"all_reduce, peer killed": (45, 495)},
 }
-MAX_CODE_LINES = 47_062
+MAX_CODE_LINES = 47_690
 ATTEMPTS = 5
 
 

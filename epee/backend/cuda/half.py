@@ -182,7 +182,7 @@ class DeviceHalf(MeetingHalf):
             try:
                 if self._run("barrier", (device,), {}, None, False) is NOT_SERVED:
                     return NOT_SERVED
-            except PeerError as exc:
+            except expected(PeerError) as exc:
                 if self._engine.reports_losses and is_loss(exc):
                     return Ended(self._engine, exc)
                 raise

@@ -258,8 +258,7 @@ class DirectExchange(HostsExchange):
 
     def _are_present(self, ranks: Sequence[int]) -> bool:
         """Return whether the processes of these ranks are in the job."""
-        membership = self.engine.membership
-        return membership is not None and set(ranks) <= membership.admission.present().keys()
+        return set(ranks) <= self.engine.membership.admission.present().keys()
 
     # ---- payload
 

@@ -86,7 +86,7 @@ def test_where_nobody_waits_nobody_is_taken_in_and_the_group_works_on() -> None:
         assert out[0] == "UnsupportedError"
         assert 'put_out needs fault_mode="mask"' in out[1]
         assert shrink[0] == "InvalidArgument"
-        assert "rank(s) 2 take part" in shrink[1]
+        assert "rank(s) 2 are members" in shrink[1]
 
 
 def joined(rank: int, num_ranks: int, folder: str, placement: tuple[int, ...]) -> tuple[str, str]:

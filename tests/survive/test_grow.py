@@ -76,7 +76,7 @@ def back(slot: int, num_processes: int, folder: str, mode: str) -> Any:
         seen = lose(group, 2)
         assert group.num_slots == 4, "a loss changes no lists"
         every_operation(group, [0, 1])
-        with pytest.raises(InvalidArgument, match="1 take part"):
+        with pytest.raises(InvalidArgument, match="1 are members"):
             group.extend_group_size_to(1)
         group.extend_group_size_to(2)
         assert group.num_slots == 2

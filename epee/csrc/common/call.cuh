@@ -14,12 +14,13 @@
 //                     reported, grid words, grants, scratch
 //
 // View. Who takes part is read from memory, so that a graph replays into the view of its day: the first word of `view`
-// has a bit for each active rank (of 64), the second one the number of the view and `kSomeHaunted`. The host writes them (`Machine.set_view`) while no call is in
-// flight on any member, together with `seq`, which all members set to the same number above every call that any of them
-// has made: so no word of an earlier call passes for one of a later call. A rank that is not active is neither written
-// to, nor awaited, nor read: its words have places of their own, so it cannot be taken for somebody else, whatever it
-// stores. A handle knows the view that it was made in and serves in no other. `haunted` has a bit for each slot that a
-// rank which was left out may still write; the host lends none of them, but a graph names its slot in every replay.
+// has a bit for each active rank (of 64), the second one the number of the view and `kSomeHaunted`. The host writes
+// them (`Machine.set_view`) while no call is in flight on any member, together with `seq`, which all members set to the
+// same number above every call that any of them has made: so no word of an earlier call passes for one of a later call.
+// A rank that is not active is neither written to, nor awaited, nor read: its words have places of their own, so it
+// cannot be taken for somebody else, whatever it stores. A handle knows the view that it was made in and serves in no
+// other. `haunted` has a bit for each slot that a rank which was left out may still write; the host lends none of them,
+// but a graph names its slot in every replay.
 //
 // News (`wait.cuh`). Threads that wait for peers look at `news` every `kPollsPerLook` polls. A call with a dead rank in
 // its view cannot end well, so any wait for a peer ends then, also one for a living rank, which may have given up

@@ -288,7 +288,9 @@ DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 wor
 }
 
 /// What counts in the end, and whether blocks have differed, so that the last one must do all again.
-DEVICE u32 counted_sources(const CallShared& s) { return (s.verdict >> kMaxLocal & ~s.verdict) & ((1u << kNumRanks) - 1); }
+DEVICE u32 counted_sources(const CallShared& s) {
+  return (s.verdict >> kMaxLocal & ~s.verdict) & ((1u << kNumRanks) - 1);
+}
 DEVICE bool has_differed(const CallShared& s) { return (s.verdict & s.verdict >> kMaxLocal) != 0; }
 
 /// Takes silent sources out of the mask and tells the host, or in a strict call reports them. Threads below kNumRanks.

@@ -349,8 +349,8 @@ DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8*
   }
 }
 
-/// Starts the loads of the weight of slot `at`, (token, k) in one number: what each rank has for it (rank layout), or in
-/// `from[0]` that of the slot's row. A slot without a row gets zeros.
+/// Starts the loads of the weight of slot `at`, (token, k) in one number: what each rank has for it (rank layout), or
+/// in `from[0]` that of the slot's row. A slot without a row gets zeros.
 template <bool kExpert>
 DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at, float* from) {
   if (kExpert) {
@@ -375,9 +375,9 @@ DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at,
   }
 }
 
-/// The block's part of the weights. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
-/// weight of each slot's row. `warp` of `num_warps` warps. While rows fill the link a trip to a peer takes long, so each
-/// thread has slots of its own, and a few of them under way at once.
+/// The block's part of the weights. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout:
+/// the weight of each slot's row. `warp` of `num_warps` warps. While rows fill the link a trip to a peer takes long, so
+/// each thread has slots of its own, and a few of them under way at once.
 template <bool kExpert>
 DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_warps) {
   constexpr int kMost = 4;
@@ -444,7 +444,8 @@ DEVICE void combine(const CombineParams& p) {
   if (blockIdx.x == 0) perhaps_stall(tag, p.call.rank, 14);
   u64 signature = 0;  // a refusal has no handle; the first warp alone joins the call
   if (warp_idx() == 0 && !p.refused) signature = combine_signature(p.signature, losses_before(p.call, tag), recv_info);
-  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view.number, recv_info);  // its loads go with the others
+  u32 refusal =
+      p.refused ? static_cast<u32>(p.refused) : flaw_of(view.number, recv_info);  // its loads go with the others
   if (!kExpert && !refusal && is_slot_haunted(p.call, view.number, p.slot)) refusal = static_cast<u32>(kHauntedCode);
   if (threadIdx.x == 0) s.active = active;
   if (blockIdx.x == 0) send_ready(p, tag, active, signature, refusal);

@@ -8,11 +8,11 @@
 // publisher: one warp of a sending block; it writes the receivers' `streams` (a progress word with the tag, and the
 //   first row), which say how many rows of a channel are whole. Its release waits for stores in flight; the senders
 //   must not. A stream's last word has bit 0 set.
-// expander (all warps of the blocks behind the senders): copies each row, loaded once, to all its offsets: rows of peers
-//   as the streams say that they are whole; while none is, rows of this rank's own tokens, read from `x` itself (a
-//   counter hands them out; they are neither sent nor staged); and then its share of the padding. Neighbouring streams
-//   are watched by warps of different blocks: all SMs store, whatever the number of channels. Where there are more
-//   warps than streams, several warps watch one stream and take its rows in turn.
+// expander (all warps of the blocks behind the senders): copies each row, loaded once, to all its offsets: rows of
+//   peers as the streams say that they are whole; while none is, rows of this rank's own tokens, read from `x` itself
+//   (a counter hands them out; they are neither sent nor staged); and then its share of the padding. Neighbouring
+//   streams are watched by warps of different blocks: all SMs store, whatever the number of channels. Where there are
+//   more warps than streams, several warps watch one stream and take its rows in turn.
 //
 // Only expanders wait for other ranks, each until its streams have ended, its time-out or the report of a death: then
 // the call fails here and the result holds some of its rows only. A peer that is late may write into the slot until it

@@ -24,6 +24,6 @@ def test_a_warm_cache_holds_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_size_that_no_kernel_serves_is_refused() -> None:
-    result = CliRunner().invoke(app, ["warmup", "--ranks", "9"])
+    result = CliRunner().invoke(app, ["warmup", "--ranks", "17"])
     assert isinstance(result.exception, InvalidArgument)
     assert "num_ranks" in str(result.exception)

@@ -526,6 +526,7 @@ def interrupted(rank: int, num_ranks: int, folder: str, op: str) -> Any:
     if rank == 2:
         stages.wait_for(folder, "interrupted")
     if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     seen = raised(lambda: program.dispatch(2) if op == "dispatch" else program.combine(sent, 1))
     if rank == 0:

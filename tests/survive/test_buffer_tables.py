@@ -226,10 +226,10 @@ def refused_beside_a_loss(rank: int, num_ranks: int, folder: str) -> Any:
 
 
 def test_a_refused_call_beside_a_loss() -> None:
-    """The refusal alone is raised where the loss ends that very call; else the loss comes with the next one."""
+    """The refusal alone is raised where the loss ends that very call; else the loss comes with the next one, or, known
+    before the call, in its place."""
     first, second, _ = run_mortal(refused_beside_a_loss, NUM_RANKS, dead={2})
-    assert first[0] == "InvalidArgument"
-    assert first[1] <= 1
+    assert (first[0], first[1]) in (("InvalidArgument", 0), ("InvalidArgument", 1), ("RankFailedError", 0))
     assert (second[0], second[1]) in (("RankFailedError", 0), ("MismatchError", 1))
 
 

@@ -91,7 +91,7 @@ class PendingCall:
 
     is_received = False
 
-    part = "half"
+    part = "part"
     gone: Collection[int] = ()  # members stay in an epoch until it ends
     absent: Collection[int] = ()
     membership = Membership(0)  # an epoch does not end by itself: `sync` ends it, between calls

@@ -21,6 +21,7 @@ def block(p10_us: float, median_us: float = 20.0) -> dict[str, dict[str, float]]
         ([100.0, 100.0, 100.0], [106.0, 107.0, 106.0], True),
         ([100.0, 200.0, 100.0], [101.0, 202.0, 101.0], False),  # a noisy pair is compared with itself
         ([100.0, 100.0, 100.0], [300.0, 101.0, 101.0], False),  # one bad block is no verdict
+        ([100.0, 100.0, 200.0], [150.0, 130.0, 100.0], False),  # most pairs met a bad phase, the best blocks are equal
     ],
 )
 def test_slower_is_above_both_bounds_in_most_pairs(before: list[float], after: list[float], is_slower: bool) -> None:

@@ -651,7 +651,8 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
     def join(self, timeout_s: float | None = None) -> None:
         """Join the running group, for a process that works alone, or that was excluded; returns when it is in.
 
-        Nothing happens if it takes part already. Calls of this process that are open end with `AbortedError`.
+        Nothing happens if it takes part already, which the other members confirm. Calls of this process that are open
+        end with `AbortedError`.
 
         Args:
             timeout_s: how long to wait until a member calls `recover_ranks`; None: that of `init_process_group`.

@@ -21,6 +21,7 @@ from ..errors import InvalidArgument, InvalidState, RankFailedError, Unsupported
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
+from ..view.runtime import ANSWER_S
 from .options import BackendOptions
 
 if TYPE_CHECKING:
@@ -303,8 +304,17 @@ class CallsOfView:
         return self._on_device.memory_pool(nbytes)
 
     def _is_out(self) -> bool:
-        """Return whether this process was excluded from the group."""
-        return bool(self._engine.flags & ENDED) or self._rank not in self._engine.membership.admission.present()
+        """Return whether this process was excluded from the group, as far as the members that answer know.
+
+        Its own agent may be the last to learn of that, after the call that has excluded it has returned elsewhere.
+        """
+        membership = self._engine.membership
+        while not self._engine.flags & ENDED and self._rank in membership.admission.present():
+            epoch = membership.runtime.view().epoch
+            membership.runtime.catch_up(ANSWER_S)
+            if membership.runtime.view().epoch == epoch:
+                return False
+        return True
 
     def _beyond(self, size: int) -> list[int]:
         return [rank for rank in self._engine.members.members if rank >= size]

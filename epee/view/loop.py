@@ -262,6 +262,12 @@ class Loop:
         if peer is not None:
             self._bury(peer.member)
 
+    def ask_members(self) -> None:
+        """Ask all other members for decisions, beginning with this process's own, so that each answer has one."""
+        for member in self.agent.decided.members:
+            if member.nonce != self.agent.me.nonce:
+                self.switchboard.send(member, Ask(self.agent.epoch - 1), time.monotonic())
+
     def ask_to_join(self) -> None:
         """Ask all processes with a socket in the folder, and all members that they knew, to add this process.
 
@@ -412,6 +418,9 @@ class Loop:
         self.step(MessageReceived(sender, message))
         if isinstance(message, Obituary):
             self._note_ends()
+        peer = self.peers.get(sender)
+        if isinstance(message, Commit) and message.decisions and peer is not None:
+            peer.num_answers += 1
 
     def _may_join(self, member: Member, pid: int, asks_itself: bool) -> bool:
         """Watch a process that asks to join; False if its request is not to be handled (yet)."""

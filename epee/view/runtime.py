@@ -54,6 +54,7 @@ from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES, End
 
 ANSWER_S = 5.0  # time limit of the agent thread for a request
 CLOSE_S = 5.0
+CATCH_UP_POLL_S = 0.001  # between checks for answers of other members
 
 
 def first_view(members: Sequence[Member]) -> Decision:
@@ -303,6 +304,25 @@ class Runtime:
             self._require_usable()
             raise InvalidState("this process is no member yet; call start or join")
         return loop.shared.decision
+
+    def catch_up(self, timeout_s: float) -> None:
+        """Learn what the other members have decided: the view is then at least as new as theirs at this call.
+
+        A member that is dead, or does not answer within `timeout_s` seconds, is not waited for.
+        """
+        loop, own, now = self._running(), self.member.nonce, time.monotonic()
+        found = (loop.peers.get(member.nonce) for member in self.view().members if member.nonce != own)
+        awaited = [(peer, peer.num_answers) for peer in found if peer is not None]
+        until, ask_at = now + timeout_s, now
+        while now < until and not loop.shared.has_ended:
+            awaited = [(peer, before) for peer, before in awaited if peer.num_answers == before and not peer.is_dead]
+            if not awaited:
+                return
+            if now >= ask_at:  # again: a message may be lost
+                loop.post(loop.ask_members)
+                ask_at = now + self.settings.answer_s
+            time.sleep(CATCH_UP_POLL_S)
+            now = time.monotonic()
 
     @property
     def error(self) -> PeerError | None:

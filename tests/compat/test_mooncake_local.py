@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import sys
@@ -9,10 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from epee.compat.mooncake import ep, pg
+from epee.engine.bootstrap import local_state
 from tests.harness import DEAD, run_mortal
 from tests.survive import stages
 
@@ -110,6 +113,40 @@ def test_one_rank_asks_between_calls_that_all_make() -> None:
     assert run_mortal(_one_asks, 4, dead={2}, timeout_s=80) == [4.0, 4.0, DEAD, 4.0]
 
 
+def _one_is_late(slot: int, num_processes: int, folder: str) -> Any:
+    """Process 3 asks while rank 0 is in a call; rank 1 begins that call later, and the one behind it as well."""
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+        _start(2, 3, folder, is_extension=True)
+        return _total()
+    group = _start(slot, 3, folder)
+    assert _total() == 3
+    if slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while _total() == 3:
+        pass
+    local_state.ALONE_S = 0.2 if slot == 0 else LONG_S  # rank 1 has heard later
+    state, seq = group._engine.membership.local_state, group._engine.num_retired
+    num_calls = 0
+    while not pg.get_peer_state(group, [2])[0]:
+        if slot == 1 and num_calls == 0:
+            while not state._is_called(seq + 1):
+                time.sleep(0.005)
+            stages.reach(folder, "lost")
+            while [mark.has(2) for mark in state._read_marks().values()] != [True, True]:
+                time.sleep(0.005)
+        time.sleep(0.5 * slot)
+        _total()
+        num_calls += 1
+    assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+    assert _total() == 3
+    return num_calls
+
+
+def test_ranks_leave_a_loop_together_however_late_one_of_them_comes_to_its_calls() -> None:
+    assert run_mortal(_one_is_late, 4, dead={2}, timeout_s=40) == [2, 2, DEAD, 3.0]
+
+
 def _at_once(rank: int, num_ranks: int, folder: str) -> list[bool]:
     """The agent thread of rank 0 stands still (the program holds the interpreter's lock) when rank 1 dies."""
     group = _start(rank, num_ranks, folder)
@@ -145,18 +182,39 @@ def test_a_proven_death_is_false_before_the_agent_has_turned() -> None:
     assert run_mortal(_at_once, 3, dead={1}, timeout_s=60)[0] == [True, False, True]
 
 
-def _comes_back(rank: int, num_ranks: int, folder: str) -> Any:
-    """Rank 2 is put out, asks to come back, and is taken in by rank 0, which asks alone."""
+def _stand_until(flag: mmap.mmap) -> None:
+    """Let no other thread of this process run, its agent included, until a byte in memory has been set."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    while not flag[0]:
+        pass
+    sys.setswitchinterval(interval)
+
+
+def _comes_back(rank: int, num_ranks: int, folder: str, is_held: bool) -> Any:
+    """Rank 2 is put out, asks to come back, and is taken in by rank 0, which asks alone.
+
+    `is_held`: the agent of rank 2 has not run since, when the rank asks.
+    """
     pg.set_collective_timeout_us(60_000_000)
     group = _start(rank, num_ranks, folder)
     assert _total() == 3
+    path = Path(folder) / "flag"
+    if rank == 0:
+        path.write_bytes(bytes(mmap.PAGESIZE))
     stages.meet(folder, "through", rank, range(num_ranks))
+    with path.open("r+b") as file:
+        flag = mmap.mmap(file.fileno(), mmap.PAGESIZE)
     if rank == 2:
-        stages.wait_for(folder, "out")
+        if is_held:
+            _stand_until(flag)
+        else:
+            stages.wait_for(folder, "out")
         pg.join_group(group)
         return _total()
     if rank == 0:
         assert pg.deactivate_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        flag[0] = 1
         assert pg.get_peer_state(group, [0, 1]) == [True, True]
         stages.reach(folder, "out")
         _await_state(group, 2, True)
@@ -166,5 +224,6 @@ def _comes_back(rank: int, num_ranks: int, folder: str) -> Any:
     return _total()
 
 
-def test_a_rank_that_was_put_out_and_asks_to_come_back_is_seen_by_one_that_asks_alone() -> None:
-    assert run_mortal(_comes_back, 3, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_rank_that_was_put_out_and_asks_to_come_back_is_seen_by_one_that_asks_alone(is_held: bool) -> None:
+    assert run_mortal(_comes_back, 3, is_held, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]

@@ -248,7 +248,8 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
 
 
 def join_group(backend: Any) -> None:
-    """Join the running group, and return when a member has admitted this process; members return at once.
+    """Join the running group, and return when a member has admitted this process; members return when the others have
+    confirmed that they are.
 
     For a process that was started with `is_extension=True`, which works alone until then, or that was excluded. Groups
     are joined one after the other, the default group first, on all ranks in the same order.

@@ -7,7 +7,7 @@ Programs also ask in a loop with calls in it, on all ranks, and leave the loop b
 between the same two calls, each rank publishes beside its row on the board which waiting ranks it knows, and which of
 its calls comes next (`Mark`). A call completes only when all members have begun it. So when call n has ended, every
 rank sees which ranks all members knew before they began call n, and that is the answer until call n + 1 has ended. If
-no member makes calls there is nothing to agree on: after `ALONE_S` a rank that all members know counts.
+no member makes calls there is nothing to agree on: after `ALONE_S` without one a rank that all members know counts.
 
 The agent thread when it learns of a waiting rank, and the thread that asks, write this process's mark, with the
 engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a writer.
@@ -34,7 +34,7 @@ from ..outbox import CELL_WORDS, NUM_CELLS, has_left
 if TYPE_CHECKING:
     from ..engine import Engine
 
-ALONE_S = 1.5  # how long a waiting rank is known before it counts without calls; a member may be that slow in a loop
+ALONE_S = 1.5  # how long a waiting rank is known, and no call ends, before it counts without calls
 LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
 _SEQ_MASK = (1 << SEQ_BITS) - 1
 
@@ -91,6 +91,7 @@ class LocalState:
         self._mark = Mark()
         self._joined_at: dict[int, int] = {}  # rank that asks no more, in the mark still -> the last call begun then
         self._heard_at: dict[int, float] = {}
+        self._last_end = -1, 0.0  # the last call that has ended here, and when it was seen to have
 
     def states(self, ranks: Sequence[int]) -> list[bool]:
         """Return for each rank whether it takes part, or a process waits for it that all members know."""
@@ -125,6 +126,8 @@ class LocalState:
         asking = {*self._admission.waiting()}
         now, heard_at = time.monotonic(), self._heard_at
         self._heard_at = {rank: heard_at.get(rank, now) for rank in asking}
+        if asking and self._last_end[0] != self._engine.num_retired:
+            self._last_end = self._engine.num_retired, now
         if _bits(asking) != self._mark.heard:
             has_lock = self._engine.entry.stop_calls(LOCK_S)
             try:
@@ -179,14 +182,15 @@ class LocalState:
 
     def _counts(self, rank: int, marks: Sequence[Mark | None]) -> bool:
         has_heard = [mark for mark in marks if mark is not None and mark.has(rank)]
-        is_alone = time.monotonic() - self._heard_at.get(rank, 0.0) >= ALONE_S
-        is_known = len(has_heard) == len(marks)
-        if not is_known and (not is_alone or self._admission.is_joiner(rank)):
+        ended, ended_at = self._last_end
+        long_ago = time.monotonic() - ALONE_S
+        is_known, is_recent = len(has_heard) == len(marks), self._heard_at.get(rank, 0.0) > long_ago
+        if not is_known and (is_recent or self._admission.is_joiner(rank)):
             return False  # a process in the job shows its request to all at once, and to no agent
-        ended = self._engine.num_retired
         if all(mark.has_before(rank, ended) for mark in has_heard):
             return True
-        return is_alone and not self._is_called(ended + 1)
+        # A member may begin its next call yet, because of the answer that it got after the last one.
+        return not is_recent and ended_at <= long_ago and not self._is_called(ended + 1)
 
     def _is_called(self, seq: int) -> bool:
         """Return whether a peer has begun call `seq`."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import epee
+from epee.ep.throughput.cpu import CpuPath
 from epee.errors import CommTimeoutError, RankFailedError
 from tests.harness import DEAD, run_mortal
 
@@ -92,6 +93,32 @@ def test_steps_stay_together_whichever_ranks_give_calls_up(what: str, num_ranks:
     for ends in all_ends:
         assert [value for value, _ in ends] == [float(number) for number in range(1, NUM_STEPS + 1)]
     assert any(times for ends in all_ends for _, times in ends), "no call was given up, so nothing was tested"
+
+
+def late_and_slow(rank: int, num_ranks: int, folder: str) -> list[tuple[float, int]]:
+    """Rank 1 comes to a dispatch with little of the others' time left, and is slow with its payload then."""
+    start(rank, num_ranks, folder, "raise")
+    buffer = epee.Buffer(timeout=1.5, dtype=torch.float32, **LATENCY)
+    send = CpuPath._send
+
+    def slow(*args: Any) -> None:
+        time.sleep(1.0)
+        send(*args)
+
+    ends = []
+    for number in range(1, 4):
+        is_slow = rank == 1 and number == 2
+        CpuPath._send = slow if is_slow else send  # type: ignore[method-assign]
+        stages.meet(folder, f"{number}", rank, range(num_ranks))
+        time.sleep(0.9 if is_slow else 0.0)
+        ends.append(repeated(lambda number=number: of_layer(buffer, number, lambda: None)))  # type: ignore[misc]
+    stages.meet(folder, "end", rank, range(num_ranks))
+    return ends
+
+
+def test_a_rank_that_comes_late_to_a_dispatch_has_the_whole_time_for_its_payload() -> None:
+    """Ranks that have its payload complete the call, so none may give it up once all have the rows."""
+    assert run_mortal(late_and_slow, 3, dead=set()) == [[(1.0, 0), (2.0, 0), (3.0, 0)]] * 3
 
 
 def late_in_the_next_epoch(rank: int, num_ranks: int, folder: str) -> tuple[list[int], int]:

@@ -20,6 +20,7 @@ Arguments are checked in `checks.py`; data of peers is checked here and in `cont
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -108,6 +109,7 @@ class CpuPath(Path):
 
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
+        limit_s = deadline - time.monotonic()
         self.exchange.settle(deadline)
         arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
         slot = self.arenas.take(arena)
@@ -119,7 +121,9 @@ class CpuPath(Path):
             handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
             slots = self.arenas.attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
-            missing = self.exchange.wait_data(deadline, rows.parties)
+            # Ranks that have the payload of all complete the call, so one that times out now is alone with that: a
+            # rank whose row came late has the whole timeout for its payload.
+            missing = self.exchange.wait_data(max(deadline, time.monotonic() + limit_s), rows.parties)
             if missing and self.exchange.membership.raises:
                 raise self.exchange.membership.unfinished("dispatch")
             result = self._receive(call, handle, arena, slot, missing)

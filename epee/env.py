@@ -79,6 +79,18 @@ def _way_to_share(text: str) -> str:
     return text
 
 
+def cpu_list(text: str) -> tuple[int, ...]:
+    """Return the numbers in a list of CPUs as the kernel writes it: "0-3,8"; raises `ValueError` for any other text."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal() or len(part) > 11 or int(last) < int(first):
+            raise ValueError("must be a list of CPUs such as 0-3,8")
+        numbers += range(int(first), int(last) + 1)
+    return tuple(numbers)
+
+
 TABLE: tuple[Variable, ...] = (
     Variable(
         "EPEE_TIMEOUT_S",
@@ -91,7 +103,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_POISON",
         False,
         _flag,
-        "1 fills receive memory with 0xFF before each use, so that stale rows show as NaN.",
+        "1 fills receive memory with 0xFF before each use: stale rows show as NaN.",
     ),
     Variable(
         "EPEE_JIT_CACHE_DIR",
@@ -109,7 +121,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_JIT_CACHE_BYTES",
         256 << 20,
         _positive_bytes,
-        "Largest size of the folder of compiled kernels; beyond it those used least recently are deleted.",
+        "Largest size of all compiled kernels; those used least recently are deleted.",
     ),
     Variable(
         "EPEE_JIT_COMPILE",
@@ -121,7 +133,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_STAGING_BYTES",
         16 << 20,
         _positive_bytes,
-        "Size of one staging buffer of a process group (it has four): what a call moves without a private copy.",
+        "Size of each of a process group's four staging buffers: what a call moves without a private copy.",
     ),
     Variable(
         "EPEE_CUDA_SHARE",
@@ -133,7 +145,7 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_RUNTIME_DIR",
         "",
         str,
-        "Folder in which joiners find the jobs of this machine; by default `epee-UID` among the temporary files, or in "
+        "Folder in which joiners find this machine's jobs; by default `epee-UID` among the temporary files, or in "
         "/dev/shm.",
     ),
     Variable(
@@ -159,6 +171,13 @@ TABLE: tuple[Variable, ...] = (
         False,
         _flag,
         "1 authenticates payloads between hosts as well as headers, at 0.6 GB/s of a core; the same on all ranks.",
+    ),
+    Variable(
+        "EPEE_PROXY_CPUS",
+        "",
+        cpu_list,
+        "CPUs of this machine's proxies, as 0-3,8, one per process in turn; by default those of the NUMA node of the "
+        "GPU's nearest NIC, or of the GPU.",
     ),
     Variable(
         "EPEE_HOST_IP",
@@ -227,8 +246,8 @@ TABLE: tuple[Variable, ...] = (
         "UCX_MODULES",
         "",
         str,
-        "UCX's, with EPEE_LINK=nixl; unset, and no EFA device there, epee sets it to ^efa: a process that "
-        "loads that module may crash at its end.",
+        "UCX's, with EPEE_LINK=nixl; unset and without EFA devices epee sets ^efa: processes with that module may "
+        "crash at their end.",
     ),
     Variable("RANK", 0, _count, "Which of these hosts this is."),
 )

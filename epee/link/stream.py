@@ -177,13 +177,13 @@ class Instream:
 
     def _room(self, end: int) -> memoryview:
         """Return the memory for the next bytes; never empty."""
-        start, _, frame, place = self._at
+        start, _, frame, memory = self._at
         kept = start  # the part of the buffer that is still needed; the payload's bytes have been stored
-        if frame is not None and place is not None:
+        if frame is not None and memory is not None:
             last = start + HEADER_BYTES + frame.nbytes
             if last - end >= DIRECT_BYTES:
                 self._base = last
-                return place[end - last :]
+                return memory[end - last :]
             kept = min(end, last)
         if kept == end:
             self._base = end
@@ -197,27 +197,27 @@ class Instream:
         opener, sink, buffer, base = self._opener, self._sink, self._buffer, self._base
         covers = opener.covers_payloads
         while True:
-            start, number, frame, place = self._at
+            start, number, frame, memory = self._at
             first = start + HEADER_BYTES
             if end < first:
                 return
-            if frame is None or place is None:
+            if frame is None or memory is None:
                 frame = opener.open(bytes(buffer[start - base : first - base]), number)
-                place = sink.place(frame) if frame[0] == WRITE and not covers else self._collected(frame)
-                self._at = (start, number, frame, place)
+                memory = sink.place(frame) if frame[0] == WRITE and not covers else self._collected(frame)
+                self._at = (start, number, frame, memory)
             last = first + frame[1]
             low = first if first > base else base
             high = last if last < end else end
             if low < high:  # else it was received directly in its target memory
-                place[low - first : high - first] = buffer[low - base : high - base]
+                memory[low - first : high - first] = buffer[low - base : high - base]
             if frame[1] and (covers or frame[0] != WRITE):
                 if end < last + TRAILER_BYTES:
                     return
-                opener.check(place, buffer[last - base : last - base + TRAILER_BYTES], number)
-                place, last = self._stored(frame, place), last + TRAILER_BYTES
+                opener.check(memory, buffer[last - base : last - base + TRAILER_BYTES], number)
+                memory, last = self._stored(frame, memory), last + TRAILER_BYTES
             if end < last:
                 return
-            sink.apply(frame, place)
+            sink.apply(frame, memory)
             self._at = (last, number + 1, None, None)
 
     def _collected(self, frame: Frame) -> memoryview:
@@ -232,9 +232,9 @@ class Instream:
         """Move a checked payload to its target memory."""
         if frame.kind != WRITE:
             return payload
-        place = self._sink.place(frame)
-        place[:] = payload
-        return place
+        memory = self._sink.place(frame)
+        memory[:] = payload
+        return memory
 
     def _shift(self, start: int, end: int) -> None:
         """Move the unused bytes to the beginning of a new buffer."""

@@ -172,6 +172,11 @@ class SharedRegion:
         return region
 
     @property
+    def descriptor(self) -> int:
+        """The memory's descriptor, for a child of this process to inherit; -1 once it is hidden, or attached."""
+        return int(self._fd)
+
+    @property
     def mapping(self) -> mmap.mmap:
         """The mapping; `InvalidState` after `close`."""
         if self._map is None:

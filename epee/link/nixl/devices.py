@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from ...errors import expected
 
@@ -87,14 +86,32 @@ def nearest_device(location: str, names: Sequence[str]) -> str:
     return max(names, key=nearness, default="")
 
 
+def numa_node_near(location: str, device: str = "") -> int:
+    """Return the NUMA node of an RDMA device by name, else of a location (as of `nearest_device`); -1: unknown."""
+    node = _numa_node(SYSFS / "class" / "infiniband" / device / "device") if device else -1
+    kind, _, number = str(location).partition(":")
+    if node >= 0 or not (number or "0").isdecimal():
+        return node
+    if kind == "cpu":
+        return int(number or 0)
+    gpu = _gpu(int(number or 0)) if kind in ("cuda", "gpu") else None
+    return -1 if gpu is None else _numa_node(gpu)
+
+
+def cpus_of_node(node: int) -> str:
+    """Return the CPUs of a NUMA node as the kernel lists them ("0-3,8"); "" if it does not exist."""
+    return _word(SYSFS / "devices" / "system" / "node" / f"node{node}" / "cpulist") if node >= 0 else ""
+
+
 def _gpu(number: int) -> Path | None:
     """Return the folder of a GPU: by CUDA's numbering where CUDA runs in this process, else in the order of PCI
     addresses."""
     folder = SYSFS / "bus" / "pci" / "devices"
-    if torch.cuda.is_initialized():
-        if number >= torch.cuda.device_count():
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # a proxy has no torch, and no CUDA
+    if cuda is not None and cuda.is_initialized():
+        if number >= cuda.device_count():
             return None
-        facts: Any = torch.cuda.get_device_properties(number)
+        facts = cuda.get_device_properties(number)
         path = folder / f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         return path if path.exists() else None
     found = [path for path in sorted(folder.iterdir()) if _is_gpu(path)] if folder.is_dir() else []

@@ -27,7 +27,7 @@ from ...errors import ProtocolError
 from .words import SIZE_BITS, parse_chunk_word
 
 MAX_RUN = 8  # chunks that are given to an engine at once, where they lie side by side
-Words = MutableSequence[int]  # a memoryview of 64-bit words
+Words = MutableSequence[int] | memoryview  # 64-bit words
 
 
 class ChunkRun(NamedTuple):

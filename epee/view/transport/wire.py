@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
-from ...memory.shared import BLOB_BYTES
+from ...memory.claim import CLAIM_BYTES as BLOB_BYTES  # of a region; `memory.shared` would bring torch
 from ..protocol.messages import (
     DEAD,
     EXITED,

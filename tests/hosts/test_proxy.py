@@ -153,7 +153,7 @@ def _signal_proxies(hosts: Hosts, host: int, sign: int) -> None:
 
 def through_a_cut(rank: int, num_ranks: int, placement: Sequence[int]) -> bool:
     """Send more than is under way during a cut."""
-    member = Member(rank, placement, 2, 1, 1500)
+    member = Member(rank, placement, 2, 1, 500)
     tell("going")
     member.run()
     dist.barrier()

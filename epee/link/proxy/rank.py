@@ -51,7 +51,7 @@ from .words import ABORT, ASLEEP, BY_RANK, LOST, PROCESS_ENDED, REASONS, SERVING
 START_S = 30.0
 _END_S = FLUSH_S + CLOSE_S + 3.0
 _SLICE_S = 0.1
-_FAIL_S = 5.0  # for the thread to notice a process whose socket has closed
+_FAIL_S = 10.0  # for the thread to notice a process whose socket has closed
 _PROGRAM = Path(__file__).with_name("__main__.py")
 
 

@@ -38,6 +38,19 @@ def test_a_dead_reader_does_not_hold_up_the_others() -> None:
         World(seed, ((0,), (1, 2, 3)), num_slots=2, num_chunks=30, dead=3).run()
 
 
+@pytest.mark.parametrize("islands", ISLANDS[:3], ids=str)
+def test_a_process_may_die_between_any_two_words(islands: tuple[tuple[int, ...], ...]) -> None:
+    """Nobody reads a wrong byte before the next epoch, nor in it, in the same memory."""
+    for accesses in range(1, 120, 7):
+        world = World(accesses, islands, num_slots=4, num_processes=2, num_chunks=16)
+        world.crash(accesses % len(islands), accesses // 7 % 2, accesses, 3000)
+        world.begin(100)
+        world.run()
+        world.crash(0, 0, accesses, 1500)
+        world.begin(200)
+        world.run()
+
+
 # ---- one end alone
 
 

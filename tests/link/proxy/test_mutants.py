@@ -178,6 +178,20 @@ def test_without_a_mistake_nothing_is_found() -> None:
     assert not any(map(_found, SEEDS))
 
 
+def test_an_epoch_that_begins_with_old_numbers_is_found() -> None:
+    def is_found(seed: int) -> bool:
+        world_of_two = World(seed, num_chunks=20)
+        world_of_two.crash(0, 0, 40 + 7 * seed, 3000)
+        world_of_two.begin(0)
+        try:
+            world_of_two.run()
+        except Violation:
+            return True
+        return False
+
+    assert any(map(is_found, SEEDS))
+
+
 @pytest.mark.parametrize(("module", "name", "mutant"), MACHINES, ids=lambda each: getattr(each, "__name__", each))
 def test_a_mistake_is_found(
     module: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

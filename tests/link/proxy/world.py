@@ -11,6 +11,7 @@ end within a bounded number of steps.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ NESTED = 0.1  # how often an access to a word lets others take a step
 
 class Violation(AssertionError):
     """A reader has found something else than its sender has sent, or a proxy has refused what was right."""
+
+
+class Crash(Exception):
+    """A process has died between two accesses to words."""
 
 
 class SharedWords:
@@ -133,7 +138,7 @@ class Writer:
             return False
         if self.parts < NUM_PARTS:
             parts = self.world.slots[self.rank, "out", self.partner, self.kind, slot]
-            parts[self.parts] = (self.rank, self.partner, self.kind, self.next, self.parts)
+            parts[self.parts] = (self.rank, self.partner, self.kind, self.next, self.parts, self.world.epoch)
             self.parts += 1
             return True
         nbytes = self.world.nbytes_of(self.kind, self.next)
@@ -177,7 +182,7 @@ class Reader:
         if len(self.seen) <= NUM_PARTS:
             i = len(self.seen) - 1
             found = self.world.slots[self.owner, "in", self.source, self.kind, slot][i]
-            if found != (self.source, self.owner, self.kind, self.next, i):
+            if found != (self.source, self.owner, self.kind, self.next, i, self.world.epoch):
                 raise Violation(f"rank {self.reader} found {found} as part {i} of chunk {self.next}")
             self.seen.append(found)
             return True
@@ -211,23 +216,35 @@ class World:
         has_ones: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.first, self.has_ones, self.dead, self.islands = first, has_ones, dead, islands
+        self.has_ones, self.dead, self.islands, self.num_chunks = has_ones, dead, islands, num_chunks
         self.shapes: dict[int, ProxyShape] = {}
         self.slots: dict[tuple[Any, ...], list[Any]] = {}
+        self._topologies = {rank: island_topology(rank, islands) for island in islands for rank in island}
+        self._words: dict[int, SharedWords] = {}
+        for rank, topology in self._topologies.items():
+            partners = topology.partners()
+            shape = ProxyShape(len(partners), len(topology.here), num_slots, SLOT_BYTES, ROW_BYTES, num_processes)
+            self.shapes[rank] = shape
+            page = memoryview(bytearray(8 * shape.num_words)).cast("Q")
+            self._words[rank] = SharedWords(page, self._others)
+            for partner, kind, way in itertools.product(partners, KINDS, ("out", "in")):
+                for slot in range(shape.slots(kind)):
+                    self.slots[rank, way, partner, kind, slot] = [None] * NUM_PARTS
+        self.epoch = -1
+        self.begin(first)
+
+    def begin(self, first: int) -> None:
+        """Begin an epoch in the memory of the one before: new connections, machines and kernels."""
+        self.first, self.epoch = first, self.epoch + 1
         self.peers: dict[tuple[int, int, int], ProxyPeer] = {}
         self.wires: list[Wire] = []
         self.turns: list[tuple[tuple[int, int], Callable[[], bool]]] = []
         self.kernels: list[Writer | Reader] = []
         self._busy: list[Any] = []  # processes and kernels that are in a step
-        topologies = {rank: island_topology(rank, islands) for island in islands for rank in island}
-        for rank, topology in topologies.items():
-            partners = topology.partners()
-            shape = ProxyShape(len(partners), len(topology.here), num_slots, SLOT_BYTES, ROW_BYTES, num_processes)
-            self.shapes[rank] = shape
-            page = memoryview(bytearray(8 * shape.num_words)).cast("Q")
-            words = SharedWords(page, self._others)
-            for index, partner in enumerate(partners):
-                self._add_pair(rank, partner, index, words, topology, num_chunks)
+        self._crash: tuple[Any, int] | None = None  # which process dies, after how many accesses to words
+        for rank, topology in self._topologies.items():
+            for index, partner in enumerate(topology.partners()):
+                self._add_pair(rank, partner, index, self._words[rank], topology, self.num_chunks)
         self.readers = [kernel for kernel in self.kernels if isinstance(kernel, Reader)]
 
     def _add_pair(
@@ -235,9 +252,6 @@ class World:
     ) -> None:
         shape, readers = self.shapes[rank], topology.here
         for kind in KINDS:
-            for slot in range(shape.slots(kind)):
-                self.slots[rank, "out", partner, kind, slot] = [None] * NUM_PARTS
-                self.slots[rank, "in", partner, kind, slot] = [None] * NUM_PARTS
             at, count = shape.stream_words(index, kind), shape.slots(kind)
             parts = (*(words[i : i + count] for i in at[:3]), words[at[3] : at[3] + count * shape.num_readers])
             end = self.first + (num_chunks if kind == CHUNKS else num_chunks // 3)
@@ -267,14 +281,18 @@ class World:
         return SLOT_BYTES if kind == CHUNKS else ROW_BYTES
 
     def _others(self) -> None:
-        """Let a kernel or the network take a step while a proxy is in a turn."""
+        """Let a kernel or the network take a step while a proxy is in a turn, or the proxy die."""
+        if self._crash is not None and self._busy and self._busy[-1] == self._crash[0]:
+            self._crash = self._crash[0], self._crash[1] - 1
+            if not self._crash[1]:
+                raise Crash
         if self._busy and len(self._busy) < 4 and self.random.random() < NESTED:
             self._step()
 
     def _step(self) -> bool:
         kind = self.random.random()
         if kind < 0.3:
-            return self._as(*self.random.choice(self.turns))
+            return bool(self.turns) and self._as(*self.random.choice(self.turns))
         if kind < 0.6:
             kernel = self.random.choice(self.kernels)
             return self._as(kernel, kernel.step)
@@ -288,8 +306,30 @@ class World:
         self._busy.append(actor)
         try:
             return step()
+        except Crash:
+            self._end_process(actor)
+            return True
         finally:
             self._busy.remove(actor)
+
+    def crash(self, rank: int, process: int, num_accesses: int, num_steps: int) -> None:
+        """Let a process die after some accesses to words, and go on for some steps; checks what `run` checks."""
+        self._crash = (rank, process), num_accesses
+        for _ in range(num_steps):
+            self._step()
+
+    def _end_process(self, actor: Any) -> None:
+        """End the connections of a process: what it has sent may arrive, or a part of that."""
+        for wire in list(self.wires):
+            if wire.process == actor[1] and actor[0] in (wire.source, wire.target):
+                wire.given.clear()
+                while wire.sent and self.random.random() < 0.8:
+                    wire.sent.pop()
+                if wire.target == actor[0]:
+                    wire.sent.clear()
+        for key in [key for key in self.peers if key[2] == actor[1] and actor[0] in key[:2]]:
+            turn = self.peers[key].turn
+            self.turns = [each for each in self.turns if each[1].func != turn]  # type: ignore[attr-defined]
 
     def run(self, max_steps: int = 60_000) -> int:
         """Take steps until every reader has everything; return their number."""

@@ -15,7 +15,7 @@ for _name in ("typer", "rich"):
 
 import typer  # noqa: E402
 
-from benchmarks import bad_connects, compare, ep_cpu, first_buffer, small_calls, survive, sync  # noqa: E402
+from benchmarks import bad_connects, compare, ep_cpu, first_buffer, proxy, small_calls, survive, sync  # noqa: E402
 from tests.csrc.cuda_stand_in import spawn_with  # noqa: E402
 
 ROOT = Path(bad_connects.__file__).parents[1]
@@ -51,6 +51,28 @@ def test_bad_connects_writes_its_numbers(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["connects"] > 0
     assert report["quiet_us"] > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_proxy_checks_its_bytes_and_writes_its_rows(tmp_path: Path, processes: int) -> None:
+    proxy.main(
+        sizes="16,70000", pings=2, chunks=4, rounds=1, slots=2, processes=processes, json_to=tmp_path / "out.json"
+    )
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["nbytes"] for row in report["rows"]] == [16, 70000]
+    assert all(row[f"{way}_gbps"] > 0 for row in report["rows"] for way in ("one_way", "both_ways", "plain"))
+    assert all(0 < row["half_trip_us"] <= row["half_trip_p99_us"] for row in report["rows"])
+
+
+def test_proxy_notices_bytes_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = proxy.End.post
+
+    def damaged(end: proxy.End, nbytes: int, data: bytes = b"") -> None:
+        post(end, nbytes, bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(proxy.End, "post", damaged)
+    with pytest.raises(RuntimeError, match="did not arrive as it was sent"):
+        proxy.main(sizes="64", pings=1, chunks=1, rounds=1, slots=2)
 
 
 def _has_history() -> bool:

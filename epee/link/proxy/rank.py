@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import env
+from ...descriptors import Descriptor
 from ...errors import (
     CommTimeoutError,
     InvalidArgument,
@@ -75,22 +76,18 @@ def cpus_for(worker: int, location: str) -> tuple[int, ...]:
 class _Helper:
     """One process of a proxy, with what the rank has of it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, wake: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, wake: Descriptor) -> None:
         self.process, self.control, self.wake = process, control, wake
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pidfd = Descriptor(os.pidfd_open(process.pid))
         self.text = ""  # the reason that it has sent before its end
 
     def close(self) -> None:
-        """End the process, if it runs, and close its descriptors."""
+        """End the process, if it runs, and close its descriptors; idempotent."""
         self.process.kill()
         self.process.wait()
-        self.forget()
-
-    def forget(self) -> None:
-        """Close the descriptors."""
         self.control.close()
-        os.close(self.wake)
-        os.close(self.pidfd)
+        self.wake.close()
+        self.pidfd.close()
 
 
 class Proxy:
@@ -166,8 +163,8 @@ class Proxy:
                 self._helpers.append(_start(setup))
                 undo.callback(self._helpers[-1].close)
             self._await_start(time.monotonic() + START_S)
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self._stop)
+            self._stop = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            undo.callback(self._stop.close)
             self._thread = BackgroundThread(self._watch, "epee-proxy")
             self._thread.begin("the watch of a proxy")
             undo.pop_all()
@@ -264,11 +261,9 @@ class Proxy:
 
     def close(self) -> None:
         """End the proxy in order: partners learn that nothing more comes; idempotent. Bounded by some ten seconds."""
-        if os.getpid() != self._pid:  # a forked child: the processes are the parent's
+        if os.getpid() != self._pid or not self._helpers:  # the processes of a forked child are the parent's
             return
-        was, self._is_closing = self._is_closing, True
-        if was:
-            return
+        self._is_closing = True
         for helper in self._helpers:
             with ignored(OSError):
                 send_message(helper.control, {"do": "end", "number": -1})
@@ -281,7 +276,7 @@ class Proxy:
         for helper in self._helpers:
             helper.close()
         self._helpers.clear()
-        os.close(self._stop)
+        self._stop.close()
         self._note_failure("it has been closed")
         self.page.hide()
         self.staging.hide()
@@ -346,7 +341,7 @@ class Proxy:
         """Wait for the end of a process that was not asked for."""
         poll = select.poll()
         poll.register(self._stop, select.POLLIN)
-        helpers = {helper.pidfd: helper for helper in self._helpers}
+        helpers: dict[int, _Helper] = {helper.pidfd: helper for helper in self._helpers}
         for fd in helpers:
             poll.register(fd, select.POLLIN)
         while True:
@@ -400,8 +395,8 @@ def _start(setup: ProxySetup) -> _Helper:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(ours.close)
             with theirs:
-                wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                undo.callback(os.close, wake)
+                wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+                undo.callback(wake.close)
                 process = subprocess.Popen(
                     [sys.executable, str(_PROGRAM), str(theirs.fileno())],
                     pass_fds=(theirs.fileno(), setup.page[0], setup.staging[0], wake),
@@ -411,7 +406,7 @@ def _start(setup: ProxySetup) -> _Helper:
             undo.callback(process.wait)
             undo.callback(process.kill)
             helper = _Helper(process, ours, wake)
-            message = {**setup.message(), "wake": wake}
+            message = {**setup.message(), "wake": int(wake)}
             send_message(ours, message)
         except expected(OSError) as exc:
             raise shortage(f"cannot start {what}", exc) from exc

@@ -45,6 +45,7 @@ class Streams:
         first: number of the first of the epoch.
         wakes: they wake the proxy, as the CPU does before a launch; kernels cannot.
         positions: of the ranks of the island that are played; by default all.
+        partners: indices of those that are sent to; by default all.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Streams:
         first: int = 0,
         wakes: bool = True,
         positions: Sequence[int] | None = None,
+        partners: Sequence[int] | None = None,
     ) -> None:
         self.proxy, self.shape, self.first, self.wakes = proxy, proxy.shape, first, wakes
         self.memory = memoryview(proxy.staging.mapping)[HEADER_BYTES:]
         self.ends = {CHUNKS: first + num_chunks, ROWS: first + num_chunks // 3}
-        streams = _streams(proxy.partners)
+        streams = [each for each in _streams(proxy.partners) if partners is None or each[0] in partners]
         self.sent = dict.fromkeys(streams, first)
         self.received = dict.fromkeys(streams, first)
         self.positions = range(self.shape.num_readers) if positions is None else positions

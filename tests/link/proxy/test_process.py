@@ -97,6 +97,22 @@ def test_a_proxy_goes_on_in_the_next_epoch_and_nothing_of_the_last_one_counts() 
         assert [pids(proxy) for proxy in made] == before
 
 
+def test_a_partner_that_the_next_epoch_leaves_out_changes_nothing() -> None:
+    with serving(((0,), (1,), (2,)), 2, **SMALL) as made:
+        run_all([Streams(proxy, 6) for proxy in made])
+        meet_all(made[:2], epoch=1, first=100)
+        until(lambda: made[2].lost == (0, 1))
+        assert [proxy.lost for proxy in made[:2]] == [(), ()]
+        before = [bytes(proxy.staging.mapping) for proxy in made[:2]]
+        stale = Streams(made[2], 20, first=6)
+        for _ in range(50):
+            stale.step()
+            time.sleep(0.002)
+        assert [bytes(proxy.staging.mapping) for proxy in made[:2]] == before
+        streams = [Streams(proxy, 30, first=100, partners=(i,)) for proxy, i in zip(made[:2], (0, 0), strict=True)]
+        run_all(streams)
+
+
 def test_a_rank_alone_has_a_proxy_without_partners() -> None:
     with serving(((0,),), **SMALL) as made:
         assert made[0].epoch == 0

@@ -36,7 +36,7 @@ test-all: $(STAMP)  ## run the whole test suite, as CI does
 
 test-defaults: $(STAMP)  ## run calls under foreign default device and dtype (tests/defaults.py)
 	@echo "==> running the tests with poisoned defaults"
-	scripts/test --poisoned-defaults tests/backend tests/ep tests/compat tests/nn
+	scripts/test --poisoned-defaults -m "not slow" tests/backend tests/ep tests/compat tests/nn
 
 smoke: $(STAMP)  ## a few GPU tests that touch every part; without two GPUs they are skipped, with the reason
 	@echo "==> running the smoke tests"

@@ -28,6 +28,7 @@ _LEFT_OUT = {("Work", "wait"), ("Work", "_drive"), ("Work", "synchronize")}
 _THREADS = "other threads of the test make tensors while a call runs, and the default dtype is the process's"
 _INTERRUPTS = "raises exceptions between any two instructions, those of `poisoned` included"
 _SLOW = "calls that other tests make as well, at more length"
+_PROCESSES = "about processes, waits and the protocol: its tensors are those of calls that other tests make"
 # Tests (beginnings of their names) that the pass does not run, and why.
 NOT_RUN = {
     "tests/backend/test_any_exception.py": _INTERRUPTS,
@@ -43,6 +44,30 @@ NOT_RUN = {
     "tests/backend/test_collectives_benchmark.py": "measures",
     "tests/backend/test_hosts_benchmark.py": "measures",
     "tests/ep/test_buffer_benchmark.py": "measures",
+    "tests/backend/test_birth.py": _PROCESSES,
+    "tests/backend/test_hosts_refused.py": _PROCESSES,
+    "tests/backend/test_last_call.py": _PROCESSES,
+    "tests/backend/test_lifetime.py": _PROCESSES,
+    "tests/backend/test_newcomer.py": _PROCESSES,
+    "tests/backend/test_no_memory.py": _PROCESSES,
+    "tests/backend/test_no_quorum.py": _PROCESSES,
+    "tests/backend/test_p2p_errors.py": _PROCESSES,
+    "tests/backend/test_p2p_handshake.py": _PROCESSES,
+    "tests/backend/test_p2p_model.py": _PROCESSES,
+    "tests/backend/test_rank_table.py": _PROCESSES,
+    "tests/backend/test_rank_twice.py": _PROCESSES,
+    "tests/backend/test_shortage.py": _PROCESSES,
+    "tests/backend/test_take_news.py": _PROCESSES,
+    "tests/backend/test_timeouts.py": _PROCESSES,
+    "tests/backend/test_told_calls.py": _PROCESSES,
+    "tests/backend/test_trust.py": _PROCESSES,
+    "tests/backend/test_untold.py": _PROCESSES,
+    "tests/backend/test_waiting.py": _PROCESSES,
+    "tests/compat/test_launcher.py": _PROCESSES,
+    "tests/ep/test_buffer_distrust.py": _PROCESSES,
+    "tests/ep/test_death_notifier.py": _PROCESSES,
+    "tests/ep/test_host_wait.py": _PROCESSES,
+    "tests/ep/test_turns.py": _PROCESSES,
     "tests/backend/test_withdrawal": _SLOW,
     "tests/backend/test_collectives.py::test_more_than_two_to_the_31_elements_work": _SLOW,
     "tests/backend/test_collectives.py::test_every_operation_equals_its_closed_form[4]": _SLOW,

@@ -7,6 +7,7 @@ one. No rank ever gets a value of another step, nor waits for its time-out.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import time
@@ -50,6 +51,11 @@ SHARES = [
 SHARES.append(pytest.param(ERRORS, 0, STRIDE, id="every 37th"))
 
 
+@functools.cache
+def _begins_with(path: str, line: int) -> bool:
+    return linecache.getline(path, line).lstrip().startswith("with ")
+
+
 class Interrupt:
     """Runs code and raises an exception before its `at`-th line in the buffers."""
 
@@ -63,9 +69,7 @@ class Interrupt:
             return None
         # Python handles signals behind calls and at jumps back, so never between the body of a `with` and its end, for
         # which there is a second line event at the `with`.
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
-            "with "
-        ):
+        if event == "line" and not _begins_with(frame.f_code.co_filename, frame.f_lineno):
             self._line()
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -189,8 +193,7 @@ def at_every_line(
                     num_made += 1
                 is_well = _attempt(calls, k, lambda k=k: calls.make(k), interrupt.where)  # type: ignore[misc]
             assert is_well, f"not even a new buffer works: {interrupt.where}"
-            was_interrupted = not agreed(rank > 0 or interrupt.left > 0) and time.monotonic() < until
-            was_interrupted = not agreed(not was_interrupted)
+            was_interrupted = agreed(rank > 0 or (interrupt.left == 0 and time.monotonic() < until))
             at += stride
     calls.buffer.close()
     return k, num_made

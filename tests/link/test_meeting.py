@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from epee.link.address import listen
 from epee.link.meeting import MAX_STRANGERS, Connected, Meeting, Partner
 from epee.view.transport.auth import CHALLENGE_BYTES, HELLO_BYTES, Identity, Initiator, Responder, Token
 from tests.harness import run_ranks
+from tests.survive import stages
 
 from .pairs import BOUND_S, num_open, reset, until
 
@@ -165,11 +167,18 @@ def test_partners_meet_over_ipv6() -> None:
         check_met(members)
 
 
-def _meet(rank: int, num_ranks: int, where: list[tuple[str, int]], nonces: list[bytes]) -> list[int]:
-    """One of several processes: listens where the test has told all, meets, says who came."""
-    listener = socket.create_server(where[rank])
-    listener.setblocking(False)
-    partners = {k: Partner(*where[k], Identity(k, 0, nonces[k])) for k in range(num_ranks) if k != rank}
+def _meet(rank: int, num_ranks: int, folder: str, nonces: list[bytes]) -> list[int]:
+    """One of several processes: listens, says where, meets, says who came.
+
+    A port that the test had chosen for it could be another process's by now.
+    """
+    listener = listen(f"127.0.91.{1 + rank}")
+    (Path(folder) / f"port-{rank}").write_text(str(listener.getsockname()[1]))
+    stages.meet(folder, "listens", rank, range(num_ranks))
+    ports = [int((Path(folder) / f"port-{k}").read_text()) for k in range(num_ranks)]
+    partners = {
+        k: Partner(f"127.0.91.{1 + k}", ports[k], Identity(k, 0, nonces[k])) for k in range(num_ranks) if k != rank
+    }
     made = Meeting(Token(TOKEN), JOB, Identity(rank, 0, nonces[rank]), partners, listener)
     met = made.run(time.monotonic() + BOUND_S, lambda: None)
     for peer, each in met.items():
@@ -182,12 +191,9 @@ def _meet(rank: int, num_ranks: int, where: list[tuple[str, int]], nonces: list[
     return sorted(met)
 
 
-def test_processes_meet() -> None:
-    with contextlib.ExitStack() as held:
-        listeners = [held.enter_context(listen(f"127.0.91.{1 + rank}")) for rank in range(3)]  # ports of no other test
-        where = [each.getsockname() for each in listeners]
+def test_processes_meet(tmp_path: Path) -> None:
     nonces = [os.urandom(16) for _ in range(3)]
-    assert run_ranks(_meet, 3, where, nonces, backend=None) == [[1, 2], [0, 2], [0, 1]]
+    assert run_ranks(_meet, 3, str(tmp_path), nonces, backend=None) == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_a_partner_that_comes_late_is_met() -> None:

@@ -1,4 +1,4 @@
-"""`epee bench proxy`: chunks between the proxies of two ranks over TCP: half a round trip, and bytes a second.
+"""`epee bench proxy`: chunks between the proxies of two ranks: half a round trip, and bytes a second.
 
 The kernels of both ranks are played by this process, over loopback: it fills slots, stores words and polls. All bytes
 of a first pass are checked. A ping is one chunk there and one back; a stream keeps all slots full in one direction, or
@@ -175,14 +175,14 @@ def plain(nbytes: int, count: int) -> float:
     return total / seconds / 1e9
 
 
-def connected(num_slots: int, num_processes: int) -> list[Proxy]:
+def connected(num_slots: int, num_processes: int, engine: str) -> list[Proxy]:
     """Return two proxies that have met."""
     me = (os.getpid(), process_start_time(os.getpid()))
     made: list[Proxy] = []
     try:
         for rank in (0, 1):
             shape = shape_for(rank, ISLANDS, num_slots, SLOT_BYTES, ROW_BYTES, num_processes)
-            made.append(Proxy(rank, ISLANDS, [me], shape, address="127.0.0.1"))
+            made.append(Proxy(rank, ISLANDS, [me], shape, address="127.0.0.1", engine=engine))
         offers, token, job = [proxy.offer() for proxy in made], Token(secrets.token_bytes(32)), secrets.token_bytes(16)
         threads = [
             threading.Thread(target=made[i].meet, args=(0, 0, {1 - i: offers[1 - i]}, token, job, 30.0)) for i in (0, 1)
@@ -201,11 +201,17 @@ def connected(num_slots: int, num_processes: int) -> list[Proxy]:
 
 
 def measure(
-    sizes: Sequence[int], num_pings: int, num_chunks: int, num_rounds: int, num_slots: int, num_processes: int
+    sizes: Sequence[int],
+    num_pings: int,
+    num_chunks: int,
+    num_rounds: int,
+    num_slots: int,
+    num_processes: int,
+    engine: str,
 ) -> dict[str, Any]:
     """Return the numbers."""
     begin = time.perf_counter()
-    made = connected(num_slots, num_processes)
+    made = connected(num_slots, num_processes, engine)
     start_s = time.perf_counter() - begin
     rows = []
     try:
@@ -226,7 +232,13 @@ def measure(
     finally:
         for proxy in made:
             proxy.close()
-    return {"start_s": round(start_s, 2), "processes": num_processes, "slots": num_slots, "rows": rows}
+    return {
+        "start_s": round(start_s, 2),
+        "engine": engine,
+        "processes": num_processes,
+        "slots": num_slots,
+        "rows": rows,
+    }
 
 
 def main(
@@ -236,16 +248,17 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="How often all of it.")] = 5,
     slots: Annotated[int, typer.Option(min=1, help="Slots of a stream.")] = 8,
     processes: Annotated[int, typer.Option(min=1, help="Processes of a proxy, each with a connection.")] = 1,
+    engine: Annotated[str, typer.Option(help="tcp, or nixl (the extra of that name).")] = "tcp",
     json_to: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
 ) -> None:
-    """Measure proxies of two ranks of this machine over TCP."""
+    """Measure proxies of two ranks of this machine."""
     facts = common.machine()
-    report = measure([int(size) for size in sizes.split(",")], pings, chunks, rounds, slots, processes)
+    report = measure([int(size) for size in sizes.split(",")], pings, chunks, rounds, slots, processes, engine)
     columns = ("bytes", "half trip us p50", "p99", "one way GB/s", "both ways GB/s", "plain socket GB/s")
     rows = [tuple(map(str, row.values())) for row in report["rows"]]
     notes = [
         common.machine_line(facts),
-        f"{slots} slots, {processes} process(es) a proxy; both proxies ready and met after {report['start_s']} s",
+        f"{engine}, {slots} slots, {processes} process(es) a proxy; started and met in {report['start_s']} s",
         "Kernels are played by one process over loopback; no GPU, no NIC.",
     ]
     common.print_table("chunks between two proxies", columns, rows, notes)

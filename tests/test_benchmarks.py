@@ -17,6 +17,7 @@ import typer  # noqa: E402
 
 from benchmarks import bad_connects, compare, ep_cpu, first_buffer, proxy, small_calls, survive, sync  # noqa: E402
 from tests.csrc.cuda_stand_in import spawn_with  # noqa: E402
+from tests.link.pairs import over_both  # noqa: E402
 
 ROOT = Path(bad_connects.__file__).parents[1]
 
@@ -53,11 +54,11 @@ def test_bad_connects_writes_its_numbers(tmp_path: Path) -> None:
     assert report["quiet_us"] > 0
 
 
+@over_both
 @pytest.mark.parametrize("processes", [1, 2])
-def test_proxy_checks_its_bytes_and_writes_its_rows(tmp_path: Path, processes: int) -> None:
-    proxy.main(
-        sizes="16,70000", pings=2, chunks=4, rounds=1, slots=2, processes=processes, json_to=tmp_path / "out.json"
-    )
+def test_proxy_checks_its_bytes_and_writes_its_rows(tmp_path: Path, processes: int, engine: str) -> None:
+    tiny = {"sizes": "16,70000", "pings": 2, "chunks": 4, "rounds": 1, "slots": 2}
+    proxy.main(**tiny, processes=processes, engine=engine, json_to=tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["nbytes"] for row in report["rows"]] == [16, 70000]
     assert all(row[f"{way}_gbps"] > 0 for row in report["rows"] for way in ("one_way", "both_ways", "plain"))

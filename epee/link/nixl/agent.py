@@ -144,18 +144,25 @@ class NixlAgent:
         except expected(OSError) as exc:
             raise ResourceError(f"no {2 * nbytes} bytes of memory for a link of NIXL: {exc}") from exc
         self._regions.append(region)
-        try:
-            self._agent.registerMem(
-                self._listed(region.address, region.address + nbytes, nbytes=nbytes), self._backends
-            )
-        except expected(*self._errors) as exc:
-            raise ResourceError(f"NIXL cannot register {2 * nbytes} bytes ({exc}); raise ulimit -l") from exc
+        self.register(region.address, region.address + nbytes, nbytes=nbytes)
         self.join(region)
         return region
 
-    def metadata(self, region: RingMemory) -> bytes:
-        """Return what a peer needs to reach this agent, and to write the region's ring."""
-        listed = self._listed(region.address, nbytes=region.nbytes)
+    def register(self, *addresses: int, nbytes: int) -> None:
+        """Register memory that stays mapped as long as the agent exists, `nbytes` at each address.
+
+        Raises:
+            ResourceError: the system does not pin that much.
+        """
+        try:
+            self._agent.registerMem(self._listed(*addresses, nbytes=nbytes), self._backends)
+        except expected(*self._errors) as exc:
+            total = nbytes * len(addresses)
+            raise ResourceError(f"NIXL cannot register {total} bytes ({exc}); raise ulimit -l") from exc
+
+    def metadata(self, address: int, nbytes: int) -> bytes:
+        """Return what a peer needs to reach this agent, and to write registered memory."""
+        listed = self._listed(address, nbytes=nbytes)
         return bytes(self._agent.getLocalPartialMD(listed, True, self._backends))
 
     def _listed(self, *addresses: int, nbytes: int) -> Any:

@@ -75,7 +75,7 @@ class NixlLink(TcpLink):
         self._told = RingCounts()
         self._until = 0.0  # time until which the peer's end is awaited
         self._agent: NixlAgent | None = agent
-        told = Introduction(agent.name, region.address, RING_BYTES, agent.metadata(region))
+        told = Introduction(agent.name, region.address, RING_BYTES, agent.metadata(region.address, RING_BYTES))
         self._control.write(0, pack_introduction(told), NO_WORD, 0, 0)
         self._control.flush()
 

@@ -87,11 +87,6 @@ class ProxyPeer:
             has_moved |= bool(num_read) or run is not None or taken is not None
         return has_moved
 
-    @property
-    def has_work(self) -> bool:
-        """True while chunks that were given to the transport are not read yet."""
-        return any(sender.done < sender.next for sender, _ in self._streams.values())
-
     def receiver(self, kind: int) -> ChunkReceiver:
         """Return the receiving end of a stream.
 

@@ -27,6 +27,7 @@ Words and slots that it leaves incomplete are described in `words.py`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -39,7 +40,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, expected, ignored
+from ...errors import CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, UnsupportedError, expected, ignored
 from ...memory.signals import fence
 from ...view.process.detector import is_readable, open_process
 from ...view.transport.auth import Identity, Token
@@ -47,18 +48,20 @@ from ...view.transport.wire import NONCE_BYTES
 from ..address import listen
 from ..frames import END, FrameOpener, FrameSealer
 from ..meeting import Connected, Meeting
+from ..nixl.agent import NixlAgent
 from ..tcp import TcpLink, set_up
+from .nixl import NixlTransport
 from .peer import ProxyPeer
 from .setup import ProxyEndpoint, ProxySetup, parse_endpoint, parse_setup, receive_message, send_message
-from .tcp import ChunkIntroduction, ChunkSink, TcpTransport
-from .words import ABORT, ASLEEP, LOST, PROXY_FAILED, SERVING
+from .tcp import ENGINES, ChunkIntroduction, ChunkSink, TcpTransport
+from .words import ABORT, ASLEEP, KINDS, LOST, PROXY_FAILED, SERVING
 
 logger = logging.getLogger("epee")
 
 BUSY_S, NAP_S = 0.01, 50e-6
 LONG_IDLE_S, LONG_NAP_S = 1.0, 0.001
 SETUP_S = 30.0  # for the rank to send the setup
-FLUSH_S, CLOSE_S = 5.0, 2.0  # of an orderly end: for what is queued to go out, and for the partners to close
+FLUSH_S, CLOSE_S = 3.0, 2.0  # of an orderly end: for what is queued to go out (twice), for the partners to close
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW: nobody can take the pages away
 _F_GET_SEALS = 1034
 
@@ -83,7 +86,7 @@ class ServedPartner:
     @property
     def is_lost(self) -> bool:
         """True when the connection has ended and something is missed."""
-        return self.link.lost is not None and (not self.sink.has_ended or self.transport.is_refused)
+        return self.transport.is_refused or (self.link.lost is not None and not self.sink.has_ended)
 
 
 class ProxyProcess:
@@ -108,6 +111,7 @@ class ProxyProcess:
         self._listener: socket.socket | None = None
         self._nonce = b""
         self._is_ending = False
+        self._agent: NixlAgent | None = None
         self._watch(control.fileno(), self._handle_request)
         self._watch(setup.wake, lambda: os.eventfd_read(setup.wake))
         self._rank_fd = open_process(*setup.island[setup.own])
@@ -137,6 +141,9 @@ class ProxyProcess:
         if self._words[ABORT]:
             raise RankEnded
         has_moved = False
+        if self._agent is not None:
+            with ignored(ConnectionError):  # seen by the transports
+                self._agent.progress()
         for fd, _ in self._poll.poll(0):
             handle = self._handlers.get(fd)
             if handle is not None:
@@ -146,7 +153,7 @@ class ProxyProcess:
             if partner.link.is_stuck:
                 has_moved |= partner.link.pump()
             has_moved |= partner.machine.turn(partner.transport)
-            if partner.link.lost is not None:
+            if partner.link.lost is not None or partner.transport.is_refused:
                 self._note_end(partner)
         return has_moved
 
@@ -176,19 +183,25 @@ class ProxyProcess:
         """Close a connection that has ended, and report a loss."""
         if not partner.is_closed:
             partner.is_closed = True
-            self._unwatch(partner.fd)
-            partner.link.close()
+            self._close(partner)
         if partner.is_lost and not partner.is_reported:
             partner.is_reported = True
             self._words[self._first_word + LOST] |= 1 << partner.index
             logger.info("proxy of rank %d: partner %d is lost", self._setup.rank, partner.link.peer)
 
+    def _close(self, partner: ServedPartner) -> None:
+        self._unwatch(partner.fd)
+        partner.link.close()
+        partner.transport.close()
+
     def _drop_partners(self) -> None:
         """Close all connections: no byte of them is stored after this."""
         for partner in self._partners:
-            self._unwatch(partner.fd)
-            partner.link.close()
+            self._close(partner)
         self._partners.clear()
+        if self._agent is not None:
+            self._agent.leave(self)
+            self._agent = None
         self._words[self._first_word + SERVING] = self._words[self._first_word + LOST] = 0
 
     def _watch_process(self, position: int, process: tuple[int, int]) -> None:
@@ -248,6 +261,12 @@ class ProxyProcess:
         listener, self._listener = self._listener, None
         if listener is None:
             raise ProtocolError("a proxy is to meet its partners before it has offered an endpoint")
+        if self._setup.engine == "nixl":
+            if NixlAgent.num_made:
+                listener.close()
+                raise UnsupportedError("a proxy over NIXL serves one epoch; make another for the next one")
+            self._agent = NixlAgent()
+            self._agent.join(self)
         deadline = time.monotonic() + float(message["timeout_s"])
         token, job_id = Token(bytes.fromhex(message["token"])), bytes.fromhex(message["job"])
         wanted = {int(rank): parse_endpoint(fields).partner(int(rank)) for rank, fields in message["partners"]}
@@ -256,7 +275,14 @@ class ProxyProcess:
         epoch, first = int(message["epoch"]), int(message["first"])
         shape = self._shape
         introduction = ChunkIntroduction(
-            epoch, first, self._setup.process, shape.num_processes, shape.num_slots, shape.slot_bytes, shape.row_bytes
+            ENGINES.index(self._setup.engine),
+            epoch,
+            first,
+            self._setup.process,
+            shape.num_processes,
+            shape.num_slots,
+            shape.slot_bytes,
+            shape.row_bytes,
         )
         for rank, connected in met.items():
             self._partners.append(self._served(rank, connected, introduction))
@@ -277,7 +303,11 @@ class ProxyProcess:
         set_up(met.connection)
         sealer, opener = FrameSealer(met.out_key, covers), FrameOpener(met.in_key, covers)
         link = TcpLink(rank, met.connection, sealer, opener, sink)
-        transport = TcpTransport(link, self._staging[out : out + shape.area_bytes], shape)
+        memory = self._staging[out : out + shape.area_bytes]
+        transport = TcpTransport(link, memory, shape)
+        if self._agent is not None:
+            base = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
+            transport = NixlTransport(link, memory, shape, self._agent, base + out, base + into)
         self._watch(link.fd, link.pump)
         return ServedPartner(index, link, sink, machine, transport)
 
@@ -295,8 +325,12 @@ class ProxyProcess:
                 if partner.link.lost is not None:
                     raise ProtocolError(
                         f"rank {partner.link.peer} and this proxy cannot serve each other: {partner.link.lost.value}; "
-                        "sizes, EPEE_LINK_MAC and the version of epee must be equal on all ranks"
+                        "sizes, EPEE_LINK, EPEE_LINK_MAC and the version of epee must be equal on all ranks"
                     )
+                if partner.sink.is_met:
+                    partner.transport.meet(partner.sink.details)
+            if self._agent is not None:
+                self._agent.progress()
             if time.monotonic() > deadline:
                 ranks = [partner.link.peer for partner in waiting]
                 raise CommTimeoutError(f"no introduction of the proxies of rank(s) {ranks} in time", ranks)
@@ -310,7 +344,8 @@ class ProxyProcess:
     def _end(self) -> dict[str, Any]:
         """End all connections in order: partners learn that nothing more comes, and close theirs."""
         self._is_ending = True
-        living = [partner for partner in self._partners if partner.link.lost is None]
+        living = [partner for partner in self._partners if not partner.is_closed]
+        self._pump_until(living, lambda partner: partner.transport.is_flushed, FLUSH_S)
         for partner in living:
             partner.link.say(END, self._setup.rank, 0)
         self._pump_until(living, lambda partner: partner.link.is_flushed, FLUSH_S)
@@ -323,15 +358,22 @@ class ProxyProcess:
     def _pump_until(
         self, partners: list[ServedPartner], is_done: Callable[[ServedPartner], bool], limit_s: float
     ) -> None:
+        """Move what is under way, and send nothing new, until all partners are done or lost."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             self._check()
-            waiting = [partner for partner in partners if partner.link.lost is None and not is_done(partner)]
-            if not waiting:
-                return
-            has_moved = False
-            for partner in waiting:
+            if self._agent is not None:
+                with ignored(ConnectionError):
+                    self._agent.progress()
+            has_moved, is_waiting = False, False
+            for partner in partners:
                 has_moved |= partner.link.pump()
+                for kind in KINDS:
+                    has_moved |= partner.transport.num_read(kind) > 0
+                is_over = partner.link.lost is not None or partner.transport.is_refused or is_done(partner)
+                is_waiting |= not is_over
+            if not is_waiting:
+                return
             if not has_moved:
                 time.sleep(0.001)
 

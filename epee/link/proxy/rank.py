@@ -34,6 +34,7 @@ from ...errors import (
     InvalidArgument,
     ProtocolError,
     ResourceError,
+    UnsupportedError,
     expected,
     ignored,
     shortage,
@@ -45,12 +46,14 @@ from ...view.process.detector import is_readable
 from ...view.transport.auth import Token
 from ..address import own_address, preferred_device
 from ..nixl.devices import cpus_of_node, numa_node_near
+from ..nixl.library import why_missing
 from .process import CLOSE_S, FLUSH_S
 from .setup import ProxyEndpoint, ProxySetup, parse_endpoint, receive_message, send_message
+from .tcp import ENGINES
 from .words import ABORT, ASLEEP, BY_RANK, LOST, PROCESS_ENDED, REASONS, SERVING, ProxyShape, island_topology
 
 START_S = 30.0
-_END_S = FLUSH_S + CLOSE_S + 3.0
+_END_S = 2 * FLUSH_S + CLOSE_S + 2.0
 _SLICE_S = 0.1
 _FAIL_S = 10.0  # for the thread to notice a process whose socket has closed
 _PROGRAM = Path(__file__).with_name("__main__.py")
@@ -100,6 +103,7 @@ class Proxy:
         shape: its sizes; the counts of partners and readers must fit the islands (`shape_for`).
         location: of the data, "cuda:N" or "cpu:N" (a NUMA node): the processes run on CPUs near it, or near its NIC.
         address: to listen at; by default `own_address()`.
+        engine: tcp or nixl, equal on all ranks; by default that of EPEE_LINK. Over NIXL a proxy meets once.
 
     Attributes:
         shape: as the argument.
@@ -120,6 +124,7 @@ class Proxy:
         shape: ProxyShape,
         location: str = "",
         address: str = "",
+        engine: str = "",
     ) -> None:
         topology = island_topology(rank, islands)
         self.rank, self.shape, self.partners = rank, shape, topology.partners()
@@ -133,6 +138,11 @@ class Proxy:
             raise InvalidArgument(
                 f"island must name the processes of ranks {topology.here}, this one as rank {rank}, got {list(island)}"
             )
+        engine = engine or str(env.get("EPEE_LINK"))
+        if engine not in ENGINES:
+            raise InvalidArgument(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        if engine == "nixl" and (why := why_missing()):
+            raise UnsupportedError(f"a proxy over NIXL: {why}; install the extra nixl, or use EPEE_LINK=tcp")
         self._pid = os.getpid()
         self._failure = ""
         self._is_closing = False
@@ -153,6 +163,7 @@ class Proxy:
                     island=tuple(island),
                     partners=self.partners,
                     address=address or own_address(),
+                    engine=engine,
                     covers_payloads=env.get_bool("EPEE_LINK_MAC"),
                     cpus=cpus_for(own * shape.num_processes + process, location),
                     page=_file(self.page),
@@ -246,6 +257,7 @@ class Proxy:
         Raises:
             InvalidArgument: the endpoints are not one per process, or of a rank that is no partner.
             CommTimeoutError: a partner did not come in time. ProtocolError: a partner has other sizes.
+            UnsupportedError: the second time over NIXL.
             ResourceError: the proxy has failed, or the system is short of something.
         """
         count = len(self._helpers)
@@ -438,7 +450,9 @@ def _failure(answer: Mapping[str, Any], who: str) -> Exception:
     """Return the error that a process reports."""
     text = f"{who}: {answer.get('text') or answer.get('failed') or 'no reason is given'}"
     ranks = answer.get("ranks")
-    kinds: dict[object, type[Exception]] = {"InvalidArgument": InvalidArgument, "ProtocolError": ProtocolError}
+    kinds: dict[object, type[Exception]] = {
+        each.__name__: each for each in (InvalidArgument, ProtocolError, UnsupportedError)
+    }
     if answer.get("error") == "CommTimeoutError" and isinstance(ranks, list):
         return CommTimeoutError(text, [int(rank) for rank in ranks], has_job=False)
     return kinds.get(answer.get("error"), ResourceError)(text)

@@ -36,6 +36,7 @@ class ProxySetup:
         island: (pid, start time) of the ranks of its island, by position.
         partners: ranks, ascending.
         address: to listen at.
+        engine: one of `tcp.ENGINES`.
         covers_payloads: EPEE_LINK_MAC of the rank.
         cpus: to run on; empty: as the rank.
         page, staging: descriptor, bytes of the file, offset of the first usable byte.
@@ -49,6 +50,7 @@ class ProxySetup:
     island: tuple[tuple[int, int], ...]
     partners: tuple[int, ...]
     address: str
+    engine: str
     covers_payloads: bool
     cpus: tuple[int, ...]
     page: tuple[int, int, int]

@@ -3,7 +3,8 @@
     a chunk        WRITE at the byte offset of its slot in the receiver's area, `word` its kind, `value` its chunk word;
                    a long one as several frames, the word behind the last (`TcpLink.write`)
     credit         WRITE without bytes, `word` the kind + `CREDIT`, `value` the number
-    introduction   PIECES, first and once: the numbers on which both ends must agree
+    introduction   PIECES, first and once: the numbers on which both ends must agree; with NIXL also what it needs
+                   (`nixl.py`), and a chunk is a WRITE without bytes then
     END            nothing more comes; the end of the connection is no loss
 
 Headers and introduction are always authenticated, the bytes of chunks with EPEE_LINK_MAC=1, as on every link. The sink
@@ -25,17 +26,19 @@ from ..frames import END, NO_WORD, PIECES, WRITE, Frame, parse_pieces
 from ..tcp import TcpLink
 from .chunks import ChunkRun
 from .peer import ProxyPeer
-from .words import CHUNKS, KINDS, ROWS, SIZE_BITS, ProxyShape
+from .words import CHUNKS, KINDS, ROWS, SIZE_BITS, ProxyShape, parse_chunk_word
 
 CREDIT = len(KINDS)  # added to a kind: the index of its word for credit
 INTRODUCTION = 2 * len(KINDS)
-_NUMBERS = struct.Struct("<8s7Q")
+_NUMBERS = struct.Struct("<8s8Q")
 _MARK = b"epeeprx1"
+ENGINES = ("tcp", "nixl")
 
 
 class ChunkIntroduction(NamedTuple):
-    """The numbers on which the two ends of a connection agree."""
+    """The numbers on which the two ends of a connection agree; `engine` is an index of `ENGINES`."""
 
+    engine: int
     epoch: int
     first: int
     process: int
@@ -70,12 +73,15 @@ class ChunkSink:
     Attributes:
         is_met: the peer's introduction has come, and fits.
         has_ended: the peer has announced that nothing more comes.
+        details: what the peer's engine needs, as received; not checked.
     """
 
     def __init__(self, peer: ProxyPeer, memory: memoryview, shape: ProxyShape, introduction: ChunkIntroduction) -> None:
         self._peer, self._memory, self._shape, self._introduction = peer, memory, shape, introduction
         self._stored = dict.fromkeys(KINDS, 0)  # bytes of the chunk that is arriving
+        self._has_bytes = ENGINES[introduction.engine] == "tcp"  # frames carry them
         self.is_met = self.has_ended = False
+        self.details = b""
 
     def place(self, frame: Frame) -> memoryview:
         """As `FrameSink.place`."""
@@ -83,6 +89,8 @@ class ChunkSink:
             raise ProtocolError(f"a frame of kind {frame.kind} from a peer that has not begun, or has ended")
         if CREDIT <= frame.word < 2 * CREDIT and not frame.nbytes:
             return self._memory[:0]
+        if frame.nbytes and not self._has_bytes:
+            raise ProtocolError(f"a peer sends {frame.nbytes} bytes over a connection that carries words alone")
         kind = self._kind_at(frame)
         slot, start = divmod(frame.offset - self._shape.base(kind), self._shape.size(kind))
         if frame.word not in (kind, NO_WORD) or start != self._stored[kind]:
@@ -101,9 +109,13 @@ class ChunkSink:
             self._peer.hear_credit(frame.word - CREDIT, frame.value)
         elif frame.kind == WRITE:
             nbytes, self._stored[frame.word] = self._stored[frame.word] + frame.nbytes, 0
+            if not self._has_bytes:  # the engine has stored them, in a slot that was granted
+                nbytes = parse_chunk_word(frame.value, self._shape.size(frame.word)).nbytes
             self._peer.receiver(frame.word).arrive(frame.value, nbytes)
         elif frame.kind == PIECES and frame.word == INTRODUCTION and not self.is_met:
-            self._introduction.require_equal(bytes(parse_pieces(payload, 1)[0][1]))
+            (_, numbers), *more = parse_pieces(payload, frame.offset)
+            self._introduction.require_equal(bytes(numbers))
+            self.details = b"".join(bytes(data) for _, data in more)
             self.is_met = True
         elif frame.kind == END and self.is_met:
             self.has_ended = True
@@ -123,7 +135,7 @@ class TcpTransport:
         shape: of the rank.
 
     Attributes:
-        is_refused: something was to be sent over a link that has ended.
+        is_refused: something was to be sent over a link that has ended, or could not be.
     """
 
     def __init__(self, link: TcpLink, memory: memoryview, shape: ProxyShape) -> None:
@@ -134,6 +146,17 @@ class TcpTransport:
     def introduce(self, introduction: ChunkIntroduction) -> None:
         """Send the introduction of this end."""
         self._link.write_pieces([(0, introduction.pack())], INTRODUCTION, 0, 0)
+
+    def meet(self, details: bytes) -> None:
+        """Use what the peer's engine needs; nothing, here."""
+
+    @property
+    def is_flushed(self) -> bool:
+        """True when everything that was given has left, and was announced."""
+        return self._link.is_flushed
+
+    def close(self) -> None:
+        """Give up what is under way; the link is the caller's."""
 
     def send(self, kind: int, run: ChunkRun) -> None:
         """As `ChunkTransport.send`."""

@@ -130,7 +130,9 @@ def me() -> tuple[int, int]:
     return os.getpid(), process_start_time(os.getpid())
 
 
-def proxies(islands: Sequence[Sequence[int]], num_slots: int = 4, num_processes: int = 1, **sizes: int) -> list[Proxy]:
+def proxies(
+    islands: Sequence[Sequence[int]], num_slots: int = 4, num_processes: int = 1, engine: str = "tcp", **sizes: int
+) -> list[Proxy]:
     """Return a proxy for every rank, all of this process."""
     ranks = sorted(rank for island in islands for rank in island)
     made: list[Proxy] = []
@@ -138,7 +140,8 @@ def proxies(islands: Sequence[Sequence[int]], num_slots: int = 4, num_processes:
         for rank in ranks:
             slot, row = sizes.get("slot_bytes", SLOT_BYTES), sizes.get("row_bytes", ROW_BYTES)
             shape = shape_for(rank, islands, num_slots, slot, row, num_processes)
-            made.append(Proxy(rank, islands, [me()] * shape.num_readers, shape, address="127.0.0.1"))
+            island = [me()] * shape.num_readers
+            made.append(Proxy(rank, islands, island, shape, address="127.0.0.1", engine=engine))
     except BaseException:
         for proxy in made:
             proxy.close()

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from epee.errors import CommTimeoutError, InvalidArgument, ProtocolError, ResourceError
+from epee.errors import CommTimeoutError, InvalidArgument, ProtocolError, ResourceError, UnsupportedError
+from epee.link.proxy import rank as rank_module
 from epee.link.proxy.process import ProxyProcess
 from epee.link.proxy.rank import Proxy, shape_for
 from epee.link.proxy.words import ABORT, ASLEEP, BY_RANK, CHUNKS, PROCESS_ENDED, PROXY_FAILED, chunk_word
 from epee.memory.claim import process_start_time
 from epee.view.transport.auth import Token
 
-from ..pairs import num_open, until
+from ..pairs import num_open, over_both, until
 from .kernels import Streams, me, meet_all, proxies, run_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,10 +33,10 @@ SMALL = {"slot_bytes": 4096, "row_bytes": 64}
 
 @contextlib.contextmanager
 def serving(
-    islands: Sequence[Sequence[int]] = PAIR, *args: int, meets: bool = True, **sizes: int
+    islands: Sequence[Sequence[int]] = PAIR, *args: int, meets: bool = True, engine: str = "tcp", **sizes: int
 ) -> Iterator[list[Proxy]]:
     """Yield proxies of all ranks, which have met."""
-    made = proxies(islands, *args, **sizes)
+    made = proxies(islands, *args, engine=engine, **sizes)
     try:
         if meets:
             meet_all(made)
@@ -53,21 +54,23 @@ def pids(proxy: Proxy) -> list[int]:
 # ---- data
 
 
+@over_both
 @pytest.mark.parametrize(
     ("islands", "num_processes"),
     [(PAIR, 1), (PAIR, 2), (((0,), (1, 2, 3)), 1), (((0, 2), (1, 3)), 1), (((0,), (1,), (2,)), 1)],
 )
-def test_every_byte_arrives(islands: tuple[tuple[int, ...], ...], num_processes: int) -> None:
+def test_every_byte_arrives(islands: tuple[tuple[int, ...], ...], num_processes: int, engine: str) -> None:
     sizes = {} if islands == PAIR else {"slot_bytes": 262_144}
-    with serving(islands, 4, num_processes, **sizes) as made:
+    with serving(islands, 4, num_processes, engine=engine, **sizes) as made:
         run_all([Streams(proxy, 12) for proxy in made])
         assert [proxy.epoch for proxy in made] == [0] * len(made)
         assert [proxy.lost for proxy in made] == [()] * len(made)
 
 
+@over_both
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_few_slots_carry_a_thousand_chunks(num_slots: int) -> None:
-    with serving(PAIR, num_slots, **SMALL) as made:
+def test_few_slots_carry_a_thousand_chunks(num_slots: int, engine: str) -> None:
+    with serving(PAIR, num_slots, engine=engine, **SMALL) as made:
         run_all([Streams(proxy, 1000) for proxy in made])
 
 
@@ -111,6 +114,46 @@ def test_a_partner_that_the_next_epoch_leaves_out_changes_nothing() -> None:
         assert [bytes(proxy.staging.mapping) for proxy in made[:2]] == before
         streams = [Streams(proxy, 30, first=100, partners=(i,)) for proxy, i in zip(made[:2], (0, 0), strict=True)]
         run_all(streams)
+
+
+@pytest.mark.nixl
+def test_a_proxy_over_nixl_serves_one_epoch() -> None:
+    """Memory that NIXL may still write is never used for another one."""
+    with serving(engine="nixl", **SMALL) as made:
+        run_all([Streams(proxy, 5) for proxy in made])
+        with pytest.raises(UnsupportedError, match="serves one epoch; make another for the next one"):
+            meet_all(made, epoch=1, first=100)
+        for proxy in made:
+            proxy.check()
+
+
+@pytest.mark.nixl
+def test_partners_with_other_engines_are_refused() -> None:
+    made = []
+    for rank, engine in enumerate(("tcp", "nixl")):
+        shape = shape_for(rank, PAIR, 4, 4096, 64)
+        made.append(Proxy(rank, PAIR, [me()], shape, address="127.0.0.1", engine=engine))
+    try:
+        with pytest.raises(ProtocolError, match="EPEE_LINK"):
+            meet_all(made)
+    finally:
+        for proxy in made:
+            proxy.close()
+
+
+def test_a_proxy_over_an_engine_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_module, "why_missing", lambda: "none of the wheels is installed")
+    with pytest.raises(UnsupportedError, match="a proxy over NIXL: none of the wheels is installed"):
+        proxies(PAIR, engine="nixl", **SMALL)
+    with pytest.raises(InvalidArgument, match="engine must be one of tcp, nixl, got 'rdma'"):
+        proxies(PAIR, engine="rdma", **SMALL)
+
+
+def test_the_engine_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPEE_LINK", "nixl")
+    monkeypatch.setattr(rank_module, "why_missing", lambda: "not here")
+    with pytest.raises(UnsupportedError, match="not here"):
+        proxies(PAIR, engine="", **SMALL)
 
 
 def test_a_rank_alone_has_a_proxy_without_partners() -> None:
@@ -171,9 +214,10 @@ def test_a_proxy_meets_nobody_without_an_offer() -> None:
 # ---- the end of a proxy
 
 
+@over_both
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_killed_process_is_noticed_at_once_by_rank_and_partners(process: int) -> None:
-    with serving(PAIR, 4, 2, **SMALL) as made:
+def test_a_killed_process_is_noticed_at_once_by_rank_and_partners(process: int, engine: str) -> None:
+    with serving(PAIR, 4, 2, engine=engine, **SMALL) as made:
         first, second = made
         run_all([Streams(proxy, 6) for proxy in made])
         victim, other = pids(first)[process], pids(first)[1 - process]
@@ -190,9 +234,10 @@ def test_a_killed_process_is_noticed_at_once_by_rank_and_partners(process: int) 
             first.offer()
 
 
-def test_a_kill_in_the_middle_of_a_call_ends_it_on_both_sides() -> None:
-    for steps in range(0, 60, 12):
-        with serving(PAIR, 2, **SMALL) as made:
+@over_both
+def test_a_kill_in_the_middle_of_a_call_ends_it_on_both_sides(engine: str) -> None:
+    for steps in range(0, 60, 15):
+        with serving(PAIR, 2, engine=engine, **SMALL) as made:
             streams = [Streams(proxy, 10_000) for proxy in made]
             for _ in range(steps):
                 for each in streams:
@@ -239,8 +284,9 @@ def test_an_aborted_proxy_ends_and_its_partner_sees_a_loss() -> None:
         until(lambda: made[1].lost == (0,))
 
 
-def test_an_orderly_end_is_no_loss_until_something_is_posted_for_it() -> None:
-    with serving(**SMALL) as made:
+@over_both
+def test_an_orderly_end_is_no_loss_until_something_is_posted_for_it(engine: str) -> None:
+    with serving(engine=engine, **SMALL) as made:
         run_all([Streams(proxy, 5) for proxy in made])
         made[0].close()
         made[0].close()

@@ -17,7 +17,7 @@ from ..pairs import KEY_A, KEY_B, pattern, socket_pair, until
 
 POISON = 0xA5
 SHAPE = ProxyShape(1, 1, 4, 3 << 20, 1408, 1)
-INTRODUCTION_HERE = ChunkIntroduction(3, 100, 0, 1, 4, 3 << 20, 1408)
+INTRODUCTION_HERE = ChunkIntroduction(0, 3, 100, 0, 1, 4, 3 << 20, 1408)
 
 
 class Side:
@@ -141,7 +141,8 @@ def test_a_slot_is_not_freed_before_the_socket_has_its_bytes() -> None:
 
 @pytest.mark.parametrize("field", ChunkIntroduction._fields)
 def test_ends_that_differ_do_not_serve_each_other(field: str, caplog: pytest.LogCaptureFixture) -> None:
-    other = INTRODUCTION_HERE._replace(**{field: getattr(INTRODUCTION_HERE, field) + 64})
+    value = 1 if field == "engine" else getattr(INTRODUCTION_HERE, field) + 64
+    other = INTRODUCTION_HERE._replace(**{field: value})
     with caplog.at_level("INFO", "epee"), Both(second=other) as both:
         until(lambda: both.a.link.pump() or both.b.link.pump() or (both.a.link.lost and both.b.link.lost))
         assert both.a.link.lost in (LinkLoss.DAMAGED, LinkLoss.RESET, LinkLoss.CLOSED)
@@ -226,11 +227,25 @@ def test_nothing_counts_after_the_end() -> None:
 
 def test_a_process_serves_no_rows_but_the_first() -> None:
     shape = ProxyShape(1, 1, 4, 4096, 64, 2)
-    numbers = ChunkIntroduction(0, 0, 1, 2, 4, 4096, 64)
+    numbers = ChunkIntroduction(0, 0, 0, 1, 2, 4, 4096, 64)
     with Both(first=numbers, second=numbers, shape=shape).met() as both:
         _frame(both.a.link, (WRITE, shape.base(ROWS), ROWS, chunk_word(0, 64), 0), b"x" * 64)
         until(lambda: both.b.link.pump() or both.b.link.lost)
         assert both.b.column(2, ROWS, 0) == 0
+
+
+def test_bytes_beside_an_engine_that_stores_them_are_refused() -> None:
+    numbers = INTRODUCTION_HERE._replace(engine=1)
+    with Both(first=numbers, second=numbers).met() as both:
+        _frame(both.a.link, (WRITE, 0, CHUNKS, chunk_word(100, 32), 0))
+        until(lambda: both.b.link.pump() or both.b.column(2, CHUNKS, 100))
+        _frame(both.a.link, (WRITE, 2 * SHAPE.slot_bytes, CHUNKS, chunk_word(102, 32), 0))
+        until(lambda: both.b.link.pump() or both.b.link.lost)
+        assert both.b.column(2, CHUNKS, 102) == 0
+    with Both(first=numbers, second=numbers).met() as both:
+        _frame(both.a.link, (WRITE, 0, CHUNKS, chunk_word(100, 16), 0), b"x" * 16)
+        until(lambda: both.b.link.pump() or both.b.link.lost)
+        assert both.b.column(2, CHUNKS, 100) == 0
 
 
 def test_something_for_a_partner_that_has_left_is_refused() -> None:

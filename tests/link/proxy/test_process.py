@@ -330,8 +330,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("state", ["busy", "idle"])
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("state", "sign"), [("busy", signal.SIGKILL), ("idle", signal.SIGTERM)])
 def test_proxies_end_with_their_rank(state: str, sign: int) -> None:
     rank = subprocess.Popen([sys.executable, "-c", _RANK, state], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

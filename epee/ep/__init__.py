@@ -13,8 +13,7 @@ from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.report import NoRoomError
 from .buffer import Buffer
 from .control.bootstrap import group_of, hosts_of, timeout_of
-from .handle import Combined, Dispatched, Handle, Payload
-from .hosts.handle import TwoLevelHandle
+from .handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle
@@ -34,6 +33,7 @@ __all__ = [
     "BufferPool",
     "CombineOrder",
     "Combined",
+    "CpuHandle",
     "Dispatched",
     "Handle",
     "Lane",
@@ -47,7 +47,6 @@ __all__ = [
     "NoRoomError",
     "Payload",
     "Room",
-    "TwoLevelHandle",
     "Wish",
     "check_map",
     "check_topk_idx",

@@ -18,6 +18,7 @@ import torch
 from ..arrays import array_of
 from ..errors import UnsupportedError
 from ..gpu.event import DONE, Event
+from .hosts.host_records import NO_RECORDS, HostRecords
 from .throughput.order import CombineOrder
 from .throughput.placement import Placement, SendPlan, runs
 
@@ -252,6 +253,7 @@ class CpuHandle(Handle):
     Attributes:
         dropped: `[num_tokens, num_ranks]` bool: rows that were not sent, for the capacity; None if there are none.
         num_dropped_rows: rows that this rank would have received beyond the capacity.
+        by_host: the records by which the rows travel between hosts.
     """
 
     plan: SendPlan
@@ -264,6 +266,7 @@ class CpuHandle(Handle):
     routing: DispatchRouting | None = None
     dropped: torch.Tensor | None = None
     num_dropped_rows: int = 0
+    by_host: HostRecords = NO_RECORDS
 
     @property
     def num_recv(self) -> int:
@@ -289,6 +292,11 @@ class CpuHandle(Handle):
     def num_dropped(self) -> torch.Tensor | None:
         """`[1]` int32: rows that this rank would have received; None without a capacity."""
         return None if self.capacity is None else torch.tensor([self.num_dropped_rows], dtype=torch.int32, device="cpu")
+
+    @property
+    def num_sent_to_hosts(self) -> list[int] | None:
+        """Tokens of this rank that go to each host, its own one too, once each; None if all ranks share a host."""
+        return [len(records.tokens) for records in self.by_host.sent] or None
 
     @cached_property
     def num_sent(self) -> list[int]:

@@ -11,8 +11,8 @@ from epee.ep.checks import GivenRouting, check_dispatch, check_payload
 from epee.ep.config import BufferConfig
 from epee.ep.control.announce import dispatch_header
 from epee.ep.control.header import ExchangedRows
-from epee.ep.hosts.handle import TwoLevelHandle
-from epee.ep.hosts.layout import MIN_SUMMED, Parts, Records, SectionLayout, dispatch_length, records_of, staging_bytes
+from epee.ep.hosts.host_records import Records, sent_records
+from epee.ep.hosts.layout import MIN_SUMMED, Parts, SectionLayout, dispatch_length, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle
 from epee.link.topology import Roles, Topology
 
@@ -33,8 +33,8 @@ def _sent(keys: list[str], ids: list[torch.Tensor], layout: str) -> list[list[Re
     rows = ExchangedRows(headers, counts, [b""] * num_ranks, tuple(range(num_ranks)))
     sent = []
     for rank, call in enumerate(calls):
-        handle = new_handle(TwoLevelHandle, call, rows, CallPlace(1, 1, 0, rank), config, may_lose=False)
-        sent.append(records_of(handle, Topology(rank, keys)))
+        handle = new_handle(call, rows, CallPlace(1, 1, 0, rank), config, may_lose=False)
+        sent.append(sent_records(handle.plan, handle.placement, handle.num_tokens, Topology(rank, keys)))
     return sent
 
 

@@ -1,8 +1,4 @@
-"""The hosts that each token goes to, and the memory layout of its record: pure functions of routing and counts.
-
-A **record** is a token on its way to one host: its row and scales, and beside them the ranks of that host that get it
-(bits of their positions there), its index at the source, expert ids and weights. A source has one record of a token for
-each host that has one of its destinations, its own host too. Records of a host are in order of the tokens.
+"""The memory layout of records (`host_records.py`), and the rounds in which they travel: pure functions of sizes.
 
 Tokens travel in chunks, `[k * length, (k + 1) * length)` in round k, so that every rank computes by itself in which
 round a token arrives, and memory for two rounds is enough. A section holds the records of one round for one host:
@@ -21,16 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from ...arrays import array_of
 from ...engine.limits import MIN_STAGING_BYTES
-from ...link.topology import Roles, Topology
+from ...link.topology import Roles
 from ...memory.layout import align_up
 from ..config import MAX_TOPK, BufferConfig
-from ..handle import CpuHandle
-from ..throughput.placement import Ints
 from ..throughput.reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
@@ -39,41 +31,6 @@ SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to the ranks t
 MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64
 NUM_STAGED = 4  # parts of `staging_bytes` that an engine's outbox has
-
-
-class Records(NamedTuple):
-    """The records of one source for one host.
-
-    Attributes:
-        tokens: `[n]` int64, ascending.
-        bits: `[n]` int64: bit j is set when the rank at position j of the host gets the token.
-    """
-
-    tokens: Ints
-    bits: Ints
-
-    def chunk(self, k: int, length: int) -> tuple[int, int]:
-        """Return the first record of round k and the first one after the round."""
-        low, high = np.searchsorted(self.tokens, (k * length, (k + 1) * length)).tolist()
-        return low, high
-
-    def of(self, position: int) -> Ints:
-        """Return the indices of the records that the rank at a position gets."""
-        return np.flatnonzero(self.bits >> position & 1)
-
-
-def records_of(handle: CpuHandle, topology: Topology) -> list[Records]:
-    """Return what this rank sends to each host, by the rows of its handle."""
-    member = np.zeros((len(topology.host_of), handle.num_tokens), dtype=np.int64)
-    tokens = array_of(handle.plan.tokens)
-    for segment in handle.placement.meta_segments:
-        member[segment.dst_rank, tokens[segment.first : segment.first + segment.num_rows]] = 1
-    sent = []
-    for ranks in topology.hosts:
-        bits = (member[list(ranks)] << np.arange(len(ranks), dtype=np.int64)[:, None]).sum(0)
-        chosen = np.flatnonzero(bits)
-        sent.append(Records(chosen, bits[chosen]))
-    return sent
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from ...engine.signature import pack as pack_signature
 from ...link.topology import Roles
 from ...memory.layout import align_up
 from ..checks import CombineCall
+from ..handle import CpuHandle
 from ..throughput.reduce import accumulator_dtype, put
-from .handle import TwoLevelHandle
 from .layout import Chunks, Parts, combine_length, lent_dtype
 
 _BYTE = np.dtype(np.uint8)
@@ -105,7 +105,7 @@ class PartialsPlan(Plan):
         self,
         roles: Roles,
         call: CombineCall,
-        handle: TwoLevelHandle,
+        handle: CpuHandle,
         num_tokens: Sequence[int],
         wide: bool,
         scratch: torch.Tensor | None = None,
@@ -147,8 +147,8 @@ class PartialsPlan(Plan):
 
     def _mine(self, source: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's rows for a source's tokens of round `k`, a row for each of its records, and weights."""
-        low, high = self._handle.received[source].chunk(k, self._length)
-        taken = self._handle.taken[source]
+        low, high = self._handle.by_host.received[source].chunk(k, self._length)
+        taken = self._handle.by_host.taken[source]
         if self._handle.layout == "expert":
             return self._weighted(source, low, high)
         first, end = np.searchsorted(taken.records, (low, high)).tolist()
@@ -160,12 +160,12 @@ class PartialsPlan(Plan):
     def _weighted(self, source: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sums of the weighted rows of each record, k ascending."""
         handle = self._handle
-        taken = handle.taken[source]
+        taken = handle.by_host.taken[source]
         which = taken.among(low, high)
-        mine = handle.received[source].of(handle.position)
+        mine = handle.by_host.received[source].of(handle.by_host.position)
         mine = mine[(mine >= low) & (mine < high)]
         index = torch.from_numpy(np.searchsorted(mine, taken.records[which]))
-        rows, k_of = torch.from_numpy(taken.rows[which]), torch.from_numpy(handle.slots[source][1][which])
+        rows, k_of = torch.from_numpy(taken.rows[which]), torch.from_numpy(handle.by_host.slots[source][1][which])
         sums = torch.full((len(mine), self._y.shape[1]), -0.0, dtype=self._wide, device="cpu")
         for k in range(handle.num_topk):
             chosen = (k_of == k).nonzero()[:, 0]
@@ -189,12 +189,12 @@ class PartialsPlan(Plan):
     def merge(self, peer_regions: PeerRegions, k: int, offsets: list[int], offset: int) -> None:
         """Sum the rows of this host for the sources that this rank serves."""
         for index, source in enumerate(self._parts.served[self._topology.rank]):
-            low, high = self._handle.received[source].chunk(k, self._length)
+            low, high = self._handle.by_host.received[source].chunk(k, self._length)
             if low < high:
                 self._sum(peer_regions, k, source, offsets, offset + index * self._summed.nbytes)
 
     def _sum(self, peer_regions: PeerRegions, k: int, source: int, offsets: list[int], base: int) -> None:
-        records = self._handle.received[source]
+        records = self._handle.by_host.received[source]
         low, high = records.chunk(k, self._length)
         rows, tokens, backs = [], [], []
         for position, rank in enumerate(self._topology.here):
@@ -223,7 +223,7 @@ class PartialsPlan(Plan):
         found: list[Range] = []
         for index, source in enumerate(self._parts.served[self._topology.rank]):
             if self._at[source] in readers:
-                low, high = self._handle.received[source].chunk(k, self._length)
+                low, high = self._handle.by_host.received[source].chunk(k, self._length)
                 found += self._summed.ranges(index * self._summed.nbytes, high - low)
         return found
 
@@ -244,7 +244,7 @@ class PartialsPlan(Plan):
             base = offsets[self._at[rank]] + self._parts.served[rank].index(self._topology.rank) * self._summed.nbytes
             rows = self._summed.rows(peer_regions, self._at[rank], base, high - low)
             parts.append(rows if which is None else rows[which])
-            mine = torch.from_numpy(self._handle.sent[host].tokens[low:high] - first)
+            mine = torch.from_numpy(self._handle.by_host.sent[host].tokens[low:high] - first)
             tokens.append(mine if which is None else mine[which])
             if self.weights is not None:
                 back = self._summed.weights(peer_regions, self._at[rank], base, high - low)
@@ -262,7 +262,7 @@ class PartialsPlan(Plan):
 
         If all ranks that had a token were lost after the dispatch, the memory contains no sum.
         """
-        sent = self._handle.sent[host]
+        sent = self._handle.by_host.sent[host]
         low, high = sent.chunk(k, self._length)
         ranks = self._topology.hosts[host]
         there = sum(1 << position for position, rank in enumerate(ranks) if rank in self._at)

@@ -24,6 +24,7 @@ Results lie in slots of an arena that no other rank maps, as on one host: pages 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -52,7 +53,7 @@ from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
 from ..control.header import ExchangedRows
 from ..control.messages import ControlPlaneOver
-from ..handle import Combined, Dispatched, Handle, mask_of
+from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
 from ..paths import PathOverHosts
 from ..streams import Lane, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding
@@ -62,8 +63,8 @@ from ..throughput.placement import Ints, SendPlan
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .assembly import Assembly, CallPlacement
 from .exchange import HostsExchange
-from .handle import TwoLevelHandle
-from .layout import Chunks, Records, dispatch_length, records_of
+from .host_records import HostRecords, Records, sent_records
+from .layout import Chunks, dispatch_length
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
 from .step import MemberRows
@@ -71,9 +72,9 @@ from .step import MemberRows
 Planned = TypeVar("Planned")
 
 
-def _own(handle: Handle) -> TwoLevelHandle:
+def _own(handle: Handle) -> CpuHandle:
     """Return a handle as the type of this path; checked handles are of this buffer, so it is one."""
-    assert isinstance(handle, TwoLevelHandle)
+    assert isinstance(handle, CpuHandle)
     return handle
 
 
@@ -86,7 +87,7 @@ class _Begun(NamedTuple):
     """The inputs of the data call of a dispatch: its plan and handle, an arena and a slot of it."""
 
     plan: RecordsPlan
-    handle: TwoLevelHandle
+    handle: CpuHandle
     arena: Arena
     slot: int
 
@@ -239,18 +240,21 @@ class HostsPath(PathOverHosts):
             arena.pool.give_back(slot)
             raise
 
-    def _new_handle(self, call: DispatchCall, met: MemberRows) -> TwoLevelHandle:
+    def _new_handle(self, call: DispatchCall, met: MemberRows) -> CpuHandle:
         place = CallPlace(self._buffer_id, met.seq, met.epoch, self.rank)
         if call.plan is not None and len(met.members) < self.config.num_ranks:
             call = call._replace(plan=_among(call.plan, self.rank, met, self.config))
         may_lose = self.config.fault_mode == "mask" or len(met.members) < self.config.num_ranks
-        handle = new_handle(TwoLevelHandle, call, met.rows, place, self.config, may_lose)
-        handle.num_source_tokens = [header.num_tokens for header in met.rows.headers]
-        handle.topology = topology = self._places.of(met.peer_regions)
-        handle.sent = records_of(handle, topology)
-        handle.members = met.members
-        handle.position = topology.here.index(self.rank)
-        handle.first_expert = self.rank * self.config.num_local_experts
+        handle = new_handle(call, met.rows, place, self.config, may_lose)
+        topology = self._places.of(met.peer_regions)
+        handle.by_host = HostRecords(
+            topology,
+            handle.placement,
+            first_expert=self.rank * self.config.num_local_experts,
+            members=met.members,
+            num_source_tokens=[header.num_tokens for header in met.rows.headers],
+            sent=sent_records(handle.plan, handle.placement, handle.num_tokens, topology),
+        )
         return handle
 
     def _planned(self, name: str, make: Callable[[], Planned]) -> Planned:
@@ -268,7 +272,7 @@ class HostsPath(PathOverHosts):
             raise
 
     def _plan_records(
-        self, call: DispatchCall, handle: TwoLevelHandle, met: MemberRows, arena: Arena, slot: int
+        self, call: DispatchCall, handle: CpuHandle, met: MemberRows, arena: Arena, slot: int
     ) -> RecordsPlan:
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
@@ -287,32 +291,34 @@ class HostsPath(PathOverHosts):
             Chunks.of(length, [header.num_tokens for header in met.rows.headers]),
         )
 
-    def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> tuple[Ints, Ints]:
+    def _starts(self, handle: CpuHandle, rows: ExchangedRows) -> tuple[Ints, Ints]:
         """Return the first row of each (source, local expert), and how many it has."""
-        first = self.config.num_ranks + handle.first_expert
+        first = self.config.num_ranks + handle.by_host.first_expert
         mine = rows.counts[:, first : first + self.config.num_local_experts]
         padded = np.array([round_up(int(count), handle.expert_alignment) for count in mine.sum(0)], dtype=np.int64)
         return padded.cumsum() - padded + mine.cumsum(0) - mine, mine
 
-    def _with_meta(self, call: DispatchCall, handle: TwoLevelHandle, plan: RecordsPlan) -> TwoLevelHandle:
+    def _with_meta(self, call: DispatchCall, handle: CpuHandle, plan: RecordsPlan) -> CpuHandle:
         """Return the handle with the metadata that arrived beside the rows."""
         none = plan.meta[self.rank][0][:0]
         told = [np.concatenate(rounds) if rounds else none for rounds in plan.meta]  # per source
         if call.handle is None:
-            handle.received = [Records(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
-            if handle.layout == "expert":
-                handle.topk_ids = [meta[:, 2 : 2 + handle.num_topk].copy() for meta in told]
+            received = [Records(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
+            is_expert = handle.layout == "expert"
+            topk_ids = [meta[:, 2 : 2 + handle.num_topk].copy() for meta in told] if is_expert else []
+            handle.by_host = replace(handle.by_host, received=received, topk_ids=topk_ids)
+        by_host = handle.by_host
         if handle.layout == "rank":
-            mine = [meta[sent.of(handle.position), 1:] for meta, sent in zip(told, handle.received, strict=True)]
+            mine = [meta[sent.of(by_host.position), 1:] for meta, sent in zip(told, by_host.received, strict=True)]
         else:
             mine = [self._slots(call, handle, source, meta) for source, meta in enumerate(told)]
-        return with_meta(call, handle, np.concatenate(mine), handle.first_expert)
+        return with_meta(call, handle, np.concatenate(mine), by_host.first_expert)
 
-    def _slots(self, call: DispatchCall, handle: TwoLevelHandle, source: int, meta: Ints) -> Ints:
+    def _slots(self, call: DispatchCall, handle: CpuHandle, source: int, meta: Ints) -> Ints:
         """Return slot and weight of each row of a source in the expert layout, as `received_meta` reads them."""
-        records, k = handle.slots[source]
+        records, k = handle.by_host.slots[source]
         packed = np.zeros((len(records), 2), dtype=np.int64)
-        packed[:, 0] = handle.received[source].tokens[records] * handle.num_topk + k
+        packed[:, 0] = handle.by_host.received[source].tokens[records] * handle.num_topk + k
         if call.topk_weights is not None:
             dtype = NUMPY_DTYPES[call.topk_weights.dtype]
             packed[:, 1:].view(dtype)[:, 0] = meta[:, 2 + handle.num_topk :].view(dtype)[records, k]
@@ -331,7 +337,7 @@ class HostsPath(PathOverHosts):
         step = self.exchange.step(header, None, deadline)
         while True:
             met = step.met
-            is_among = self.config.fault_mode == "mask" and set(met.members) <= set(handle.members)
+            is_among = self.config.fault_mode == "mask" and set(met.members) <= set(handle.by_host.members)
             if (
                 not is_among or handle.epoch < met.peer_regions.placed_in
             ):  # then a member may be another process than it was
@@ -340,14 +346,14 @@ class HostsPath(PathOverHosts):
             if step.move(plan):
                 return self._combined(call, handle, plan, met)
 
-    def _plan_partials(self, call: CombineCall, handle: TwoLevelHandle, met: MemberRows) -> PartialsPlan:
+    def _plan_partials(self, call: CombineCall, handle: CpuHandle, met: MemberRows) -> PartialsPlan:
         """Plan a combine; a result that must not be seen before the end is made in retained memory."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
         roles = Roles(self._places.of(met.peer_regions), met.members)
         return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
 
-    def _combined(self, call: CombineCall, handle: TwoLevelHandle, plan: PartialsPlan, met: MemberRows) -> Combined:
+    def _combined(self, call: CombineCall, handle: CpuHandle, plan: PartialsPlan, met: MemberRows) -> Combined:
         gone, weighs = self._lost(met), None
         if handle.routing is not None:
             weighs = partial(lost_weight, handle.routing, gone, self.config, handle.dropped)

@@ -34,10 +34,11 @@ from ...errors import ProtocolError
 from ...link.topology import Roles
 from ...memory.arena import Arena
 from ..checks import PayloadRows
+from ..handle import CpuHandle
 from ..throughput.placement import Ints
 from ..throughput.rows import rows_of
-from .handle import TwoLevelHandle, local_slots
-from .layout import Chunks, Records, SectionLayout
+from .host_records import Records, local_slots
+from .layout import Chunks, SectionLayout
 
 _WORD, _HALF = np.dtype(np.int64), np.dtype(np.int32)
 
@@ -102,7 +103,7 @@ class RecordsPlan(Plan):
     def __init__(
         self,
         roles: Roles,
-        handle: TwoLevelHandle,
+        handle: CpuHandle,
         is_fresh: bool,
         payload: LocalTokens,
         result: Destination,
@@ -121,9 +122,9 @@ class RecordsPlan(Plan):
         self.round_bytes = self._room * roles.topology.num_hosts
         self.put_bytes = self.read_bytes = self.num_halves * self.round_bytes
         self._members = sorted(roles.present)
-        own = handle.sent[roles.topology.host]  # what only this rank itself gets is not laid out
-        others = (own.bits & ~(1 << handle.position)) != 0
-        self._laid = [*handle.sent]
+        own = handle.by_host.sent[roles.topology.host]  # what only this rank itself gets is not laid out
+        others = (own.bits & ~(1 << handle.by_host.position)) != 0
+        self._laid = [*handle.by_host.sent]
         self._laid[roles.topology.host] = Records(own.tokens[others], own.bits[others])
         self.meta: list[list[Ints]] = [[] for _ in roles.topology.host_of]  # per source and round
         firsts = np.array(handle.num_received, dtype=np.int64)
@@ -186,7 +187,7 @@ class RecordsPlan(Plan):
             self._copy(peer_regions, place, base, count, records, rows)
 
     def _take_own(self, k: int, source: int) -> None:
-        sent, payload = self._handle.sent[self._topology.host], self._payload
+        sent, payload = self._handle.by_host.sent[self._topology.host], self._payload
         low, high = sent.chunk(k, self._length)
         tokens = sent.tokens[low:high]
         if payload.meta is not None:
@@ -202,7 +203,7 @@ class RecordsPlan(Plan):
         """Return which records of a round have rows for this rank, and their offsets; for a fresh dispatch."""
         handle, told = self._handle, self._handle.num_received[source]
         if handle.layout == "rank":
-            records = np.flatnonzero(meta[:, 0] >> handle.position & 1)
+            records = np.flatnonzero(meta[:, 0] >> handle.by_host.position & 1)
             before = self._before.get((source, k), 0)
             first = int(self._first_rows[source]) + before
             self._before[source, k + 1] = before + len(records)
@@ -210,7 +211,7 @@ class RecordsPlan(Plan):
             return records, slice(first, first + len(records))
         assert self._starts is not None
         num_local = self._starts.shape[1]
-        records, _, experts = local_slots(meta[:, 2 : 2 + handle.num_topk], handle.first_expert, num_local)
+        records, _, experts = local_slots(meta[:, 2 : 2 + handle.num_topk], handle.by_host.first_expert, num_local)
         before = self._before.get((source, k), np.zeros(num_local, dtype=np.int64))
         counts = np.bincount(experts, minlength=num_local)
         self._before[source, k + 1] = before + counts
@@ -223,10 +224,10 @@ class RecordsPlan(Plan):
 
     def _known_places(self, source: int, k: int, count: int) -> tuple[Ints, slice | Ints]:
         """Return the same by the handle."""
-        low, high = self._handle.received[source].chunk(k, self._length)
+        low, high = self._handle.by_host.received[source].chunk(k, self._length)
         if count != high - low:
             raise self._damaged(source, k, f"{count} records, {high - low} by the handle")
-        taken = self._handle.taken[source]
+        taken = self._handle.by_host.taken[source]
         which = taken.among(low, high)
         return taken.records[which] - low, taken.rows[which]
 

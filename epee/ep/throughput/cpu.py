@@ -184,7 +184,7 @@ class CpuPath(Path):
         exchange = self.exchange
         may_lose = not (exchange.membership.raises and exchange.reduced_members is None)
         place = CallPlace(self._buffer_id, exchange.seq, exchange.epoch, self.rank)
-        return new_handle(CpuHandle, call, rows, place, self.config, may_lose)
+        return new_handle(call, rows, place, self.config, may_lose)
 
     def _send(self, call: DispatchCall, handle: CpuHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""

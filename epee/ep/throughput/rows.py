@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows
 from .placement import place as placed
-
-SomeHandle = TypeVar("SomeHandle", bound=CpuHandle)
 
 
 def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
@@ -89,7 +87,7 @@ def write_meta(packed: Ints, handle: CpuHandle, segment: Segment, target: Slots,
         np.take(packed, array_of(handle.plan.tokens)[part], axis=0, out=place.reshape(-1, words), mode="clip")
 
 
-def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: int) -> SomeHandle:
+def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
     That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
@@ -126,7 +124,7 @@ def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expe
     return _with(handle, call, news)
 
 
-def _with(handle: SomeHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> SomeHandle:
+def _with(handle: CpuHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> CpuHandle:
     if call.handle is not None:
         return replace(handle, **news)  # type: ignore[arg-type]
     for name, value in news.items():
@@ -158,17 +156,15 @@ class CallPlace(NamedTuple):
 
 
 def new_handle(
-    kind: type[SomeHandle],
     call: DispatchCall,
     rows: ExchangedRows,
     place: CallPlace,
     config: BufferConfig,
     may_lose: bool,
-) -> SomeHandle:
+) -> CpuHandle:
     """Return the handle of a dispatch whose counts have been exchanged, without the metadata beside the rows.
 
     Args:
-        kind: of handle.
         may_lose: ranks are lost, or may be in later calls: a copy of the routing records what went with them.
 
     Raises:
@@ -187,7 +183,7 @@ def new_handle(
         copies = (None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         routing = DispatchRouting(*copies)
     num_dropped = 0 if call.capacity is None else int(rows.counts[:, place.rank].sum()) - placement.num_recv
-    return kind(
+    return CpuHandle(
         buffer_id=place.buffer_id,
         seq=place.seq,
         epoch=place.epoch,
@@ -205,7 +201,7 @@ def new_handle(
     )
 
 
-def with_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: int) -> SomeHandle:
+def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
     """Return the handle with what travelled beside the rows, as `received_meta`, and what follows from that."""
     handle = received_meta(call, handle, meta, first_expert)
     if handle.num_dropped_rows:

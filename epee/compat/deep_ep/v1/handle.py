@@ -48,7 +48,7 @@ import torch
 from epee.compat.deep_ep.config import Config
 from epee.compat.deep_ep.shared import host_layout, layout
 from epee.compat.deep_ep.shared.rows import filled_up
-from epee.ep import Handle, Room, TwoLevelHandle, Wish
+from epee.ep import CpuHandle, Handle, Room, Wish
 
 _NO_META = 0xFF  # in each byte of rows that no rank sent
 
@@ -82,7 +82,7 @@ class V1Handle:
 
     def entry(self, idx: int) -> torch.Tensor:
         """Return an entry of DeepEP's tuple; if the dispatch ran on a stream of its own, it is computed there."""
-        entries = _ENTRIES_OVER_HOSTS if isinstance(self.handle, TwoLevelHandle) else _ENTRIES
+        entries = _ENTRIES_OVER_HOSTS if self.handle.num_sent_to_hosts else _ENTRIES
         if self.stream is None:
             for tensor in self.handle.tensors:
                 if tensor is not None and tensor.is_cuda:  # it may be read on another stream than it was made on
@@ -128,13 +128,13 @@ class V1Handle:
     # ---- over several hosts
 
     @property
-    def _over_hosts(self) -> TwoLevelHandle:
-        assert isinstance(self.handle, TwoLevelHandle)
+    def _over_hosts(self) -> CpuHandle:
+        assert isinstance(self.handle, CpuHandle)
         return self.handle
 
     @property
     def _in_hosts(self) -> torch.Tensor:
-        return host_layout.in_hosts(self.is_token_in_rank, self._over_hosts.topology.hosts)
+        return host_layout.in_hosts(self.is_token_in_rank, self._over_hosts.by_host.topology.hosts)
 
     def _own_is_token_in_rank(self) -> torch.Tensor:
         return self.is_token_in_rank.detach()  # the first entry of a handle is of this handle alone (`KnownHandles`)

@@ -48,13 +48,14 @@ from ..engine import (
     own_job,
     place_of,
 )
+from ..engine.call import Tensors
 from ..engine.membership.call_outcome import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
 from ..engine.operation import Operation, timeout_of
 from ..engine.outbox import PeerRegions
 from ..engine.p2p.message import ANY, Message
-from ..engine.plan import Make, Tensors
+from ..engine.plan import Make
 from ..engine.signature import DTYPE_CODE, OP_CODE
 from ..engine.signature import pack as pack_signature
 from ..engine.tensors import NeedsStaging, carrier_of, source, target

@@ -37,9 +37,10 @@ import torch
 
 from ..arrays import plain_tensors, real_tensors, writing
 from ..engine import Engine
+from ..engine.call import not_run
 from ..engine.entry import CLOSED
 from ..engine.overlap import batch_mates
-from ..engine.ranges import meet, not_run, spans_of
+from ..engine.ranges import meet, spans_of
 from ..engine.tensors import refuse_overlap, refuse_shared
 from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context, expected, ignored
 from ..untraced import untraced_methods

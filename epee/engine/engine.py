@@ -50,6 +50,7 @@ from typing import Any
 from ..errors import AbortedError, InvalidArgument, InvalidState, PeerError, expected, is_own
 from ..memory.signals import futex_wake
 from ..view.process.detector import DeathWatch
+from .call import NOTHING, Tensors
 from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .interrupts import Recovery
 from .membership.call_outcome import UnresolvedCalls
@@ -85,10 +86,10 @@ from .outbox import (
     consumed_of,
     failed_by_view,
 )
-from .overlap import CallOrder
+from .overlap import CallOrder, read_again
 from .p2p.channel import Mailroom
 from .p2p.message import Absence, Message
-from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
+from .plan import Make, RefusedPlan, refused
 from .progress import Helper
 from .waiting import NAP_ROUNDS, Waiting, examine, raise_if_open, raise_if_overdue
 from .withdrawal import withdrawn
@@ -196,7 +197,7 @@ class Engine:
         self.mail = Mailroom(peer_regions, first_number)
         self.messages = self.mail.unfinished
         self.helper = Helper(self)
-        self.order = CallOrder(self)
+        self.order = CallOrder(peer_regions, self.queue, self.mail)
         self.recovery = Recovery(self)
         self.members: PeerRegions = peer_regions
         self.contributors: tuple[int, ...] = ()
@@ -315,7 +316,7 @@ class Engine:
         if not _met(op, self.waits, sealed, check):
             return False
         if preamble is not None:
-            plan.agree(peer_regions, op.offsets, op)
+            plan.agree(peer_regions, op.offsets, cell, op)
             op.agreed = True
             if plan.rounds > 1:
                 return False
@@ -323,9 +324,7 @@ class Engine:
             return False
         if self.flags:
             return False
-        if peer_regions.num_ranks > 2 and withdrawn(
-            op, peer_regions
-        ):  # a single peer was checked when nothing was missing
+        if peer_regions.num_ranks > 2 and withdrawn(cell, tag, peer_regions):  # a single peer was checked above
             return False
         own[cell + GAVE_UP] = COMPLETES
         op.writing = True
@@ -482,6 +481,29 @@ class Engine:
                 self.retire(message)
                 self.messages.pop(message, None)
 
+    def post_free(self) -> None:
+        """Post the messages that nothing is in the way of any more. The lock is held."""
+        mail = self.mail
+        for message in list(mail.held):
+            try:
+                if not message.done and not message.is_free(self.peer_regions):
+                    continue
+                read_again(message)
+                mail.let_go(message)
+            except BaseException as exc:
+                if self.is_interrupt(exc):
+                    raise
+                self._end_message(message, exc)
+        while mail.finished:
+            self.retire(mail.finished.pop())
+
+    def _end_message(self, message: Message, exc: BaseException) -> None:
+        """End a message with its own error."""
+        message.fail(exc)
+        self.mail.cancel(message)
+        self.retire(message)
+        self.messages.pop(message, None)
+
     # ---- waiting
 
     def wait(self, op: Driven, timeout_s: float | None) -> None:
@@ -518,6 +540,8 @@ class Engine:
                     self._wait_ended(op)
                     raise_if_overdue(self, op, until, op.start_clock())
                     continue  # the lock was given back: another thread may have ended the call
+                if self.mail.held:
+                    self.post_free()
                 is_alone = is_message and not op.before and not self.mail.held
                 head = op if is_alone else self.order.foremost(op)
                 block = self.advance(head)
@@ -530,7 +554,7 @@ class Engine:
             elif isinstance(op, Message):
                 self.messages.pop(op, None)  # one that has failed
             if self.mail.held:
-                self.order.post_free()
+                self.post_free()
         finally:
             op.num_waiters -= 1
             if self.queue or not op.done:  # no thread waits for these now
@@ -546,10 +570,7 @@ class Engine:
             except BaseException as exc:
                 if self.is_interrupt(exc):
                     raise
-                op.fail(exc)  # a peer's impossible word, for example: it belongs to that message
-                self.mail.cancel(op)
-                self.retire(op)
-                self.messages.pop(op, None)
+                self._end_message(op, exc)  # a peer's impossible word, for example: it belongs to that message
                 block = None
             while self.mail.finished:
                 self.retire(self.mail.finished.pop())

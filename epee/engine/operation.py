@@ -27,7 +27,7 @@ in the outboxes until this rank publishes that it has ended the call.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ..errors import (
@@ -36,12 +36,12 @@ from ..errors import (
     InvalidState,
     MismatchError,
     ProtocolError,
-    context,
     expected,
     is_own,
 )
 from ..memory.layout import align_up
 from ..memory.signals import SEQ_BITS
+from .call import NOTHING, EngineCall
 from .outbox import (
     CELL_PAYLOAD_BYTES,
     CELL_WORDS,
@@ -62,10 +62,9 @@ from .outbox import (
     unsealed,
 )
 from .p2p.message import Message
-from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors
-from .ranges import holdups, is_free, let_begin
+from .plan import Make, Plan, RefusedPlan
 from .signature import REFUSED, unpack
-from .withdrawal import Withdrawal, is_withdrawn, withdrawn
+from .withdrawal import CallWords, Withdrawal, is_withdrawn, withdrawn
 
 
 class Block(NamedTuple):
@@ -91,20 +90,13 @@ def timeout_of(opts: Any, default_s: float) -> float:
     return own if own > 0 else default_s
 
 
-class Operation:
+class Operation(EngineCall):
     """A call with its sequence number. `step` advances it as far as possible and returns the condition it waits for."""
 
-    done = False
     published = False
     writing = False  # results are being written: the call can only be finished now
     mismatch = False
     damaged = -1  # a peer whose header does not fit together
-    error: BaseException | None = None
-    on_done: Any = None
-    started = 0.0
-    deadline = 0.0  # 0: set at the first wait that leaves the fast path
-    patience = 0
-    num_waiters = 0
     seen = 0
     base = 0
     filled = merged = drained = 0
@@ -115,11 +107,6 @@ class Operation:
     lost: Collection[int] = ()  # ranks that read nothing any more
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
     withdrawal: Withdrawal | None = None  # this rank's timeout, or another's, has passed
-    before: Sequence[Any] = ()  # calls that it waits for before it is published, see `overlap.py`
-    was_held_by = ""  # names of these, once it has begun
-    holds_back = ""  # names of the calls that wait for this one, once it is late
-    tensors: Tensors = NOTHING
-    touched: Any = None
     completing = False  # it was aborted here, but a peer had completed it: it must complete here, too
     told: BaseException | None = None  # the error that its caller got before the outcome; the plan is detached then
 
@@ -138,12 +125,12 @@ class Operation:
     def publish(self, peer_regions: PeerRegions) -> bool:
         """Write the first contribution and the header; False when the outbox has no room, or a call is in the way."""
         if self.before:
-            if not is_free(self, peer_regions):
+            if not self.is_free(peer_regions):
                 return False
             self.plan = (
                 self.plan if self.make is None else self.make(peer_regions)
             )  # its copies of the input were too early
-            let_begin(self)
+            self.let_begin()
         plan = self.plan
         cell = self.cell
         if self.seq > peer_regions.cells_free_until:
@@ -217,7 +204,7 @@ class Operation:
             words = peer_regions.words[peer]
             if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
-                if is_withdrawn(self, words):
+                if is_withdrawn(cell, tag, words):
                     self.withdraw(peer_regions, self.missing())
                     return self._end_withdrawn(peer_regions)
                 return Block(peer_regions.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
@@ -238,7 +225,7 @@ class Operation:
             block = self._rounds(peer_regions)
             if block is not None:
                 return block
-        if not self.completing and withdrawn(self, peer_regions):
+        if not self.completing and withdrawn(cell, tag, peer_regions):
             self.withdraw(peer_regions, [])
             return self._end_withdrawn(peer_regions)
         self.finish(peer_regions)
@@ -254,7 +241,8 @@ class Operation:
             told = f"{self.describe(peer_regions)}: refused here, and aborted by another rank"
             self.fail(cause or CommTimeoutError(told, silent, has_job=True))
         else:
-            self.withdrawal = Withdrawal(self, peer_regions, silent, cause)
+            at = CallWords(self.cell, self.tag, self.seq)
+            self.withdrawal = Withdrawal(self, at, peer_regions, silent, cause)
 
     def give_up(self, cause: BaseException) -> None:
         """End the call here because of `cause`, alike on all ranks; it may stay open, see `withdrawal.py`."""
@@ -266,7 +254,7 @@ class Operation:
         if self.withdrawal is None:
             self.withdraw(self.peer_regions, [], cause)
         if self.withdrawal is not None and not self.done:
-            self.withdrawal.is_over(self, self.peer_regions)
+            self._is_over(self.withdrawal, self.peer_regions)
 
     def disown(self, cause: BaseException) -> None:
         """Abort the call for a caller that gets `cause` and cannot reach it any more.
@@ -283,9 +271,14 @@ class Operation:
             self.told = cause
 
     def _end_withdrawn(self, peer_regions: PeerRegions) -> Block | None:
-        if self.withdrawal is not None and not self.withdrawal.is_over(self, peer_regions):
+        if self.withdrawal is not None and not self._is_over(self.withdrawal, peer_regions):
             return NO_ROOM
         return None if self.done else self.step(peer_regions)
+
+    def _is_over(self, withdrawal: Withdrawal, peer_regions: PeerRegions) -> bool:
+        is_over = withdrawal.is_over(peer_regions, self.lost)
+        self.completing = self.completing or withdrawal.must_complete
+        return is_over
 
     def _check(self, peer_regions: PeerRegions) -> None:
         """Compare the headers of the peers; all are there."""
@@ -302,7 +295,7 @@ class Operation:
         if plan.read_bytes and not self.drained:
             self._check_offsets(peer_regions, plan.read_bytes)
         if plan.preamble is not None:
-            plan.agree(peer_regions, self.offsets, self)
+            plan.agree(peer_regions, self.offsets, self.cell, self)
             self.agreed = True
 
     def _has_moved_on(self, peer_regions: PeerRegions) -> bool:
@@ -480,36 +473,22 @@ class Operation:
 
     # ---- ends
 
-    def fail(self, error: BaseException) -> None:
-        """End the call with `error`; results stay untouched. Peers in later rounds see GAVE_UP."""
-        if not self.done:
-            self.error = error
-            self.done = True
-
     @property
     def name(self) -> str:
         """The collective's name."""
         return self.plan.name
 
     def start_clock(self) -> float:
-        """Note when the call began to wait; returns the present time."""
+        """Return the present time, at which the call begins to wait unless it has begun."""
         now = time.monotonic()
         if not self.deadline:
             self.started = now
             self.deadline = now + timeout_of(self._opts, self._timeout_s)
         return now
 
-    def describe(self, peer_regions: PeerRegions, **facts: object) -> str:
-        """Name the call and its position for a message."""
-        peer_regions = self.peer_regions
-        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
-        return context(
-            self.plan.name,
-            rank=peer_regions.members[peer_regions.rank],
-            seq=self.seq,
-            epoch=peer_regions.epoch,
-            **facts,
-        )
+    def _position(self, peer_regions: PeerRegions) -> dict[str, object]:
+        own = self.peer_regions
+        return {"rank": own.members[own.rank], "seq": self.seq, "epoch": own.epoch}
 
     def label(self) -> str:
         """Name the call for the error of another one."""

@@ -30,17 +30,17 @@ holds back.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..torch_private import works_of_batch
+from .call import Edge, names_of
 from .operation import CallsOfWork, Driven, Operation
+from .outbox import PeerRegions, consumed_of
+from .p2p.channel import Mailroom
 from .p2p.message import ANY, Message
-from .ranges import Edge, Spans, Written, is_free, meet, names_of, spans_of
+from .ranges import Spans, Written, meet, spans_of
 from .tensors import carrier_of, source
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 Touched = tuple[Spans, Spans]  # memory that a call writes and memory that it reads
 
@@ -71,29 +71,38 @@ def touched(call: Driven) -> Touched:
 
 
 class CallOrder:
-    """The order of one group's open calls by the memory that they touch. The engine's lock is held."""
+    """The order of one group's open calls by the memory that they touch. The engine's lock is held.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        peer_regions: of all ranks.
+        queue: the group's open collectives.
+        mail: its messages.
+    """
+
+    def __init__(self, peer_regions: PeerRegions, queue: deque[Operation], mail: Mailroom) -> None:
+        self._peer_regions, self._queue, self._mail = peer_regions, queue, mail
         self._written = Written()  # what collectives of the queue write
+
+    @property
+    def _num_retired(self) -> int:
+        """Calls up to this number have ended on this rank."""
+        return consumed_of(self._peer_regions.own)
 
     def progress(self) -> tuple[int, list[Message]]:
         """Note the progress of the calls, without the lock, for `has_advanced`."""
-        engine = self._engine
-        return engine.num_retired, list(engine.messages)
+        return self._num_retired, list(self._mail.unfinished)
 
     def has_advanced(self, seen: tuple[int, list[Message]]) -> bool:
         """Return whether a call has ended since `seen`: a plan made in between may hold copies from before that."""
         retired, messages = seen
-        return self._engine.num_retired != retired or any(message.done for message in messages)
+        return self._num_retired != retired or any(message.done for message in messages)
 
     def add(self, op: Operation) -> None:
         """Note which open calls are in the way of a new collective."""
-        engine = self._engine
         writes, reads = touched(op)
         edges = []
-        retired = engine.num_retired
-        for earlier in engine.queue if self._may_meet(writes, reads, retired) else ():
+        retired = self._num_retired
+        for earlier in self._queue if self._may_meet(writes, reads, retired) else ():
             written, _ = touched(earlier)
             is_read = meet(written, reads)
             if is_read or meet(written, writes):
@@ -110,24 +119,22 @@ class CallOrder:
 
     def _may_meet(self, writes: Spans, reads: Spans, retired: int) -> bool:
         """Return False when no collective of the queue writes there."""
-        engine = self._engine
-        if not engine.queue:
+        if not self._queue:
             return False
-        if engine.queue[0].touched is None:  # a call of another thread that blocks: its memory was not noted
+        if self._queue[0].touched is None:  # a call of another thread that blocks: its memory was not noted
             return True
         index = self._written
         return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
 
     def add_message(self, message: Message) -> None:
         """Note which open calls are in the way of a new message."""
-        engine = self._engine
-        if not engine.queue and not self._open_messages():
+        if not self._queue and not self._open_messages():
             if message.is_early:
-                _read_again(message)
+                read_again(message)
             return
         writes, reads = touched(message)
         edges = []
-        for op in engine.queue:
+        for op in self._queue:
             written, read = touched(op)
             is_read = meet(written, reads)
             if is_read or meet(written, writes) or meet(read, writes):
@@ -147,28 +154,25 @@ class CallOrder:
                     edges.append(Edge(earlier, _has_ended if is_written else _is_in_lane, is_read))
         message.before = edges
         if message.is_early and not edges:
-            _read_again(message)
+            read_again(message)
 
     def _open_messages(self) -> list[Message]:
-        engine = self._engine
-        if not engine.messages:
+        messages = self._mail.unfinished
+        if not messages:
             return []
-        found = list(engine.messages)
+        found = list(messages)
         for message in found:
             if message.done:  # one that has failed
-                engine.messages.pop(message, None)
+                messages.pop(message, None)
         return [message for message in found if not message.done]
 
     # ---- continuing
 
     def foremost(self, op: Driven) -> Driven:
         """Return the call to step so that `op` advances: itself, the head of its queue, or one in the way of that."""
-        engine = self._engine
-        if engine.mail.held:
-            self.post_free()
         while True:
-            if not isinstance(op, Message) and not engine.queue[0].done:
-                op = engine.queue[0]
+            if not isinstance(op, Message) and not self._queue[0].done:
+                op = self._queue[0]
             if not op.before:
                 return op
             edge = next((edge for edge in op.before if not edge.is_over(edge.call)), None)
@@ -178,32 +182,12 @@ class CallOrder:
 
     def held_by(self, call: Driven) -> str:
         """Return the names of the open calls that wait for `call`; "" where none does."""
-        engine = self._engine
-        calls: list[Driven] = [*engine.queue, *engine.mail.held]
+        calls: list[Driven] = [*self._queue, *self._mail.held]
         return names_of([other for other in calls if any(edge.call is call for edge in other.before)])
 
-    def post_free(self) -> None:
-        """Post the messages that nothing is in the way of any more."""
-        engine = self._engine
-        mail = engine.mail
-        for message in list(mail.held):
-            try:
-                if not message.done and not is_free(message, engine.peer_regions):
-                    continue
-                _read_again(message)
-                mail.let_go(message)
-            except BaseException as exc:
-                if engine.is_interrupt(exc):
-                    raise
-                message.fail(exc)
-                mail.cancel(message)
-                engine.retire(message)
-                engine.messages.pop(message, None)
-        while mail.finished:
-            engine.retire(mail.finished.pop())
 
-
-def _read_again(message: Message) -> None:
+def read_again(message: Message) -> None:
+    """Read the input of a message that is posted now: an earlier call may have written it since it was made."""
     if message.is_send:
         tensor = message.tensors[1]
         message.array = source(tensor, carrier_of(tensor, "send: tensor"))

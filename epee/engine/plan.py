@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .call import EngineCall
 from .outbox import CELL_PAYLOAD_BYTES, PeerRegions
 from .signature import OP_CODE, REFUSED, pack
 from .tensors import Array
-
-if TYPE_CHECKING:
-    from .operation import Operation
 
 Range = tuple[int, int]  # first byte, number of bytes
 
@@ -85,8 +82,13 @@ class Plan:
     def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
 
-    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
-        """Compare what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], cell: int, call: EngineCall) -> None:
+        """Compare what the peers put beside their header; may set the number of rounds, raises `MismatchError`.
+
+        Args:
+            cell: index of the header's first word in each outbox.
+            call: for messages.
+        """
 
     def commit(self) -> None:
         """Finish: copy results back to strided tensors, private copies to their tensors."""
@@ -110,8 +112,6 @@ class Plan:
             sink.finish()
 
 
-Tensors = tuple[Any, Any]  # tensors that a call writes and reads: tensors, or lists of them of any depth
-NOTHING: Tensors = ((), ())
 Make = Callable[[PeerRegions], Plan]  # plans a call over the members of these peer regions
 
 

@@ -382,9 +382,11 @@ class Helper:
         """Drive all pending calls, then sleep on the word that the first waits for, with the lock released."""
         engine = self._engine
         block: Block | None = None
-        if engine.mail.held:
-            engine.order.post_free()
-        while engine.queue:
+        while True:
+            if engine.mail.held:
+                engine.post_free()
+            if not engine.queue:
+                break
             head = engine.order.foremost(engine.queue[0])
             block = engine.advance(head)
             if block is not None:

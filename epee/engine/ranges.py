@@ -1,9 +1,8 @@
-"""The memory that calls touch, and the edges between calls that touch the same elements.
+"""The memory that calls touch, compared: whether two calls touch the same elements.
 
 Memory is compared by ranges of addresses first. Where two ranges meet and a strided view is among them, its elements
 decide (`numpy.shares_memory`, which reads strides and no memory): two columns of a matrix are disjoint. A search that
-would take long ends with "they meet". `engine/overlap.py` finds which earlier calls are in the way of a later one and
-notes an `Edge` for each; a call that is about to begin asks here whether it may (`is_free`).
+would take long ends with "they meet".
 
 Plain values and this process's own state; nothing is locked here.
 """
@@ -11,18 +10,12 @@ Plain values and this process's own state; nothing is locked here.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import EpeeError
-from .outbox import PeerRegions
 from .tensors import Array, span
-
-if TYPE_CHECKING:
-    from .operation import Driven
 
 MIN_RANGES = 64
 MAX_PAIRS = 1 << 16  # pairs of views that are compared by their elements for two calls; about 1 us each
@@ -165,57 +158,3 @@ class Written:
                 if entry[1] > start and entry[2] > num_retired:
                     return True
         return False
-
-
-# ---- edges
-
-
-class Edge(NamedTuple):
-    """An earlier call (an operation or a message) that is in the way of a later one until `is_over(call)`."""
-
-    call: Any
-    is_over: Callable[[Any], bool]
-    is_read: bool  # the later one reads what this one writes
-
-
-def is_free(call: Driven, peer_regions: PeerRegions) -> bool:
-    """Return whether nothing is in the way of `call` any more.
-
-    Raises:
-        EpeeError: a call has failed whose results this one reads.
-    """
-    if not all(edge.is_over(edge.call) for edge in call.before):
-        return False
-    for edge in call.before:
-        if edge.is_read and edge.call.error is not None:
-            raise not_run(call.describe(peer_regions), edge.call.error)
-    return True
-
-
-def let_begin(call: Driven) -> None:
-    """Note that nothing is in the way of `call` any more. Only the names of the earlier calls are kept."""
-    if call.before:
-        call.was_held_by = names_of([edge.call for edge in call.before])
-    call.before = ()
-
-
-def holdups(call: Driven) -> dict[str, str]:
-    """Return the details for an error of `call`: the calls that hold it back, or did so until it began."""
-    holders = [edge.call for edge in call.before if not edge.is_over(edge.call)]
-    if holders:
-        return {"held_back_by": names_of(holders)}
-    return {"was_held_back_by": call.was_held_by} if call.was_held_by else {}
-
-
-def names_of(calls: Sequence[Any]) -> str:
-    """Return the first of some calls by name, and the number of the others."""
-    more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-    return f"{calls[0].label()}{more}" if calls else ""
-
-
-def not_run(told: str, error: BaseException) -> EpeeError:
-    """Return the error of a call that needs the results of one that failed with `error`, of the same kind."""
-    kind = type(error) if isinstance(error, EpeeError) else EpeeError
-    lost = kind(f"{told}: not run: it reads what an earlier call was to write, which has failed; repeat both: {error}")
-    lost.__dict__.update(error.__dict__)  # its ranks, its number
-    return lost

@@ -355,7 +355,7 @@ def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
     if not _can_withdraw(head):
         return False
     if head.withdrawal is None:
-        others = [head.peer_regions.members[peer] for peer in withdrawn(head, head.peer_regions)]
+        others = [head.peer_regions.members[peer] for peer in withdrawn(head.cell, head.tag, head.peer_regions)]
         if others:
             head.withdraw(head.peer_regions, [rank for rank in silent if rank not in others])
     return head.withdrawal is not None or head.done
@@ -381,7 +381,7 @@ def raise_if_open(head: Driven, op: Driven) -> None:
     if not isinstance(head, Operation) or head.withdrawal is None:
         return
     if (head is op and head.told is None) or op.start_clock() > op.deadline:
-        head.withdrawal.raise_if_open(head, head.peer_regions)
+        head.withdrawal.raise_if_open(head.peer_regions)
 
 
 def behind(engine: Engine, block: Block | None) -> list[int]:

@@ -21,11 +21,12 @@ between two stores leaves a rank that is not in the next epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from ..errors import CommTimeoutError
 from ..view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
+from .call import EngineCall
 from .outbox import (
     COMPLETES,
     CONSUMED,
@@ -40,9 +41,6 @@ from .outbox import (
 )
 from .signature import REFUSED
 
-if TYPE_CHECKING:
-    from .operation import Operation
-
 _MEANING = {
     End.FAILED: "the call is aborted on all ranks that began it; results are untouched; the group can be used",
     End.OPEN: "rank(s) {} began it and may have completed it, so it is neither aborted nor complete; results are "
@@ -52,103 +50,130 @@ _MEANING = {
 }
 
 
-def withdrawn(op: Operation, peer_regions: PeerRegions) -> list[int]:
-    """Return the positions of the peers that have aborted the call."""
-    return [peer for peer in peer_regions.peers if is_withdrawn(op, peer_regions.words[peer])]
+class CallWords(NamedTuple):
+    """The words of a call in each rank's outbox.
+
+    Attributes:
+        cell: index of the first.
+        tag: of the call, stored there last.
+        seq: number of the call.
+    """
+
+    cell: int
+    tag: int
+    seq: int
 
 
-def is_withdrawn(op: Operation, words: memoryview) -> bool:
+def withdrawn(cell: int, tag: int, peer_regions: PeerRegions) -> list[int]:
+    """Return the positions of the peers that have aborted the call with a tag, whose words begin at `cell`."""
+    return [peer for peer in peer_regions.peers if is_withdrawn(cell, tag, peer_regions.words[peer])]
+
+
+def is_withdrawn(cell: int, tag: int, words: memoryview) -> bool:
     """Return whether the rank of these words has aborted the call.
 
     The header is loaded twice: between the first load and that of GAVE_UP the rank may have begun the call and found an
     error that all find, which leaves the header in its cell for them and sets GAVE_UP as well.
     """
-    cell, tag = op.cell, op.tag
     return words[cell] != tag and words[cell + GAVE_UP] == tag and words[cell] != tag
 
 
 class Withdrawal:
     """A call that this rank has aborted, until its outcome is known.
 
+    Args:
+        call: it.
+        at: its words.
+        peer_regions: with which it runs.
+
     Attributes:
         silent: the ranks that it waited for; none if another rank had aborted the call.
         cause: the error that this rank's caller gets instead of a timeout, if the call fails.
         undecided: the ranks that may still complete the call, as of the last check.
+        must_complete: a peer has completed it.
     """
 
     def __init__(
-        self, op: Operation, peer_regions: PeerRegions, silent: list[int], cause: BaseException | None = None
+        self,
+        call: EngineCall,
+        at: CallWords,
+        peer_regions: PeerRegions,
+        silent: list[int],
+        cause: BaseException | None = None,
     ) -> None:
+        self._call, self._at = call, at
         self.silent = silent
         self.cause = cause
         self.undecided: list[int] = []
-        patience_s = op.deadline - op.started if op.deadline else GRACE_S
+        self.must_complete = False
+        patience_s = call.deadline - call.started if call.deadline else GRACE_S
         self._grace_s = min(GRACE_S, patience_s)
         self._until = time.monotonic() + self._grace_s
-        peer_regions.exports.publish(peer_regions, op.cell + GAVE_UP, op.tag)
-        peer_regions.exports.publish(peer_regions, op.cell, 0)
+        peer_regions.exports.publish(peer_regions, at.cell + GAVE_UP, at.tag)
+        peer_regions.exports.publish(peer_regions, at.cell, 0)
 
-    def is_over(self, op: Operation, peer_regions: PeerRegions) -> bool:
-        """Check the call's outcome.
+    def is_over(self, peer_regions: PeerRegions, lost: Collection[int]) -> bool:
+        """Check the call's outcome; `lost` ranks read nothing any more.
 
-        True when it ends here: it has failed, or `op.completing` is set and it must complete.
+        True when it ends here: it has failed, or it `must_complete`.
         """
-        look = end_of(
-            {peer_regions.members[peer]: _stance_at(peer_regions, peer, op) for peer in peer_regions.peers}, op.lost
-        )
+        found = {peer_regions.members[peer]: self._stance_at(peer_regions, peer, lost) for peer in peer_regions.peers}
+        look = end_of(found, lost)
         if look.end is End.FAILED:
             # a part that is missing here may yet complete the call where this abort has not arrived
-            unheard = [peer for peer in peer_regions.peers if _words_behind(peer_regions, peer, op) is None]
+            unheard = [peer for peer in peer_regions.peers if self._words_behind(peer_regions, peer, lost) is None]
             look = Look(End.OPEN, tuple(unheard)) if unheard else look
         if look.end is End.COMPLETES:
-            op.completing = True
+            self.must_complete = True
             return True
         self.undecided = list(look.ranks) if look.end is End.OPEN else []
         if self.undecided or (look.end is End.LOST and time.monotonic() < self._until):
             return False
-        op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, peer_regions, look))
+        self._call.fail(self.cause if self.cause and look.end is End.FAILED else self._error(peer_regions, look))
         return True
 
-    def raise_if_open(self, op: Operation, peer_regions: PeerRegions) -> None:
+    def raise_if_open(self, peer_regions: PeerRegions) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
-            raise self._error(op, peer_regions, Look(End.OPEN, tuple(self.undecided)))
+            raise self._error(peer_regions, Look(End.OPEN, tuple(self.undecided)))
 
-    def _error(self, op: Operation, peer_regions: PeerRegions, look: Look) -> CommTimeoutError:
-        others = [peer_regions.members[peer] for peer in withdrawn(op, peer_regions)]
+    def _error(self, peer_regions: PeerRegions, look: Look) -> CommTimeoutError:
+        call, (cell, tag, _) = self._call, self._at
+        others = [peer_regions.members[peer] for peer in withdrawn(cell, tag, peer_regions)]
         told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
         told = told + gave_up(others) or ["interrupted"]
         told.append(_MEANING[look.end].format(names_of(look.ranks)))
-        where = op.describe(peer_regions, elapsed=time.monotonic() - op.started if op.started else 0.0)
+        where = call.describe(peer_regions, elapsed=time.monotonic() - call.started if call.started else 0.0)
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others, has_job=True)
 
+    def _stance_at(self, peer_regions: PeerRegions, peer: int, lost: Collection[int]) -> Stance:
+        """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
+        words = self._words_behind(peer_regions, peer, lost)
+        return Stance.OPEN if words is None else _stance_of(words, self._at)
 
-def _stance_at(peer_regions: PeerRegions, peer: int, op: Operation) -> Stance:
-    """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
-    words = _words_behind(peer_regions, peer, op)
-    return Stance.OPEN if words is None else _stance_of(words, op)
+    def _words_behind(
+        self, peer_regions: PeerRegions, peer: int, lost: Collection[int]
+    ) -> Mapping[int, int] | memoryview | None:
+        """Return words of a peer as they are where this rank's abort has arrived; None: no answer yet.
+
+        The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or
+        has left (it has reported before how its calls had ended, `Exports.tell_ends`). Else the host is asked
+        (`replication/remote_reads.py`).
+        """
+        exports, words, rank = peer_regions.exports, peer_regions.words[peer], peer_regions.members[peer]
+        cell, tag, _ = self._at
+        if exports.is_here(rank) or words[cell + GAVE_UP] == tag or has_left(words):
+            return words
+        if rank in lost:  # everything that exists of it has been received
+            return words
+        indices = (CONSUMED, CONSUMED_TOO, LIFE, cell, cell + GAVE_UP, cell + SIGNATURE)
+        found: Mapping[int, int] | None = exports.looks.at(rank, indices, (self._call.name, tag))
+        return found
 
 
-def _words_behind(peer_regions: PeerRegions, peer: int, op: Operation) -> Mapping[int, int] | memoryview | None:
-    """Return words of a peer as they are where this rank's abort has arrived; None: no answer yet.
-
-    The mirror of a rank on another host is enough for facts that stay true: that the rank has aborted the call, or has
-    left (it has reported before how its calls had ended, `Exports.tell_ends`). Else the host is asked
-    (`replication/remote_reads.py`).
-    """
-    exports, words, rank = peer_regions.exports, peer_regions.words[peer], peer_regions.members[peer]
-    if exports.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
-        return words
-    if rank in op.lost:  # everything that exists of it has been received
-        return words
-    indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
-    found: Mapping[int, int] | None = exports.looks.at(rank, indices, (op.name, op.tag))
-    return found
-
-
-def _stance_of(words: Mapping[int, int] | memoryview, op: Operation) -> Stance:
+def _stance_of(words: Mapping[int, int] | memoryview, at: CallWords) -> Stance:
     """Return the outcome of the call at a peer. Each word is loaded before those that were stored before it.
 
     GAVE_UP distinguishes a revoked part from one that never came. A rank that ended the call with another error, or has
@@ -156,8 +181,8 @@ def _stance_of(words: Mapping[int, int] | memoryview, op: Operation) -> Stance:
     was voted out), so once the peer has ended the call it is unreadable; before that, the decision about a view that it
     has moved to may still be on its way.
     """
-    cell, tag = op.cell, op.tag
-    is_through = consumed_of(words) >= op.seq
+    cell, tag, seq = at
+    is_through = consumed_of(words) >= seq
     header = words[cell]
     mark = words[cell + GAVE_UP]
     if mark == tag:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +27,7 @@ from epee.engine.outbox import (
 )
 from epee.engine.outbox import GAVE_UP as MARK
 from epee.engine.signature import REFUSED
-from epee.engine.withdrawal import _stance_of
+from epee.engine.withdrawal import CallWords, _stance_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
 PUBLISH, READ, RECHECK_HEADER, RECHECK_MARK, DECIDE, THROUGH, GIVE_UP, TAKE_BACK = range(8)
@@ -61,10 +60,9 @@ def stance_of(words_of_cell: dict[int, int], consumed: int = 0, life: int = LIFE
     words = [0] * (CELL_WORDS + STATE_WORDS)
     words[CONSUMED] = words[CONSUMED_TOO] = consumed
     words[LIFE] = life
-    op = SimpleNamespace(cell=STATE_WORDS, tag=CALL_TAG, seq=SEQ)
     for word, value in ({SIGNATURE: REFUSED + 1} | words_of_cell).items():
-        words[op.cell + word] = value
-    return _stance_of(words, op)  # type: ignore[arg-type]
+        words[STATE_WORDS + word] = value
+    return _stance_of(dict(enumerate(words)), CallWords(STATE_WORDS, CALL_TAG, SEQ))
 
 
 @cache

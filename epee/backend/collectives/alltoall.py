@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.operation import Operation
+from ...engine.call import EngineCall
 from ...engine.outbox import PREAMBLE, PeerRegions
 from ...engine.plan import Plan, Range, Sink
 from ...engine.tensors import Array
@@ -81,16 +81,16 @@ class AllToAll(Plan):
         places = [half + rank * self._length * itemsize for rank in readers]
         return [(place, length * itemsize) for place, length in zip(places, lengths, strict=True)]
 
-    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], cell: int, call: EngineCall) -> None:
         """Compare all ranks' lists and derive the rounds and the offsets."""
         if self._agreed:
             return
         num_ranks, itemsize, me = peer_regions.num_ranks, self._dtype.itemsize, self._rank
-        first = op.cell + PREAMBLE
+        first = cell + PREAMBLE
         if self._is_even and self._total <= self._compact_bytes and self._all_like_us(peer_regions, first):
             shift = me * self._sent[0] * itemsize
             for rank in peer_regions.peers:
-                self._check_place(peer_regions, op, rank, offsets[rank], self._total)
+                self._check_place(peer_regions, call, rank, offsets[rank], self._total)
                 self._places[rank] = offsets[rank] + shift
             self.num_halves = 1
             self._agreed = True
@@ -99,12 +99,12 @@ class AllToAll(Plan):
         sent = [counts[:num_ranks] for counts in lists]
         expected = [tuple(counts[num_ranks:]) for counts in lists]
         if list(zip(*sent, strict=True)) != expected:
-            raise MismatchError(self._tell(peer_regions, op, sent, expected))
+            raise MismatchError(self._tell(peer_regions, call, sent, expected))
         for rank in peer_regions.peers:
             counts = sent[rank]
             total = sum(counts) * itemsize
             compact = total <= self._compact_bytes
-            self._check_place(peer_regions, op, rank, offsets[rank], total if compact else 2 * self._chunk_bytes)
+            self._check_place(peer_regions, call, rank, offsets[rank], total if compact else 2 * self._chunk_bytes)
             self._places[rank] = offsets[rank] + sum(counts[:me]) * itemsize if compact else -1
             if not compact:
                 self.rounds = max(self.rounds, -(-max(counts) // self._length))
@@ -122,9 +122,9 @@ class AllToAll(Plan):
         mine = self.preamble.tobytes()
         return all([words[first:last].tobytes() == mine for words in peer_regions.peer_words])  # noqa: C419 - half the time
 
-    def _check_place(self, peer_regions: PeerRegions, op: Operation, rank: int, offset: int, nbytes: int) -> None:
+    def _check_place(self, peer_regions: PeerRegions, call: EngineCall, rank: int, offset: int, nbytes: int) -> None:
         if nbytes and offset + nbytes > peer_regions.payload_bytes:
-            raise ProtocolError(f"{op.describe(peer_regions)}: the block of rank {rank} passes the end of its outbox")
+            raise ProtocolError(f"{call.describe(peer_regions)}: the block of rank {rank} passes the end of its outbox")
 
     def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy round `k` of the data that every rank sends here."""
@@ -164,7 +164,7 @@ class AllToAll(Plan):
         self._sinks = [Sink(sink.array.copy()) for sink in self._sinks]
 
     def _tell(
-        self, peer_regions: PeerRegions, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]
+        self, peer_regions: PeerRegions, call: EngineCall, sent: list[list[int]], expected: list[tuple[int, ...]]
     ) -> str:
         pairs = (
             (i, j)
@@ -174,7 +174,7 @@ class AllToAll(Plan):
         )
         src_rank, dst_rank = next(pairs)
         return (
-            f"{op.describe(peer_regions)}: the ranks disagree: rank {src_rank} sends "
+            f"{call.describe(peer_regions)}: the ranks disagree: rank {src_rank} sends "
             f"{sent[src_rank][dst_rank]} elements to "
             f"rank {dst_rank}, which expects {expected[dst_rank][src_rank]}; no result was written, the group can be "
             "used; make the split sizes agree"

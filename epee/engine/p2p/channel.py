@@ -45,7 +45,6 @@ from __future__ import annotations
 from ...errors import PeerError
 from ..operation import Block
 from ..outbox import PeerRegions
-from ..ranges import let_begin
 from .ends import Receiver, Sender
 from .message import ANY, MATCHED, STAYS_OPEN, Absence, Message
 
@@ -92,7 +91,7 @@ class Mailroom:
         """Post a message that was held back. After an interrupt inside it `settle` finds its progress."""
         if not message.done:
             self.ends[message.is_send].post(message)
-        let_begin(message)
+        message.let_begin()
         self.held.remove(message)
 
     def involving(self, peer: int) -> list[Message]:
@@ -196,7 +195,7 @@ class Mailroom:
         for message in list(self.held):
             is_posted = message in self.ends[message.is_send].pending()
             if message.number or message.done or (is_posted and message.is_send):
-                let_begin(message)
+                message.let_begin()
                 self.held.remove(message)
             elif is_posted:  # it may not have checked the messages that have arrived: it is posted again
                 self._receiver.cancel(message)

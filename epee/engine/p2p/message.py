@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import EpeeError, MismatchError, PeerError, context, expected
+from ...errors import EpeeError, MismatchError, PeerError, expected
+from ..call import EngineCall
 from ..outbox import PeerRegions
-from ..plan import NOTHING, Tensors
-from ..ranges import holdups
 from ..signature import unpack
 from ..tensors import Array, Target
 
@@ -27,7 +25,7 @@ STAYS_OPEN = (
 )
 
 
-class Message:
+class Message(EngineCall):
     """A send or a receive that a thread may wait for.
 
     Attributes:
@@ -48,18 +46,7 @@ class Message:
     digest = b""
     is_known = False
     heir_of: Message | None = None
-    done = False
-    error: BaseException | None = None
-    on_done: Any = None
-    patience = 0
-    num_waiters = 0
-    started = deadline = 0.0
-    before: Sequence[Any] = ()  # calls that it waits for before it is posted, see `overlap.py`
-    was_held_by = ""
-    holds_back = ""  # names of the calls that wait for this one, once it is late
-    tensors: Tensors = NOTHING
     is_early = False  # made while other calls were open, which may have ended before it was posted
-    touched: Any = None
 
     def __init__(
         self, is_send: bool, peer: int, user_tag: int, signature: int, data: Array, target: Target | None = None
@@ -88,27 +75,15 @@ class Message:
         """The running number in the channel, 0 while unknown."""
         return self.number
 
-    def fail(self, error: BaseException) -> None:
-        """End it with `error`; the tensor stays untouched."""
-        if not self.done:
-            self.error = error
-            self.done = True
-
-    def start_clock(self) -> float:
-        """Return the present time (the deadline was set when the message was posted)."""
-        return time.monotonic()
-
     def fingerprint(self) -> bytes:
         """Return a digest that only a message of the same dtype, size and bytes has."""
         content: Any = self.data
         return hashlib.blake2b(content, digest_size=16, salt=self.signature.to_bytes(16, "little")).digest()
 
-    def describe(self, peer_regions: PeerRegions, **facts: object) -> str:
-        """Name the call and its position for a message."""
-        other: object = "any" if self.wanted == ANY else self.wanted
-        ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
-        facts = {**holdups(self), "holds_back": self.holds_back or None, **facts}
-        return context(self.name, rank=peer_regions.rank, **ends, tag=self.user_tag, epoch=peer_regions.epoch, **facts)
+    def _position(self, peer_regions: PeerRegions) -> dict[str, object]:
+        end = "dst_rank" if self.is_send else "src_rank"
+        other = "any" if self.wanted == ANY else self.wanted
+        return {"rank": peer_regions.rank, end: other, "tag": self.user_tag, "epoch": peer_regions.epoch}
 
     def label(self) -> str:
         """Name the message for the error of another call."""

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....engine.operation import Operation
+from ....engine.call import EngineCall
 from ....engine.outbox import ALIGN_BYTES, PREAMBLE, PeerRegions
 from ....engine.plan import Plan, Range, Sink
 from ....engine.signature import OP_CODE, REDUCE_OPS, pack
@@ -136,19 +136,19 @@ class SparseReduction(Plan):
         """Return nothing: the counter alone is read."""
         return ()
 
-    def agree(self, peer_regions: PeerRegions, offsets: list[int], op: Operation) -> None:
+    def agree(self, peer_regions: PeerRegions, offsets: list[int], cell: int, call: EngineCall) -> None:
         """Allocate memory for all ranks' blocks, of the lengths in their preambles, and derive the rounds."""
         if self._blocks:
             return
         blocks, rounds = [], 1
         for rank, words in enumerate(peer_regions.words):
-            num_bytes = words[op.cell + PREAMBLE] * self._entry_bytes
+            num_bytes = words[cell + PREAMBLE] * self._entry_bytes
             is_compact = num_bytes <= self._compact_bytes
             if rank != self._rank and num_bytes:
                 block_bytes = num_bytes if is_compact else 2 * self._chunk_bytes
                 if offsets[rank] + block_bytes > peer_regions.payload_bytes or offsets[rank] & 63:
                     raise ProtocolError(
-                        f"{op.describe(peer_regions)}: the block of rank {peer_regions.members[rank]} "
+                        f"{call.describe(peer_regions)}: the block of rank {peer_regions.members[rank]} "
                         "passes the end of its outbox"
                     )
             if not is_compact:

@@ -18,8 +18,8 @@ from epee.engine.outbox import (
     PeerRegions,
     outbox_layout,
 )
-from epee.engine.replication.links import GroupLinks, Newcomer, Turn
-from epee.engine.replication.mirror import FROM_BIRTH, LinkReader
+from epee.engine.replication.links import GroupLinks, LinkReader, Newcomer, Turn
+from epee.engine.replication.mirror import FROM_BIRTH
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology

@@ -106,7 +106,7 @@ def test_bytes_cross_the_network_once_per_host() -> None:
 
 def _hosts(rank: int, num_ranks: int) -> tuple[int, ...]:
     group: Any = dist.group.WORLD
-    topology: Topology = group._engine.peer_regions.exports.topology
+    topology: Topology = group._engine.peer_regions.exports.routes.topology
     return topology.host_of
 
 

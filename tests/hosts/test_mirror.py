@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from epee.engine.outbox import CELL_WORDS, PeerRegions, outbox_layout
-from epee.engine.replication.mirror import LinkReader, Mirror
+from epee.engine.replication.links import LinkReader
+from epee.engine.replication.mirror import Mirror
 from epee.errors import ProtocolError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, PIECES, WRITE, Frame, pack_pieces
 from epee.memory.shared import SharedRegion

@@ -49,8 +49,8 @@ from ..outbox import (
     publish_word,
 )
 from ..plan import Plan
-from .mirror import LinkReader
-from .remote_reads import RemoteReads
+from .remote_reads import Answers, RemoteReads
+from .routes import Routes
 
 ABANDON_S = 5.0
 _NOTHING = (0, b"")
@@ -67,30 +67,29 @@ class Exports:
         topology: the host of each rank.
         peer_regions: the peer regions of all ranks, mirrors among them.
         links: to the partners.
-        ears: readers of the partners' frames.
+        answers: of the partners, by rank.
 
     Attributes:
         spans: whether ranks of other hosts may take part.
-        routes: per host the gateway that receives there; replaced as a whole when it changes.
+        routes: the placement of the ranks, and the gateways that receive.
         looks: remote reads from other hosts.
     """
 
     spans = True
 
     def __init__(
-        self, topology: Topology, peer_regions: PeerRegions, links: Links, ears: dict[int, LinkReader]
+        self, topology: Topology, peer_regions: PeerRegions, links: Links, answers: dict[int, Answers]
     ) -> None:
-        self.topology = topology
         self.links = links
-        self.routes: dict[int, int] = {}
-        self.looks = RemoteReads(self, ears)
+        self.routes = Routes(topology)
+        self.looks = RemoteReads(links, self.routes, answers)
         self._peer_regions = peer_regions
-        self._ears = ears
+        self._answers = answers
         self._bytes = memoryview(peer_regions.regions[peer_regions.rank].mapping)[HEADER_BYTES:]
         self._told: dict[int, int] = {}  # by gateway: this rank's progress, as it knows
         self._held: dict[int, dict[int, bytes]] = {}  # by gateway, offset: bytes that go out with the next word
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not sent yet
-        # the routes with which bytes were sent whose word is to come, and how to send them again
+        # the gateways with which bytes were sent whose word is to come, and how to send them again
         self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
         self._verdicts, self._lanes = peer_regions.verdict_base[0], peer_regions.lane_base[0]
         self.on_close: Callable[[], object] = int  # further resources to release
@@ -108,22 +107,22 @@ class Exports:
 
     def new_looks(self, first: int) -> RemoteReads:
         """Return remote reads for another caller, which does not hold the engine's lock; they count from `first`."""
-        return RemoteReads(self, self._ears, first)
+        return RemoteReads(self.links, self.routes, self._answers, first)
 
     # ---- receivers
 
     def is_here(self, rank: int) -> bool:
         """Return whether a rank shares this rank's host."""
-        return self.topology.is_here(rank)
+        return self.routes.topology.is_here(rank)
 
     def placement(self, outboxes: PeerRegions) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each host that has any."""
-        return self.topology.placement
+        return self.routes.topology.placement
 
     def move(self, topology: Topology) -> None:
         """Apply the placement of ranks from now on. The engine's lock is held."""
         with self.links.lock:
-            self.topology = topology
+            self.routes.topology = topology
 
     def route(self, host: int, gateway: int) -> None:
         """Send to a host from now on through this gateway, which has just received the present state.
@@ -131,11 +130,11 @@ class Exports:
         The links' lock is held.
         """
         self._told[gateway] = 0
-        self.routes = {**self.routes, host: gateway}
+        self.routes.add(host, gateway)
 
     def unroute(self, gateway: int) -> None:
         """Send nothing more to a gateway. The links' lock is held."""
-        self.routes = {host: other for host, other in self.routes.items() if other != gateway}
+        self.routes.remove(gateway)
         self._late.pop(gateway, None)
         self.looks.forget(gateway)
 
@@ -180,28 +179,24 @@ class Exports:
     def word(self, index: int, value: int) -> None:
         """Send that word `index` of this rank's outbox has `value`, behind everything sent before."""
         while self._prepared is not None:
-            (routes, again, args), self._prepared = self._prepared, None
-            if routes is not self.routes:  # the word was not stored when a gateway received the present state
+            (gateways, again, args), self._prepared = self._prepared, None
+            if gateways is not self.routes.gateways:  # one received the present state before the word was stored
                 again(self, *args)
         if index < self._verdicts:
-            for gateway in self.routes.values():
+            for gateway in self.routes.gateways.values():
                 (self._write_late if gateway in self._late else self._tell)(gateway, index, value)
             return
         base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
-        reader = self._gateway_of((index - base) // size)
+        reader = self.routes.gateway_of((index - base) // size)
         if reader is not None:
             (self._write_late if reader in self._late else self._tell)(reader, index, value)
 
     def later(self, index: int) -> None:
         """Send word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
-        reader = self._gateway_of((index - self._verdicts) // SOURCE_WORDS)
+        reader = self.routes.gateway_of((index - self._verdicts) // SOURCE_WORDS)
         if reader is not None:
             with self.links.lock:  # the thread of the links sends them, too
                 self._late.setdefault(reader, {})[index] = None
-
-    def _gateway_of(self, peer: int) -> int | None:
-        """Return the gateway on the host of a rank; None where that is this host."""
-        return self.routes.get(self.topology.host_of[peer])
 
     def _write_late(self, gateway: int, index: int, value: int) -> None:
         """Send a word behind those that were stored and not sent yet."""
@@ -250,14 +245,14 @@ class Exports:
         `peer_regions`: the peer regions with which the call runs.
         """
         self._drop_held()
-        self._prepared = self.routes, Exports.call, (peer_regions, plan, cell, base)
+        self._prepared = self.routes.gateways, Exports.call, (peer_regions, plan, cell, base)
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
         last = base + plan.put_bytes
         if not plan.put_bytes or end <= last <= end + _TINY_BYTES:  # selecting the readers is not worth it
             header = bytes(self._bytes[first : max(end, last)])  # a copy: its counters advance before it is sent
-            for gateway in self.routes.values():
+            for gateway in self.routes.gateways.values():
                 self._held.setdefault(gateway, {})[first] = header
             return
         is_inside = first < base < 8 * (cell + CELL_WORDS)
@@ -272,8 +267,8 @@ class Exports:
 
     def _readers(self, peer_regions: PeerRegions) -> list[tuple[int, tuple[int, ...]]]:
         """Return the gateways of the hosts in `peer_regions`, and the positions for which each of them receives."""
-        routes = self.routes
-        return [(routes[host], positions) for host, positions in peer_regions.sites.items() if host in routes]
+        gateways = self.routes.gateways
+        return [(gateways[host], positions) for host, positions in peer_regions.sites.items() if host in gateways]
 
     def call_again(self, peer_regions: PeerRegions, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
         """Send a call that is published once more, its counts as well: an exception may have come before it was sent.
@@ -288,11 +283,11 @@ class Exports:
 
     def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
         """Send a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
-        if self.topology.is_here(peer):
+        if self.routes.topology.is_here(peer):
             return
         self._drop_held()
-        self._prepared = self.routes, Exports.fragment, (peer, offset, nbytes, first_word, end_word)
-        gateway = self._gateway_of(peer)
+        self._prepared = self.routes.gateways, Exports.fragment, (peer, offset, nbytes, first_word, end_word)
+        gateway = self.routes.gateway_of(peer)
         if gateway is not None:
             self._send(gateway, offset, ((0, nbytes),))
             self._hold(gateway, 8 * first_word, 8 * (end_word - first_word))
@@ -310,7 +305,7 @@ class Exports:
 
     def consumed(self, seq: int) -> None:
         """Note that this rank has ended call `seq`."""
-        for gateway in self.routes.values():
+        for gateway in self.routes.gateways.values():
             if seq - self._told[gateway] >= _UNTOLD_CALLS:
                 self.tell_progress()
                 return
@@ -328,7 +323,7 @@ class Exports:
             self._tell_late(gateway, own[CONSUMED])
             self.links.flush(gateway)
         consumed = own[CONSUMED]
-        for gateway in self.routes.values():
+        for gateway in self.routes.gateways.values():
             if self._told[gateway] < consumed:
                 self._told[gateway] = consumed
                 self.links.write(gateway, 0, b"", NO_WORD, 0, consumed)
@@ -344,7 +339,7 @@ class Exports:
 
     def say_goodbye(self) -> None:
         """Send that nothing more comes from this rank, behind everything it has sent."""
-        for gateway in self.routes.values():
+        for gateway in self.routes.gateways.values():
             self.links.say(gateway, END, self._peer_regions.rank, FINAL)
 
     def end(self, outboxes: PeerRegions) -> None:
@@ -361,8 +356,6 @@ class Exports:
         self._peer_regions.exports = (
             NO_EXPORTS  # else the two would keep each other, and the mappings, until a collection
         )
-        for ear in self._ears.values():
-            ear.close()
         self.on_close()
         self.on_close, self.kept_words = int, tuple  # they refer to objects that refer to this one
         self._bytes.release()
@@ -372,6 +365,8 @@ class Exports:
         """Return whether ranks of this host may still receive through this one."""
         peer_regions = self._peer_regions
         others = [
-            rank for rank in self.topology.here if rank != peer_regions.rank and not has_left(peer_regions.words[rank])
+            rank
+            for rank in self.routes.topology.here
+            if rank != peer_regions.rank and not has_left(peer_regions.words[rank])
         ]
         return bool(others) and any(not has_left(words) for words in self.kept_words())

@@ -45,29 +45,45 @@ from typing import Any, NamedTuple
 
 from ...errors import EpeeError, ProtocolError, expected
 from ...link.engine import LinkMaker
-from ...link.frames import BEGIN, END, FETCH, NO_WORD
+from ...link.frames import (
+    ASK,
+    BEGIN,
+    END,
+    FETCH,
+    NO_WORD,
+    PIECES,
+    TELL,
+    WRITE,
+    Frame,
+    parse_asked,
+    parse_pieces,
+)
 from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
 from ...link.topology import Roles, Topology
 from ...memory.shared import BLOB_BYTES, SharedRegion
-from ...memory.signals import fence
+from ...memory.signals import fence, futex_wake
 from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
 from ..outbox import (
+    BELL,
     CONSUMED,
     CONSUMED_TOO,
     FINAL,
     GENERATION,
+    LANE_WORDS,
     MIRROR_BLOB,
     MIRROR_CUT,
     MIRROR_MADE,
     MIRROR_SETTLED,
+    SLEEPERS,
     OutboxOwner,
     PeerRegions,
     has_left,
 )
 from .exports import Exports
-from .mirror import FROM_BIRTH, LinkReader, Mirror
+from .mirror import FROM_BIRTH, Mirror
+from .remote_reads import Answers
 from .snapshot import tell_all
 
 logger = logging.getLogger("epee")
@@ -121,6 +137,111 @@ class NoGroupLinks:
         """Do nothing."""
 
 
+class LinkReader:
+    """The reader of the frames of one link; a `link.stream.FrameSink`.
+
+    Args:
+        peer: the rank at its other end.
+        peer_regions: the peer regions of the group.
+        links: through which questions are answered.
+        keeper: has the mirrors.
+
+    Attributes:
+        answers: that have come to this rank's remote reads.
+    """
+
+    def __init__(self, peer: int, peer_regions: PeerRegions, links: Links, keeper: GroupLinks) -> None:
+        self.peer = peer
+        self.answers = Answers()
+        self._peer_regions = peer_regions
+        self._lanes = peer_regions.lane_base[0]
+        self._links, self._keeper = links, keeper
+        self._mirror: Mirror | None = None  # of the incoming frames
+        self._is_void = False  # the incoming frames are not wanted
+        self._void = bytearray()
+
+    def place(self, frame: Frame) -> memoryview:
+        """Implement `FrameSink.place`."""
+        if self._is_void:
+            if len(self._void) < frame.nbytes:
+                self._void = bytearray(frame.nbytes)
+            return memoryview(self._void)[: frame.nbytes]
+        return self._wanted().checked(frame.offset, frame.nbytes, frame.word)
+
+    def _wanted(self) -> Mirror:
+        if self._mirror is None:
+            raise ProtocolError(f"rank {self.peer} tells what it was not asked for; the connection ends")
+        return self._mirror
+
+    def apply(self, frame: Frame, payload: memoryview) -> None:
+        """Implement `FrameSink.apply`."""
+        kind, _, offset, word, value, note = frame
+        if kind in (WRITE, PIECES):
+            if self._is_void:
+                return
+            mirror = self._wanted()
+            if kind == PIECES:
+                pieces = [(mirror.checked(at, len(data), word), data) for at, data in parse_pieces(payload, offset)]
+                for place, data in pieces:
+                    place[:] = data
+            words = mirror.words
+            if note > words[CONSUMED]:
+                words[CONSUMED] = words[CONSUMED_TOO] = note
+            if word != NO_WORD:
+                words[word] = value
+                self._wake(mirror, word)
+        elif kind == ASK:
+            self._answer(value, bytes(payload))
+        elif kind == TELL:
+            self.answers.put(value, bytes(payload))
+        elif kind == FETCH:
+            self._keeper.fetched(self.peer, offset, value)
+        elif kind == BEGIN:
+            self._mirror = self._keeper.opened(self, offset, value)
+            self._is_void = self._mirror is None
+        elif kind == END:
+            self._mirror = self._keeper.ended(self, offset, value)
+            self._is_void = False
+
+    def forget(self, mirror: Mirror) -> None:
+        """Stop writing a mirror: frames for it are dropped."""
+        if self._mirror is mirror:
+            self._mirror, self._is_void = None, True
+
+    def close(self) -> None:
+        """Release all memory; no frame comes any more."""
+        self._mirror = None
+
+    def _wake(self, mirror: Mirror, word: int) -> None:
+        """Wake the ranks of this host that sleep on a word of the mirror, or on BELL where a message came."""
+        fence()
+        peer_regions = self._peer_regions
+        for rank in peer_regions.here:
+            if peer_regions.words[rank][SLEEPERS]:
+                futex_wake(mirror.region.address + 8 * word)
+                break
+        if word >= self._lanes:
+            rank = (word - self._lanes) // LANE_WORDS
+            if rank in peer_regions.here and peer_regions.words[rank][BELL]:
+                futex_wake(peer_regions.address[rank] + 8 * BELL)
+
+    def _answer(self, number: int, payload: bytes) -> None:
+        asked, peer_regions = parse_asked(payload), self._peer_regions
+        for rank, word in asked:
+            is_elsewhere = rank >= peer_regions.capacity or (
+                rank < len(peer_regions.host_of) and rank not in peer_regions.here
+            )
+            if is_elsewhere or word >= len(peer_regions.own):
+                raise ProtocolError(f"rank {self.peer} asks for word {word} of rank {rank}; it must not")
+        fence()  # data before the question is stored, and visible, before these are loaded
+        # of a rank that has just joined, and is not known to this rank yet, there is nothing
+        self._links.tell(
+            self.peer,
+            number,
+            [peer_regions.words[rank][word] if rank in peer_regions.here else 0 for rank, word in asked],
+        )
+
+
 class GroupLinks:
     """The links, mirrors and answers of one rank.
 
@@ -163,13 +284,14 @@ class GroupLinks:
         self._adopted = 0  # of the newest view with joiners that the engine has applied
         self._joined: dict[int, int] = {}  # rank -> epoch, of ranks that joined while this rank was there, and itself
         self._ears: dict[int, LinkReader] = {}
+        self._answers: dict[int, Answers] = {}  # of these
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
         self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
         self._own = peer_regions.own
         self._retry_at = 0.0
-        self.exports = exports = Exports(topology, peer_regions, links, self._ears)
+        self.exports = exports = Exports(topology, peer_regions, links, self._answers)
         exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
 
     def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, SharedRegion]) -> None:
@@ -216,7 +338,7 @@ class GroupLinks:
     @property
     def is_told(self) -> bool:
         """True when all other hosts receive the stores of this rank."""
-        return self._roles.gateways().keys() <= self.exports.routes.keys()
+        return self._roles.gateways().keys() <= self.exports.routes.gateways.keys()
 
     # ---- data that comes over links; the lock of the links is held
 
@@ -391,6 +513,7 @@ class GroupLinks:
         self._unlink(rank)
         self._links.drop(rank)
         self._ears.pop(rank, None)
+        self._answers.pop(rank, None)
         self._alone.discard(rank)
         self.owners[rank], self._joined[rank] = one.owner, epoch
         if one.partner is not None:
@@ -514,7 +637,7 @@ class GroupLinks:
             link = self._maker.make(peer, connected, ear)
             if peer in self._ears:
                 self._unlink(peer)
-            self._ears[peer] = ear
+            self._ears[peer], self._answers[peer] = ear, ear.answers
             self._links.add(link)
 
     def _ask(self) -> None:
@@ -581,9 +704,12 @@ class GroupLinks:
             self._links.say(peer, END, source, FINAL)
 
     def _close(self) -> None:
+        for ear in self._ears.values():
+            ear.close()
         self._maker.close()
         for mirror in self.mirrors.values():
             mirror.close()
             mirror.region.close()
         self.mirrors.clear()
         self._ears.clear()
+        self._answers.clear()

@@ -9,7 +9,7 @@ sees the other, as on one host.
 
 An answer is older than the next store of a rank over there. A rank that is still undecided is asked again (`AGAIN_S`).
 If the link is lost, or the gateway there is another now, the question is asked again of the gateway that receives now
-(`Exports.routes`): only behind the answer to its FETCH, so it has the store, too. Nothing comes about ranks that no
+(`Routes`): only behind the answer to its FETCH, so it has the store, too. Nothing comes about ranks that no
 gateway there has any more; the view decides the matter then, or the caller's timeouts end it.
 """
 
@@ -17,18 +17,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from ...link.frames import MAX_ASKED
-from .mirror import LinkReader
-
-if TYPE_CHECKING:
-    from .exports import Exports
+from ...link.frames import MAX_ASKED, parse_told
+from ...link.poller import Links
+from .routes import Routes
 
 AGAIN_S = 0.002
 _MAX_OPEN = 256  # questions that are remembered; the oldest is dropped, and asked again if it is still wanted
 
-Answers = dict[int, dict[int, int]]  # rank -> word -> value
+Words = dict[int, dict[int, int]]  # rank -> word -> value
+
+
+class Answers:
+    """The answers of one gateway: questions that are open, and values that have come and were not taken yet."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._values: dict[int, tuple[int, ...]] = {}
+
+    def expect(self, number: int) -> None:
+        """Keep the answer to a question when it comes; no other answer is kept."""
+        self._open.add(number)
+
+    def put(self, number: int, payload: bytes) -> None:
+        """Note an answer, if it is expected."""
+        if number in self._open:
+            self._values[number] = parse_told(payload)
+            self._open.discard(number)
+
+    def take(self, number: int) -> tuple[int, ...] | None:
+        """Return the values of an answer, once; None: it has not come."""
+        return self._values.pop(number, None)
+
+    def forget(self, number: int) -> None:
+        """Keep no answer to a question any more."""
+        self._open.discard(number)
+        self._values.pop(number, None)
 
 
 class _Look:
@@ -39,19 +63,23 @@ class _Look:
         self.gateway = -1  # that was asked
         self.ranks: tuple[int, ...] = ()  # about which
         self.asked_at = 0.0
-        self.words: Answers | None = None
+        self.words: Words | None = None
 
 
 class RemoteReads:
     """The questions of one rank, numbered from `first` on. One thread at a time.
 
+    Args:
+        links: on which questions are sent.
+        routes: the gateways that are asked.
+        answers: of each gateway.
+
     Attributes:
         gone: removed ranks, which are asked about no more.
     """
 
-    def __init__(self, told: Exports, ears: Mapping[int, LinkReader], first: int = 0) -> None:
-        self._told = told
-        self._ears = ears
+    def __init__(self, links: Links, routes: Routes, answers: Mapping[int, Answers], first: int = 0) -> None:
+        self._links, self._routes, self._answers = links, routes, answers
         self._number = first
         self._open: dict[tuple[object, int], _Look] = {}
         self._lost: set[int] = set()  # gateways whose answers will not come; set by the thread of the links
@@ -67,7 +95,7 @@ class RemoteReads:
             indices: of its words.
             about: the matter; the store that the read must be behind was made before the first call about it.
         """
-        host = self._told.topology.host_of[peer]
+        host = self._routes.topology.host_of[peer]
         look = self._open.get((about, host))
         if look is None:
             look = self._open[about, host] = _Look()
@@ -92,29 +120,28 @@ class RemoteReads:
 
     def _forget(self, key: tuple[object, int]) -> None:
         old = self._open.pop(key)
-        ear = self._ears.get(old.gateway)
-        if ear is not None:
-            ear.asked.discard(old.number)
-            ear.told.pop(old.number, None)
+        answers = self._answers.get(old.gateway)
+        if answers is not None:
+            answers.forget(old.number)
 
     def _take(self, look: _Look, indices: Sequence[int]) -> None:
-        ear = self._ears.get(look.gateway)
-        if ear is None or look.number not in ear.told:
+        answers = self._answers.get(look.gateway)
+        values, ranks = None if answers is None else answers.take(look.number), look.ranks
+        if values is None:
             return
-        values, ranks = ear.told.pop(look.number), look.ranks
         look.number = 0
         if len(values) == len(ranks) * len(indices):
             rows = (values[first : first + len(indices)] for first in range(0, len(values), len(indices)))
             look.words = {rank: dict(zip(indices, row, strict=True)) for rank, row in zip(ranks, rows, strict=True)}
 
     def _ask(self, look: _Look, host: int, indices: Sequence[int], now: float) -> None:
-        gateway = self._told.routes.get(host)
-        ear = None if gateway is None else self._ears.get(gateway)
-        ranks = tuple(rank for rank in self._told.topology.hosts[host] if rank not in self.gone)
-        if gateway is None or ear is None or not ranks:
+        gateway = self._routes.gateways.get(host)
+        answers = None if gateway is None else self._answers.get(gateway)
+        ranks = tuple(rank for rank in self._routes.topology.hosts[host] if rank not in self.gone)
+        if gateway is None or answers is None or not ranks:
             return
         assert len(ranks) * len(indices) <= MAX_ASKED
         self._number += 1
         look.number, look.asked_at, look.gateway, look.ranks = self._number, now, gateway, ranks
-        ear.asked.add(look.number)
-        self._told.links.ask(gateway, [(rank, index) for rank in ranks for index in indices], look.number)
+        answers.expect(look.number)
+        self._links.ask(gateway, [(rank, index) for rank in ranks for index in indices], look.number)

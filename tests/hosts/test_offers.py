@@ -43,7 +43,7 @@ class Lane:
         self.hooks = AgentHooks(runtime, self.rank_table, False, False)
         engine: Any = SimpleNamespace(raise_flag=lambda flag: None)
         ways: Any = SimpleNamespace(epoch=1, decided=self.turns.append)
-        self.hooks.attach(engine, None, ways)  # type: ignore[arg-type]
+        self.hooks.attach(engine, None, [ways])  # type: ignore[arg-type]
 
     def newcomers(self) -> list[tuple[int, int, int]]:
         found = [(turn.epoch, one) for turn in self.turns for one in turn.newcomers]

@@ -54,6 +54,7 @@ from ..outbox import OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.joining_over_hosts import leave_notes
+from ..replication.links import GroupLinks
 from .attempt import BootstrapAttempt, attempt, read_fields, time_left
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
 from .job_handle import Greeting, take_job_handle
@@ -170,14 +171,17 @@ class _Creation:
         mirrors = self._mirrors(region, regions, owners, undo, check)
         peer_regions = PeerRegions(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
         undo.callback(peer_regions.close)
+        between: list[GroupLinks] = []
         if listener is not None:
             peer_regions.place(topology.host_of)
             args = records, owners, mirrors, token, listener, self._deadline, check, undo
             ways = link(topology, peer_regions, *args)
             ways.begin(self._membership.epoch, self._membership.since())
             self._membership.use(ways)
+            between.append(ways)
         await_all(this, peer_regions, self._watch, self._deadline, check)
-        await_told(self._membership.links, peer_regions, self._watch, self._lost, self._deadline)
+        for ways in between:
+            await_told(ways, peer_regions, self._watch, self._lost, self._deadline)
         return peer_regions
 
     def _mirrors(

@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, ignored
@@ -25,7 +25,7 @@ from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
 from ..entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..outbox import OutboxOwner
-from ..replication.links import GroupLinks, Newcomer, NoGroupLinks, Turn
+from ..replication.links import GroupLinks, Newcomer, Turn
 from .rank_table import RankTable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class AgentHooks:
         self.hosts: Mapping[int, object] = {}
         self.on_asked: Callable[[], object] | None = None
         self._put_out: EvictedError | None = None
-        self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
+        self._links: Sequence[GroupLinks] = ()
         self._since: dict[int, int] = {}  # the ranks that take part, as far as the links have been notified
         self._ranks: dict[int, int] = {}  # slot -> rank of these
         self._runtime = runtime
@@ -76,8 +76,8 @@ class AgentHooks:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
-    def attach(self, engine: Engine, course: Course, links: GroupLinks | NoGroupLinks) -> None:
-        """Connect this engine and the links' thread, and report to both what came before."""
+    def attach(self, engine: Engine, course: Course, links: Sequence[GroupLinks]) -> None:
+        """Connect this engine and the threads of the links (none on one host), and report to all what came before."""
         with self._lock:
             self._engine, self._course, self._links = engine, course, links
             self._since = dict(self._rank_table.since)
@@ -220,11 +220,12 @@ class AgentHooks:
 
     def _notify_links(self, decision: Decision) -> None:
         """Notify the links' thread of a view. The lock is held."""
-        if decision.epoch > self._links.epoch:
-            self._tell_lost(self._links, decision)
-            self._tell_new(self._links, decision)
+        for links in self._links:
+            if decision.epoch > links.epoch:
+                self._tell_lost(links, decision)
+                self._tell_new(links, decision)
 
-    def _tell_lost(self, links: GroupLinks | NoGroupLinks, decision: Decision) -> None:
+    def _tell_lost(self, links: GroupLinks, decision: Decision) -> None:
         """Notify the links' thread of the remaining members, at once: others wait for its part."""
         parts = parts_of(decision, self._rank_table.lane)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
@@ -235,7 +236,7 @@ class AgentHooks:
             present = frozenset(rank_of[slot] for slot in self._since)
             links.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
 
-    def _tell_new(self, links: GroupLinks | NoGroupLinks, decision: Decision) -> None:
+    def _tell_new(self, links: GroupLinks, decision: Decision) -> None:
         """Notify the links' thread of joiners."""
         new = []
         for member, when, rank, part in self._rank_table.newcomers(decision, self._since):

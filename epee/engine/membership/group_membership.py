@@ -61,9 +61,9 @@ from ..bootstrap.local_state import LocalState, Mark
 from ..bootstrap.membership_start import MembershipStart
 from ..entry import CHANGING, ENDED, NEWS, TROUBLED
 from ..operation import Operation
-from ..outbox import LIFE, LIFE_READY, VIEW, PeerRegions, consumed_of
+from ..outbox import LIFE, LIFE_READY, VIEW, OutboxOwner, PeerRegions, consumed_of
 from ..p2p.message import Absence, Message
-from ..replication.links import GroupLinks, NoGroupLinks
+from ..replication.links import GroupLinks
 from ..replication.loss_resolution import Gate, LossResolution
 from .admission import Admission
 from .call_outcome import LOSS, CallOutcome
@@ -90,7 +90,9 @@ class GroupMembership(MembershipStart):
     def __init__(self, job_handle: JobHandle, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
         """Begin as `MembershipStart`; `attach` comes later."""
         super().__init__(job_handle, mode, joined_by, asks)
-        self._links: GroupLinks | NoGroupLinks = NoGroupLinks()
+        self._links: tuple[GroupLinks, ...] = ()  # none in a group on one host
+        self._owners: dict[int, OutboxOwner] = {}  # named in mirrors, by rank
+        self._port = 0  # where links with this rank are made
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
@@ -111,12 +113,13 @@ class GroupMembership(MembershipStart):
         self._epoch_regions = EpochRegions(engine, rank_table, course, members, joined_in)
         self._call_outcome = CallOutcome(engine, rank_table, course, self._epoch_regions)
         since = self._since_of_ranks(rank_table.since)
-        links, here = self._links, one_host(peer_regions.rank, peer_regions.capacity)
-        roles = Roles(links.topology if isinstance(links, GroupLinks) else here, [*since], since)
-        self._loss_resolution = LossResolution(peer_regions, roles, links.owners, self._all_regions)
+        here = one_host(peer_regions.rank, peer_regions.capacity)
+        topology = next((links.topology for links in self._links), here)
+        roles = Roles(topology, [*since], since)
+        self._loss_resolution = LossResolution(peer_regions, roles, self._owners, self._all_regions)
         self._gate = Gate(rank_table, self._loss_resolution, self._tell_turned)
         self._is_ready = not joined_in  # a joiner is when it reads all others
-        self._intake = Joiners(engine, rank_table, self._epoch_regions, self._links.host)
+        self._intake = Joiners(engine, rank_table, self._epoch_regions, topology.key_of(peer_regions.rank))
         if joined_in:
             self._loss_resolution.begin(joined_in)
             self._intake.begin(joined_in, course.first_seq)
@@ -130,7 +133,7 @@ class GroupMembership(MembershipStart):
         own = peer_regions.regions[peer_regions.rank].blob
         assert self._row is not None, "`close` comes later"
         state = IN if self._is_joiner else FOUNDER
-        self._offer = Offer(state, peer_regions.rank, peer_regions.group_size, own, self._links.port, rank_table.epoch)
+        self._offer = Offer(state, peer_regions.rank, peer_regions.group_size, own, self._port, rank_table.epoch)
         self._row.tell(self._offer.pack())
         for rank in rank_table.removed:
             self._leave_out(rank)
@@ -142,14 +145,9 @@ class GroupMembership(MembershipStart):
         rank_of = self._rank_table.rank_of
         return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
 
-    @property
-    def links(self) -> GroupLinks | NoGroupLinks:
-        """This rank's part between hosts."""
-        return self._links
-
     def use(self, links: GroupLinks) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
-        self._links = links
+        self._links, self._owners, self._port = (links,), links.owners, links.port
         self.hooks.hosts = self._hosts_of_slots(links.peer_regions)
 
     def _hosts_of_slots(self, peer_regions: PeerRegions) -> dict[int, int]:
@@ -176,7 +174,7 @@ class GroupMembership(MembershipStart):
             self._is_joiner and self._rank_table.is_home,  # buffers of other groups take no joiners
             True,
             self._job,
-            self._links.spans,
+            bool(self._links),
         )
 
     # ---- decisions
@@ -224,7 +222,7 @@ class GroupMembership(MembershipStart):
 
     def _may_take(self, decision: Decision) -> bool:
         """Return whether a view may be applied; over several hosts those with joiners wait for the gate."""
-        if not self._links.spans:
+        if not self._links:
             return True
         gate, resolution, rank_table = self._gate, self._loss_resolution, self._rank_table
         parts = parts_of(decision, rank_table.lane)
@@ -266,7 +264,7 @@ class GroupMembership(MembershipStart):
 
     def _change_hosts(self, decision: Decision) -> None:
         """Have the mirrors of lost ranks settled; on one host all that was stored is here."""
-        if not self._links.spans:
+        if not self._links:
             return
         self._cuts[decision.epoch] = cut_of(decision, self._rank_table.lane, Removal(0, 0, PUT_OUT))
         parts = parts_of(decision, self._rank_table.lane)
@@ -277,7 +275,7 @@ class GroupMembership(MembershipStart):
 
     def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
         """Begin a new placement with joiners, over several hosts."""
-        if not self._links.spans:
+        if not self._links:
             return
         parts = parts_of(decision, self._rank_table.lane)
         staying = {slot: when for slot, when in self._rank_table.since.items() if parts.get(slot) == when}
@@ -286,7 +284,8 @@ class GroupMembership(MembershipStart):
         keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
         owners = {rank_of[one.slot]: one for one in self._rank_table.owners(decision, newcomers)}
         self._loss_resolution.bring_in(decision.epoch, keys, since, owners)
-        self._links.adopted(decision.epoch)
+        for links in self._links:
+            links.adopted(decision.epoch)
         self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:

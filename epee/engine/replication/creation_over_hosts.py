@@ -42,7 +42,7 @@ from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.job_handle import Greeting
 from ..bootstrap.record import RankRecord
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, OutboxOwner, PeerRegions, open_outbox
-from .links import GroupLinks, NoGroupLinks
+from .links import GroupLinks
 from .mirror import FROM_BIRTH
 
 logger = logging.getLogger("epee")
@@ -216,7 +216,7 @@ def link(
 
 
 def await_told(
-    ways: GroupLinks | NoGroupLinks,
+    ways: GroupLinks,
     peer_regions: PeerRegions,
     watch: DeathWatch,
     lost: Callable[[], tuple[int, ...]],

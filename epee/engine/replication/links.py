@@ -63,7 +63,6 @@ from ...link.poller import Links
 from ...link.topology import Roles, Topology
 from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence, futex_wake
-from ...view.protocol.messages import FOREVER
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
 from ..outbox import (
     BELL,
@@ -122,19 +121,6 @@ class _Question(NamedTuple):
     teller: int
     epoch: int
     ear: LinkReader | None
-
-
-class NoGroupLinks:
-    """`GroupLinks` of a group on one host, which has no links."""
-
-    spans, host, port, epoch, is_told = False, "", 0, FOREVER, True
-    owners: dict[int, OutboxOwner] = {}  # noqa: RUF012 - nobody adds one
-
-    def adopted(self, epoch: int) -> None:
-        """Do nothing."""
-
-    def decided(self, turn: Turn) -> None:
-        """Do nothing."""
 
 
 class LinkReader:
@@ -259,10 +245,7 @@ class GroupLinks:
         mirrors: that this rank keeps, by source.
         epoch: of the newest view whose roles are played.
         port: where links with this rank are made.
-        spans: whether ranks of other hosts may take part.
     """
-
-    spans = True
 
     def __init__(
         self,
@@ -312,11 +295,6 @@ class GroupLinks:
     def topology(self) -> Topology:
         """The placement of the ranks, in the view whose roles are played."""
         return self._roles.topology
-
-    @property
-    def host(self) -> str:
-        """The key of this rank's host."""
-        return self.topology.key_of(self.topology.rank)
 
     def begin(self, epoch: int, since: Mapping[int, int], joined: bool = False) -> None:
         """Take the epoch in which the group begins, or this rank joins, and since when its ranks take part."""

@@ -348,7 +348,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
                 return DONE
             return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
         except TooShort as exc:
-            self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
+            self._engine.membership.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
         except expected(EpeeError) as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
@@ -362,7 +362,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             fits = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
             return self._engine.run(fits, opts, tensors)
         except TooShort as exc:
-            self._engine.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
+            self._engine.membership.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
         except expected(EpeeError) as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise

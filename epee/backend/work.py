@@ -95,7 +95,7 @@ class Ended(Done):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the group shows the loss, if it shows losses at once."""
-        self.engine.await_shown(self.error.ranks)
+        self.engine.membership.await_shown(self.error.ranks)
         return True
 
     def contributors(self) -> set[int]:
@@ -153,7 +153,7 @@ class Work(CallsOfWork, WorkOfGroup):
             return self._drive(timeout)
         except expected(PeerError) as exc:
             if self.engine.reports_losses and is_loss(exc) and is_own(exc) and self.is_completed():
-                self.engine.await_shown(exc.ranks)
+                self.engine.membership.await_shown(exc.ranks)
                 return True
             raise
 

@@ -43,7 +43,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,6 @@ from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUB
 from .interrupts import Recovery
 from .membership.call_outcome import UnresolvedCalls
 from .membership.group_membership import GroupMembership
-from .membership.members import TooShort
 from .membership.sizes import Mask
 from .operation import NO_ROOM, Block, Driven, Operation
 from .outbox import (
@@ -692,11 +691,11 @@ class Engine:
             if op.done:
                 return  # this process was excluded, but not from this call
         if self.flags & TROUBLED:
-            membership.raise_trouble()
+            membership.hooks.raise_trouble()
         if self.flags & FROZEN:
             self.entry.let_go()
             try:
-                membership.await_thaw(FROZEN_LOOK_S)
+                membership.hooks.await_thaw(FROZEN_LOOK_S)
             finally:
                 self.entry.take_back()
 
@@ -717,7 +716,7 @@ class Engine:
         """Check `flags` with the lock held; False when a call must not run now."""
         if self.flags & NEWS:
             self.membership.take_news()
-        eviction = self.membership.eviction
+        eviction = self.membership.hooks.eviction
         if self.flags & TROUBLED and eviction is not None:
             for op in self.queue:
                 op.fail(eviction)  # no thread may be waiting, only a future
@@ -734,24 +733,12 @@ class Engine:
             self.entry.raise_ended()
             return
         if self.flags & TROUBLED:
-            membership.await_quorum()
-            membership.raise_trouble()
+            membership.hooks.await_quorum()
+            membership.hooks.raise_trouble()
         if self.flags & FROZEN:
-            membership.await_thaw(FROZEN_LOOK_S)
+            membership.hooks.await_thaw(FROZEN_LOOK_S)
 
     # ---- the end
-
-    def await_shown(self, ranks: Collection[int]) -> None:
-        """Wait until these losses are shown, in groups that show losses at once. Without the lock."""
-        self.membership.await_shown(ranks)
-
-    def await_lost(self, short: TooShort, timeout_s: float) -> None:
-        """Wait until the ranks are lost for which a call's lists have no entry. Without the lock.
-
-        Raises:
-            InvalidArgument: they live.
-        """
-        self.membership.await_lost(short, timeout_s)
 
     def retire(self, op: Driven) -> None:
         """Schedule the listeners of an ended call for when the lock is free."""

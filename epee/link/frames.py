@@ -70,8 +70,8 @@ class Frame(NamedTuple):
     note: int = 0
 
 
-class FrameSealer:
-    """Makes the frames of one direction of a connection.
+class _Direction:
+    """The MACs of one direction of a connection.
 
     Args:
         key: of the direction, 32 bytes.
@@ -79,11 +79,23 @@ class FrameSealer:
     """
 
     def __init__(self, key: bytes, covers_payloads: bool) -> None:
-        self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
-        self._payload_mac = _blake2b(
-            key=key, digest_size=_MAC_BYTES, person=_PERSON
-        )  # a copy is cheaper than a new one
+        self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)  # a copy is cheaper than a new one
+        self._payload_mac = _blake2b(key=key, digest_size=_MAC_BYTES, person=_PERSON)
         self.covers_payloads = covers_payloads
+
+    def payload_mac(self, number: int, payload: Any) -> bytes:
+        """Return the MAC of the payload of a frame.
+
+        It never equals that of a header, whose hash has no personalization.
+        """
+        mac = self._payload_mac.copy()
+        mac.update(_NUMBER.pack(number))
+        mac.update(payload)
+        return mac.digest()
+
+
+class FrameSealer(_Direction):
+    """Makes the frames of one direction of a connection."""
 
     def seal(self, frame: Sequence[int], number: int, payload: Any = b"") -> Sequence[Any]:
         """Return what to send, in order, for the frame with this number: header, payload, trailer.
@@ -99,18 +111,11 @@ class FrameSealer:
         head += mac.digest()
         if not nbytes:
             return (head,)
-        return (head, payload, _payload_digest(self._payload_mac, number, payload)) if flags else (head, payload)
+        return (head, payload, self.payload_mac(number, payload)) if flags else (head, payload)
 
 
-class FrameOpener:
+class FrameOpener(_Direction):
     """Checks the frames of one direction of a connection."""
-
-    def __init__(self, key: bytes, covers_payloads: bool) -> None:
-        self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
-        self._payload_mac = _blake2b(
-            key=key, digest_size=_MAC_BYTES, person=_PERSON
-        )  # a copy is cheaper than a new one
-        self.covers_payloads = covers_payloads
 
     def open(self, header: bytes, number: int) -> Frame:
         """Return the header of the frame with this number.
@@ -134,21 +139,8 @@ class FrameOpener:
 
     def check(self, payload: Any, trailer: Any, number: int) -> None:
         """Check a payload against its trailer; raises `AuthError`."""
-        if not _is_equal(_payload_digest(self._payload_mac, number, payload), bytes(trailer)):
+        if not _is_equal(self.payload_mac(number, payload), bytes(trailer)):
             raise AuthError(f"the payload of frame {number} of a link has a wrong MAC; the connection ends")
-
-
-def payload_mac(key: bytes, number: int, payload: Any) -> bytes:
-    """Return the MAC of the payload of a frame. It never equals that of a header, whose hash has no personalization."""
-    return _payload_digest(_blake2b(key=key, digest_size=_MAC_BYTES, person=_PERSON), number, payload)
-
-
-def _payload_digest(keyed: Any, number: int, payload: Any) -> bytes:
-    mac = keyed.copy()
-    mac.update(_NUMBER.pack(number))
-    mac.update(payload)
-    digest: bytes = mac.digest()
-    return digest
 
 
 def pack_asked(words: Sequence[tuple[int, int]]) -> bytes:

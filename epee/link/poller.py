@@ -386,11 +386,7 @@ class Links:
                 link.close()
             self._by_fd.clear()
             self.links.clear()  # they hold references to objects that refer to this one
-            if self._meeting is not None:
-                self._meeting.close()
-            self._poll.close()
-            os.close(self._bell)
-            os.close(self._ring)
+            self._close_descriptors()
         closed = self._on_closed
         self._on_loss = self._on_idle = self._on_closed = int
         self._on_turn = bool
@@ -407,11 +403,14 @@ class Links:
             self.lock = threading.RLock()  # another thread may have held it
             for link in self.links.values():
                 link.forget()
-            if self._meeting is not None:
-                self._meeting.close()
-            self._poll.close()
-            os.close(self._bell)
-            os.close(self._ring)
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+        self._poll.close()
+        os.close(self._bell)
+        os.close(self._ring)
 
 
 _ending: list[Links] = []

@@ -117,17 +117,17 @@ def no_quorum(rank: int, num_ranks: int, folder: str) -> None:
     """An error of the group out of a wait for a blocking send: nobody holds the request any more."""
     group: Any = dist.group.WORLD
     if rank == 0:
-        kept = group._engine.membership.raise_trouble
+        kept = group._engine.membership.hooks.raise_trouble
 
         def raise_trouble() -> None:
             group._engine.lower_flag(TROUBLED)
             raise NoQuorumError("too few answer")
 
-        group._engine.membership.raise_trouble = raise_trouble
+        group._engine.membership.hooks.raise_trouble = raise_trouble
         cases.when_asleep(group._engine, lambda: group._engine.raise_flag(TROUBLED))
         with pytest.raises(NoQuorumError):
             dist.send(torch.zeros(1), 1)
-        group._engine.membership.raise_trouble = kept
+        group._engine.membership.hooks.raise_trouble = kept
         stages.reach(folder, "raised")
         dist.send(torch.ones(1), 1)
     else:

@@ -77,7 +77,7 @@ def start(machine: Collectives, number: int = 0, members: Sequence[int] | None =
 
 def check(machine: Collectives) -> None:
     """Raise what kernels have reported."""
-    for report in machine.reports():
+    for report in machine.device.take_reports():
         raise error_of(report, machine.config.rank)
 
 

@@ -143,7 +143,7 @@ def gone_on(rank: int, num_ranks: int) -> tuple[str, str]:
     machine.timeout_s = 60.0
     x = moves.row_of(torch.ones(5, dtype=torch.bfloat16))
     machine.run(moves.all_reduce(num_ranks, x, x, (torch.bfloat16, "sum")))
-    second = "nothing" if not machine.reports() else "told again"
+    second = "nothing" if not machine.device.take_reports() else "told again"
     start(machine, 20)
     for seed in range(3):
         play(machine, Call("all_reduce", 5, seed=seed), range(num_ranks))
@@ -180,7 +180,7 @@ def other_call_told(rank: int, num_ranks: int, way: Way, is_late: bool, is_maske
     last = num_ranks - 1
     call = Call("all_reduce", dtype=torch.float16 if rank == last else torch.bfloat16, **way)
     machine = make(EmulatedPlatform(), rank, num_ranks, [call, Call("all_reduce", 9)], is_masked=is_masked)
-    nowhere = torch.zeros(machine.nbytes, dtype=torch.uint8)
+    nowhere = torch.zeros(machine.config.region_layout.nbytes, dtype=torch.uint8)
     if rank == last:
         machine._set("peers", [nowhere.data_ptr()])
     if is_late and rank == 0:

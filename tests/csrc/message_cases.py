@@ -46,7 +46,7 @@ def make(rank: int, num_ranks: int, blocks: int = 3, stall_one_in: int = 0) -> M
 
 def check(machine: Messages) -> None:
     """Raise what kernels have reported."""
-    for report in machine.reports():
+    for report in machine.device.take_reports():
         raise error_of(report, machine.config.rank)
 
 
@@ -197,7 +197,7 @@ def error_from(call: Any, machine: Messages) -> EpeeError:
 def mend(machine: Messages, num_ranks: int) -> None:
     """What hosts do when a pair has lost a message."""
     all_gather_bytes(b"still")
-    machine.reports()
+    machine.device.take_reports()
     for peer in range(num_ranks):
         machine.reset(peer)
     all_gather_bytes(b"empty")
@@ -216,7 +216,7 @@ def differing(rank: int, num_ranks: int, sent: Mail, wanted: Mail, dtype: int) -
     else:
         machine.run([parcel], 0, False)  # a short one has ended before
         all_gather_bytes(b"told")
-        found = machine.reports()
+        found = machine.device.take_reports()
         if found:
             error = error_of(found[0], rank)
         else:
@@ -292,7 +292,7 @@ def forgotten(rank: int, num_ranks: int, is_send: bool) -> str:
         room = Room(Mail(0, 1, 700, 2, 1) if is_send else Mail(1, 0, 700, 2, 1), is_send)
         queued = machine.run_one(room.parcel(), 0, False)
         assert machine.is_lost(1, is_send, queued.ticket)
-        (report,) = machine.reports()
+        (report,) = machine.device.take_reports()
         told = str(error_of(report, rank))
     blobs = all_gather_bytes(machine.blob)
     machine.connect(rank ^ 1, blobs[rank ^ 1])

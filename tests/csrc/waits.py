@@ -141,6 +141,6 @@ def collective(rank: int, num_ranks: int) -> tuple[bool, bool]:
 
     def barrier() -> None:
         machine.run(moves.barrier(num_ranks))
-        assert not machine.reports()
+        assert not machine.device.take_reports()
 
     return first_comes_the_last(rank, machine.device.news.words, barrier)

@@ -377,7 +377,7 @@ def _differ_unheard(rank: int, num_ranks: int, count: int) -> str:
     """The last rank makes another call, of which no word comes to rank 0."""
     device, half = _begin(rank)
     last = num_ranks - 1
-    nowhere = torch.zeros(half._machine.nbytes, dtype=torch.uint8, device=device)
+    nowhere = torch.zeros(half._machine.config.region_layout.nbytes, dtype=torch.uint8, device=device)
     if rank == last:
         half._machine._set("peers", [nowhere.data_ptr()])
     torch.cuda.synchronize()

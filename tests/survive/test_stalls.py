@@ -222,7 +222,7 @@ def evicted_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
     if rank == 1:  # alive, but it does not call
         wait_for(Path(folder) / "over", 40.0)
         deadline = time.monotonic() + 30
-        while group._engine.membership.eviction is None:  # it is told a moment after the others have agreed
+        while group._engine.membership.hooks.eviction is None:  # it is told a moment after the others have agreed
             assert time.monotonic() < deadline
             time.sleep(0.005)
         with pytest.raises(EvictedError):

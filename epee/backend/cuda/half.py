@@ -322,7 +322,7 @@ class DeviceHalf(MeetingHalf):
         members, mask = self._engine.members, self._engine.mask
         beyond = [rank for rank in members.members if rank >= num_entries]
         if not mask.has_lost(beyond, members.epoch):
-            self._engine.await_lost(TooShort(error, beyond, members.epoch), self._engine.timeout_s)
+            self._engine.membership.await_lost(TooShort(error, beyond, members.epoch), self._engine.timeout_s)
 
     def _queue(self, machine: Collectives, made: list[Move], again: list[Move], count: Count | None) -> int:
         """Queue a call on the current stream of the group's GPU; returns the stream.
@@ -354,7 +354,7 @@ class DeviceHalf(MeetingHalf):
         if not machine.device.has_reports:
             return
         with self._lock:
-            reports = machine.reports()
+            reports = machine.device.take_reports()
             if not reports or self._is_lost:
                 return  # another thread has raised it; the effects of a loss are reported by it
             self._is_lost = True

@@ -26,7 +26,6 @@ from ...errors import InvalidState, expected
 from ...gpu.device import GpuDevice
 from ...gpu.platform import LentRegion, Platform
 from ...gpu.ranks import MAX_LOCAL, room_of
-from ...gpu.report import KernelReport
 from ...jit.params import sized_kernels
 from . import moves
 from .mask.counts import NOBODY_ASKS, Count, CountWords
@@ -129,11 +128,6 @@ class Collectives:
         self.pool: MemoryPool | None = None
         self.no_pools = ""
         self._pools: list[LentRegion | None] = [None] * config.num_ranks
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory of this rank."""
-        return self._own.nbytes
 
     @property
     def blob(self) -> bytes:
@@ -423,7 +417,7 @@ class Collectives:
             self._words(name).fill_(0)
         self.told.words[0] = 0
         self.platform.synchronize()
-        self.reports()  # discards reports of earlier calls
+        self.device.take_reports()  # discards reports of earlier calls
 
     def _set(self, name: str, words: Sequence[int]) -> None:
         self._words(name)[: len(words)].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
@@ -469,10 +463,6 @@ class Collectives:
         return words.view(torch.int64)
 
     # --- state
-
-    def reports(self) -> list[KernelReport]:
-        """Return the kernel reports since the last call, the oldest first."""
-        return self.device.take_reports()
 
     def close(self) -> None:
         """Release all memory. No kernel may be unfinished on this rank. Idempotent."""

@@ -179,26 +179,6 @@ class GroupMembership(MembershipStart):
 
     # ---- decisions
 
-    @property
-    def eviction(self) -> EvictedError | None:
-        """The error of a process that was voted out, for good; else None."""
-        return self.hooks.eviction
-
-    def await_thaw(self, timeout_s: float) -> None:
-        """Wait until the group resumes, for some milliseconds at most. Without the engine's lock."""
-        self.hooks.await_thaw(timeout_s)
-
-    def await_quorum(self) -> None:
-        """Give the agent a moment for decisions, so that repeated calls without a quorum do not spin.
-
-        Without the lock.
-        """
-        self.hooks.await_quorum()
-
-    def raise_trouble(self) -> None:
-        """Raise the reason why calls cannot end well, if it still holds."""
-        self.hooks.raise_trouble()
-
     def take_news(self) -> None:
         """Apply the received decisions. The engine's lock is held.
 

@@ -43,7 +43,7 @@ class MaskedWork(DeviceWork):
             return super().wait(timeout)
         except expected(PeerError) as exc:
             if self.engine.reports_losses and is_loss(exc):
-                self.engine.await_shown(exc.ranks)
+                self.engine.membership.await_shown(exc.ranks)
                 self._join()
                 return True
             raise

@@ -328,13 +328,13 @@ class LostMessages:
         if machine is None or not machine.device.has_reports:
             return
         with self._lock:
-            errors = [self._error_of(machine, report) for report in machine.reports()]
+            errors = [self._error_of(machine, report) for report in machine.device.take_reports()]
         for error in errors:
             named(error, self._engine.peer_regions.label.text)
         if self._engine.reports_losses:
             for error in filter(is_loss, errors):
                 logger.warning("%s", error)
-                self._engine.await_shown(getattr(error, "ranks", ()))
+                self._engine.membership.await_shown(getattr(error, "ranks", ()))
             errors = [error for error in errors if not is_loss(error)]
         for error in errors[1:]:
             logger.info("beside the failure that is raised now: %s", error)
@@ -367,7 +367,7 @@ class LostMessages:
         dead = [rank for rank in who if machine.device.is_marked(rank)]
         text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
         if dead:
-            self._engine.await_shown(dead)
+            self._engine.membership.await_shown(dead)
             return RankFailedError(f"{text}; dead: {dead}", dead, name, 0, cause="process ended")
         return CommTimeoutError(f"{text}, or one before it between the two", [] if is_any else [peer], has_job=True)
 

@@ -23,7 +23,6 @@ import torch
 from ....gpu.device import GpuDevice
 from ....gpu.platform import LentRegion, MappedWords, Platform
 from ....gpu.ranks import room_of
-from ....gpu.report import KernelReport
 from ....jit.params import sized, sized_kernels
 from .params import KERNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, channels_of, kernel_head
 
@@ -167,11 +166,6 @@ class Messages:
             args.rank, args.num_ranks = config.rank, config.num_ranks
             args.num_lanes, args.num_slots = config.num_lanes, config.num_slots
             args.slot_bytes, args.lane_bytes = config.slot_bytes, config.lane_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory of this rank."""
-        return self._own.nbytes
 
     @property
     def blob(self) -> bytes:
@@ -347,10 +341,6 @@ class Messages:
         if not ticket:
             return False
         return bool(first and first <= ticket) or any(ticket in lost for lost in self._lost.get(channel, ()))
-
-    def reports(self) -> list[KernelReport]:
-        """Return the kernel reports since the last call, the oldest first."""
-        return self.device.take_reports()
 
     def close(self) -> None:
         """Release all memory. No kernel may be unfinished on this rank. Idempotent."""

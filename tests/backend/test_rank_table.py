@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from epee.engine.bootstrap.group_note import ASKS, FOUNDER, IN, Offer
-from epee.engine.bootstrap.membership_start import MembershipStart
 from epee.engine.membership.admission import Admission
+from epee.engine.membership.group_membership import GroupMembership
 from epee.engine.membership.rank_table import RankTable
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.decision import compose, parts_of
@@ -204,5 +204,5 @@ def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_remo
         _row=SimpleNamespace(tell=lambda told: None),
         _rank_table=newcomer,
     )
-    assert MembershipStart.ask(asking, Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9), 1.0) is third
+    assert GroupMembership.ask(asking, Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9), 1.0) is third
     assert newcomer.ours(third).removed == member_of_it.ours(third).removed == third.removed

@@ -27,7 +27,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ... import env
-from ...errors import ProtocolError
+from ...errors import CommTimeoutError, ProtocolError
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.shared import SharedRegion
@@ -50,16 +50,15 @@ from ...view.transport.directory import JobDirectory
 from ..engine import Engine
 from ..limits import MODES
 from ..membership.group_membership import GroupMembership
-from ..outbox import OutboxOwner, PeerRegions, open_outbox, outbox_layout
+from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from ..progress import HelperThread, acquire
 from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.joining_over_hosts import leave_notes
 from ..replication.links import GroupLinks
-from .attempt import BootstrapAttempt, attempt, read_fields, time_left
+from .attempt import BootstrapAttempt, attempt, died, read_fields, time_left
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
 from .job_handle import Greeting, take_job_handle
 from .proof import prove, transcript
-from .readiness import await_all
 from .record import Proof, RankRecord, exchange, own_record
 
 
@@ -274,6 +273,34 @@ class _Creation:
                 place = pack_place(str(job.directory.path), own_host_key())
                 self._this.store.set(FOLDER_KEY, prove(job.directory.token, place, FOLDER_KEY.encode()))
         self._membership.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
+
+
+def await_all(
+    this: BootstrapAttempt, peer_regions: PeerRegions, watch: DeathWatch, deadline: float, check: Callable[[], None]
+) -> None:
+    """Publish that this rank has mapped all outboxes; wait until all have. `check` raises errors reported meanwhile."""
+    peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
+    pause = 0.0001
+    for peer in peer_regions.peers:
+        while peer_regions.words[peer][LIFE] == LIFE_BORN:
+            dead = watch.dead()
+            if dead:
+                raise this.heard(watch) or died(this.rank, dead)
+            _raise_if_failed(this, peer_regions, watch)
+            check()
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"init (rank={peer_regions.rank}): rank {peer} did not get ready in time", [peer]
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+    _raise_if_failed(this, peer_regions, watch)
+
+
+def _raise_if_failed(this: BootstrapAttempt, peer_regions: PeerRegions, watch: DeathWatch) -> None:
+    for peer in peer_regions.peers:
+        if peer_regions.words[peer][LIFE] == LIFE_FAILED:
+            raise this.failure_of(peer, watch)
 
 
 def keep(engine: Engine) -> None:

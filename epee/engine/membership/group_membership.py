@@ -12,7 +12,6 @@ determines their meaning call by call. So none of this is on the path of a call 
 
 `GroupMembership` is the interface of the engine; each part has its own state and does not know it:
 
-    MembershipStart the view with which this rank joins the group (`bootstrap/membership_start.py`)
     AgentHooks      the agent thread's end: freezes and thaws the group, delivers decisions and errors
     RankTable       the process of each rank, as far as decisions have been applied
     EpochRegions    the peer regions with which each call runs, and the number of ranks that the group counts in it
@@ -26,6 +25,11 @@ determines their meaning call by call. So none of this is on the path of a call 
 In a group over several hosts the agent thread also notifies the links' thread of each view (`replication/links.py`). A
 decision that removes a rank of another host is applied at once, but no call is decided, begun or completed and no
 message of that rank ended until the mirrors of this host are settled.
+
+The start: the membership is registered before anything is asked of the view, so every later decision is received; then
+the view in which it begins is determined: that of the creation, one that took this process in, or one that it asked
+for. Until there is an engine (`attach`) decisions are kept, and a freeze is answered with no calls made
+(`agent_hooks.py`). A process that asks writes its own board; a crash on the way is the death of a member, or of none.
 
 This rank writes its own outbox only. A crash between two steps leaves a rank that is lost in the next epoch.
 """
@@ -45,20 +49,22 @@ from ...errors import (
     InvalidArgument,
     InvalidState,
     NoQuorumError,
+    RankFailedError,
     context,
     expected,
     ignored,
 )
 from ...link.topology import Roles, one_host
-from ...view.awaited import kind_of_loss
+from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import JobHandle
+from ...view.process.board import LaneRow
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
-from ..bootstrap.group_note import FOUNDER, IN, Offer, parse_offers
+from ...view.transport.auth import Token
+from ..bootstrap.group_note import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
 from ..bootstrap.local_state import LocalState, Mark
-from ..bootstrap.membership_start import MembershipStart
 from ..entry import CHANGING, ENDED, NEWS, TROUBLED
 from ..operation import Operation
 from ..outbox import LIFE, LIFE_READY, VIEW, OutboxOwner, PeerRegions, consumed_of
@@ -66,20 +72,25 @@ from ..p2p.message import Absence, Message
 from ..replication.links import GroupLinks
 from ..replication.loss_resolution import Gate, LossResolution
 from .admission import Admission
+from .agent_hooks import AgentHooks
 from .call_outcome import LOSS, CallOutcome
 from .members import Arrival, EpochRegions, Joiners, TooShort, unready
+from .rank_table import RankTable
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
 SHOWN_POLL_S, DEAD_POLL_S = 0.001, 0.005  # between checks
+ASK_SLICE_S = 0.2
 REFUSAL_S = 1.0  # how long before its timeout a call that waits for a loss is refused, at most
 
 
-class GroupMembership(MembershipStart):
+class GroupMembership:
     """The membership of one engine's group.
 
     Attributes:
+        runtime: the control plane of this process.
+        hooks: the hooks that the agent thread calls.
         admission: requests of users: the ranks that wait to join, and are to be taken in.
         local_state: the state of the ranks as this process knows it without a call.
     """
@@ -88,14 +99,123 @@ class GroupMembership(MembershipStart):
     local_state: LocalState
 
     def __init__(self, job_handle: JobHandle, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
-        """Begin as `MembershipStart`; `attach` comes later."""
-        super().__init__(job_handle, mode, joined_by, asks)
+        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later.
+
+        `asks`: this process, which is in the job, asks to be taken into the group (`ask`).
+        """
+        fault_mode, _, self._on_stall = mode.partition("/")
+        self.runtime = job_handle.job.runtime
+        self._takes_part = partial(takes_part, job_handle.lane)  # for buffers, which must not keep the group alive
+        self._job = job_handle.job
+        self._raises = fault_mode == "raise"
+        self._slots = job_handle.slots  # of the ranks that this process was given
+        self._is_joiner = asks or joined_by is not None
+        self._rank_table = RankTable(job_handle, joined_by or self.runtime.view(), self._is_joiner)
+        self.hooks = hooks = AgentHooks(self.runtime, self._rank_table, self._raises, self._is_joiner)
+        if asks:
+            hooks.enter_as(job_handle.job.slot)
+        self._row: LaneRow | None
+        called = hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble, hooks.asked
+        self._row = row = self.runtime.register(job_handle.lane, *called)
+        self._awaited = Awaited(self.runtime, self._on_stall)
+        self._awaited.begin(job_handle.lane, row)
+        self._rank_table.known = joined_by or self.runtime.view()
         self._links: tuple[GroupLinks, ...] = ()  # none in a group on one host
         self._owners: dict[int, OutboxOwner] = {}  # named in mirrors, by rank
         self._port = 0  # where links with this rank are made
         self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision with that cut was applied
         self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
+
+    # ---- the start
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this process knew when the membership began; it receives all that follow."""
+        return self._rank_table.known.epoch
+
+    def begin(self, epoch: int, timeout_s: float) -> None:
+        """Wait until the view of `epoch`, in which the group begins on all ranks, is known here.
+
+        Raises:
+            CommTimeoutError: it does not come.
+            RankFailedError: a rank of the group is not in it.
+        """
+        if self._rank_table.known.epoch < epoch:
+            self.runtime.await_decision(epoch - 1, timeout_s)
+            found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
+            if not found:
+                text = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
+                raise CommTimeoutError(text, has_job=True)
+            self._rank_table.known = found[0]
+        present = {member.slot for member in self._rank_table.known.members}
+        lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
+        if lost:
+            names = ", ".join(map(str, lost))
+            raise RankFailedError(
+                f"init: rank {names} has left or died while the group was made, so it is not in the view of epoch "
+                f"{epoch}; see its output, then start all ranks",
+                lost,
+            )
+
+    def ask(self, offer: Offer, timeout_s: float) -> Decision:
+        """Show that this process, which is in the job, asks to join; return the decision that takes it in.
+
+        Raises:
+            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent reports.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.hooks.enter_as(self._job.slot, offer.locator.pack())
+        assert self._row is not None, "`close` comes later"
+        self._row.tell(offer.pack())
+        while True:
+            epoch = self.runtime.view().epoch
+            entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
+            if entry is not None:
+                seen = (self._rank_table.known, *list(self.hooks.decisions))
+                self._rank_table.note_before(max((d for d in seen if d.epoch < entry.epoch), key=lambda d: d.epoch))
+                self._rank_table.known = entry
+                self.hooks.begin_with(entry)
+                return entry
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank {offer.rank} asked to join, and no member has admitted it within {timeout_s:.1f} s; a "
+                    "member must call recover_ranks",
+                    has_job=True,
+                )
+            self.runtime.await_decision(epoch, ASK_SLICE_S)
+
+    def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
+        """Return the outboxes of the members of the view that took this process in, by rank."""
+        ranks = self._rank_table.ranks_in(decision)
+        return {ranks[slot]: part for slot, part in self._rank_table.parts(decision).items()}
+
+    def is_new(self, rank: int, decision: Decision) -> bool:
+        """Return whether `rank` joins the group by this very decision."""
+        return self._rank_table.since_in(decision).get(rank) == decision.epoch
+
+    @property
+    def place(self) -> tuple[int, list[int], bool]:
+        """The group's id, slots of its initial members (in a job's first group of all), whether it is that."""
+        rank_table = self._rank_table
+        return rank_table.lane, rank_table.slot_of if rank_table.is_home else [*rank_table.founders], rank_table.is_home
+
+    @property
+    def token(self) -> Token:
+        """The job's token, which proves records."""
+        return self._job.directory.token
+
+    def join(self, decision: Decision) -> None:
+        """Begin with the view that took this process in, and fetch the decisions since."""
+        self.hooks.join(decision)
+
+    def since(self) -> dict[int, int]:
+        """Return since which epoch each rank takes part, in the view in which the group begins here."""
+        return self._rank_table.since_in(self._rank_table.known)
+
+    def span(self, decision: Decision) -> None:
+        """Record that the group runs over several hosts; `decision` has taken this process in."""
+        self.hooks.hosts = {member.slot: member.host for member in decision.members}
 
     # ---- creation
 

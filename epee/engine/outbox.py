@@ -391,6 +391,11 @@ class PeerRegions:
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)
         self.forget_views()
 
+    @property
+    def list_length(self) -> int:
+        """Entries of the user's lists with one element per rank."""
+        return self.num_entries or self.group_size
+
     def place(self, host_of: Sequence[int], epoch: int = 0) -> None:
         """Set the hosts of the ranks, since which view; these peer regions have all ranks."""
         self.host_of, self.placed_in = host_of, epoch

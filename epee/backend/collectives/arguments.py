@@ -146,18 +146,36 @@ def check_root(root: int, peer_regions: PeerRegions, name: str) -> int:
     return position_of(peer_regions, root, name)
 
 
-def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
+def check_fits(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
+    """Check that a tensor has the dtype of another and so many elements."""
     if tensor.dtype is not like.dtype:
         raise InvalidArgument(f"{name} must have dtype {like.dtype} like the other tensors, got {tensor.dtype}")
     if tensor.numel() != count:
         raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
-def _list_of(tensors: Sequence[torch.Tensor], peer_regions: PeerRegions, name: str) -> list[torch.Tensor]:
-    """Return the tensors of the members, in their order, from a list with one per rank of the group."""
-    num_entries = peer_regions.num_entries or peer_regions.group_size
+def check_listed(tensors: Sequence[Any], num_entries: int, name: str) -> None:
+    """Check that a list has an entry for each rank of the group."""
     if len(tensors) != num_entries:
         raise InvalidArgument(f"{name} must have one tensor per rank ({num_entries}), got {len(tensors)}")
+
+
+def check_paired(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], name: str) -> None:
+    """Check that a coalesced call has as many outputs as inputs."""
+    if len(outputs) != len(inputs):
+        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+
+
+def refuse_beside_root(tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+    """Refuse a list that belongs to the root on a rank that is not it; `name`: of the call and the list."""
+    if tensors:
+        raise InvalidArgument(f"{name} belong to the root only (rank {root}), got {len(tensors)} on this rank")
+
+
+def _list_of(tensors: Sequence[torch.Tensor], peer_regions: PeerRegions, name: str) -> list[torch.Tensor]:
+    """Return the tensors of the members, in their order, from a list with one per rank of the group."""
+    num_entries = peer_regions.list_length
+    check_listed(tensors, num_entries, name)
     if peer_regions.num_entries:
         return [tensors[rank] if rank < num_entries else _in_vain(tensors[0]) for rank in peer_regions.members]
     return [tensors[rank] for rank in peer_regions.members]
@@ -177,7 +195,7 @@ def _part(array: Array, rank: int, count: int, peer_regions: PeerRegions) -> Arr
 
 def _absent(peer_regions: PeerRegions) -> list[int]:
     """Return the ranks whose entries in the results are filled with zeros."""
-    num_entries = peer_regions.num_entries or peer_regions.group_size
+    num_entries = peer_regions.list_length
     return [rank for rank in range(num_entries) if rank not in peer_regions.members] if peer_regions.zeroes else []
 
 
@@ -275,7 +293,7 @@ def all_gather(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], tenso
         label = f"all_gather: outputs[{rank}]"
         if output.numel() != count or output.dtype is not dtype:
             num = count if rank == peer_regions.rank else output.numel()
-            _same(output, tensor, num, label)
+            check_fits(output, tensor, num, label)
             longest, is_uneven = max(longest, num), True
         carrier_of(output, label)
         sinks[rank] = target(output, carrier, label)
@@ -327,7 +345,7 @@ def all_gather_single(peer_regions: PeerRegions, output: torch.Tensor, tensor: t
     carrier = carrier_of(tensor, "all_gather: input")
     carrier_of(output, "all_gather: output")
     count = tensor.numel()
-    _same(output, tensor, count * (peer_regions.num_entries or peer_regions.group_size), "all_gather: output")
+    check_fits(output, tensor, count * peer_regions.list_length, "all_gather: output")
     sinks = _pieces(_gathered(output, carrier, "all_gather: output", peer_regions), count, peer_regions)
     signature = _signature("all_gather", tensor.dtype, count)
     return Spread("all_gather", signature, source(tensor, carrier), True, sinks, peer_regions)
@@ -339,16 +357,10 @@ def all_gather_coalesced(
     """Plan several `all_gather_single` of one dtype as one call."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
-    if len(outputs) != len(inputs):
-        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    check_paired(outputs, inputs, name)
     targets = []
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        _same(
-            output,
-            tensor,
-            tensor.numel() * (peer_regions.num_entries or peer_regions.group_size),
-            f"{name}: outputs[{position}]",
-        )
+        check_fits(output, tensor, tensor.numel() * peer_regions.list_length, f"{name}: outputs[{position}]")
         carrier_of(output, f"{name}: outputs[{position}]")
         targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", peer_regions))
     refuse_shared(outputs, f"{name}: outputs")
@@ -357,7 +369,7 @@ def all_gather_coalesced(
     pack([source(tensor, carrier) for tensor in inputs], flat)
     sinks: dict[int, Any] = {
         position: GatheredPart(targets, counts, rank, carrier)
-        if rank < (peer_regions.num_entries or peer_regions.group_size)
+        if rank < peer_regions.list_length
         else Target(np.empty(sum(counts), carrier.dtype))
         for position, rank in enumerate(peer_regions.members)
     }
@@ -378,7 +390,7 @@ def all_gather_lists(
     """Send each rank's list of tensors to all ranks: `output_lists[r][i]` gets rank r's `inputs[i]`."""
     name = "all_gather_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
-    num_entries = peer_regions.num_entries or peer_regions.group_size
+    num_entries = peer_regions.list_length
     if len(output_lists) != num_entries:
         raise InvalidArgument(f"{name}: one list per rank ({num_entries}) is needed, got {len(output_lists)}")
     flat = np.empty(sum(tensor.numel() for tensor in inputs), carrier.dtype)
@@ -389,7 +401,7 @@ def all_gather_lists(
         for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
             label = f"{name}: outputs[{rank}][{position}]"
             carrier_of(output, label)
-            _same(output, tensor, tensor.numel(), label)
+            check_fits(output, tensor, tensor.numel(), label)
         if rank in peer_regions.members:
             label = f"{name}: outputs[{rank}]"
             sinks[peer_regions.members.index(rank)] = PackedTensors(outputs, carrier, label, fill=False)
@@ -411,15 +423,15 @@ def gather(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], tensor: t
     if check_root(root, peer_regions, "gather") == peer_regions.rank:
         for rank, output in enumerate(_list_of(outputs, peer_regions, "gather: outputs")):
             carrier_of(output, f"gather: outputs[{rank}]")
-            _same(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
+            check_fits(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
             sinks[rank] = target(output, carrier, f"gather: outputs[{rank}]")
         refuse_shared(outputs, "gather: outputs")
         if peer_regions.zeroes:
             sinks[peer_regions.num_ranks - 1] = _zeroing(
                 sinks[peer_regions.num_ranks - 1], outputs, carrier, "gather: outputs", peer_regions
             )
-    elif outputs:
-        raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
+    else:
+        refuse_beside_root(outputs, root, "gather: outputs")
     signature = _signature("gather", tensor.dtype, tensor.numel(), root=root)
     reader = position_of(peer_regions, root, "gather")
     return Spread("gather", signature, source(tensor, carrier), True, sinks, peer_regions, reader)
@@ -433,10 +445,10 @@ def scatter(peer_regions: PeerRegions, output: torch.Tensor, inputs: Sequence[to
     if position == peer_regions.rank:
         for rank, tensor in enumerate(_list_of(inputs, peer_regions, "scatter: inputs")):
             carrier_of(tensor, f"scatter: inputs[{rank}]")
-            _same(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
+            check_fits(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
             segments.append(source(tensor, carrier))
-    elif inputs:
-        raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
+    else:
+        refuse_beside_root(inputs, root, "scatter: inputs")
     sink = _apart(output, inputs, carrier, "scatter: output", peer_regions)
     signature = _signature("scatter", output.dtype, output.numel(), root=root)
     return Scatter("scatter", signature, segments, position, sink, peer_regions)
@@ -452,7 +464,7 @@ def reduce_scatter(peer_regions: PeerRegions, output: torch.Tensor, inputs: Sequ
         carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
         if tensor.numel() != count or tensor.dtype is not dtype:
             num = count if rank == peer_regions.rank else tensor.numel()
-            _same(tensor, output, num, f"reduce_scatter: inputs[{rank}]")
+            check_fits(tensor, output, num, f"reduce_scatter: inputs[{rank}]")
             longest, is_uneven = max(longest, num), True
         segments.append(source(tensor, carrier))
     sink = _apart(output, inputs, carrier, "reduce_scatter: output", peer_regions)
@@ -471,7 +483,7 @@ def reduce_scatter_single(peer_regions: PeerRegions, output: torch.Tensor, tenso
     carrier_of(tensor, "reduce_scatter: input")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     count = output.numel()
-    _same(tensor, output, count * (peer_regions.num_entries or peer_regions.group_size), "reduce_scatter: input")
+    check_fits(tensor, output, count * peer_regions.list_length, "reduce_scatter: input")
     values = source(tensor, carrier)
     if isinstance(op, PremulSum):
         values = premultiply(values.copy(), output.dtype, op.factor)
@@ -488,17 +500,11 @@ def reduce_scatter_coalesced(
     name = "reduce_scatter_coalesced"
     carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
     reducer = _reducer(op, inputs[0].dtype, name)
-    if len(outputs) != len(inputs):
-        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    check_paired(outputs, inputs, name)
     counts = [output.numel() for output in outputs]
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         carrier_of(output, f"{name}: outputs[{position}]")
-        _same(
-            tensor,
-            output,
-            counts[position] * (peer_regions.num_entries or peer_regions.group_size),
-            f"{name}: inputs[{position}]",
-        )
+        check_fits(tensor, output, counts[position] * peer_regions.list_length, f"{name}: inputs[{position}]")
     refuse_shared(outputs, f"{name}: outputs")
     flats = [source(tensor, carrier) for tensor in inputs]
     segments = np.empty((peer_regions.num_ranks, sum(counts)), carrier.dtype)
@@ -524,11 +530,11 @@ def all_to_all(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], input
     sinks: list[Any] = []
     for rank, tensor in enumerate(inputs):
         carrier_of(tensor, f"all_to_all: inputs[{rank}]")
-        _same(tensor, inputs[0], tensor.numel(), f"all_to_all: inputs[{rank}]")
+        check_fits(tensor, inputs[0], tensor.numel(), f"all_to_all: inputs[{rank}]")
         segments.append(source(tensor, carrier))
     for rank, output in enumerate(outputs):
         carrier_of(output, f"all_to_all: outputs[{rank}]")
-        _same(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
+        check_fits(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
         sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", peer_regions))
     refuse_shared(outputs, "all_to_all: outputs")
     if peer_regions.zeroes:
@@ -546,8 +552,8 @@ def all_to_all_single(
     """Exchange as `all_to_all` with one tensor each way, split along dimension 0."""
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
-    _same(output, tensor, output.numel(), "all_to_all: output")
-    num_entries = peer_regions.num_entries or peer_regions.group_size
+    check_fits(output, tensor, output.numel(), "all_to_all: output")
+    num_entries = peer_regions.list_length
     sent = split_counts(tensor, input_splits, num_entries, "all_to_all: input")
     expected = split_counts(output, output_splits, num_entries, "all_to_all: output")
     values = source(tensor, carrier)

@@ -18,7 +18,17 @@ from ...arrays import require_memory, writing
 from ...engine.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
 from ...errors import InvalidArgument
 from ..collectives import reduce as reductions
-from ..collectives.arguments import check_one_dtype, one, premul_factor, reduce_code, split_counts
+from ..collectives.arguments import (
+    check_fits,
+    check_listed,
+    check_one_dtype,
+    check_paired,
+    one,
+    premul_factor,
+    reduce_code,
+    refuse_beside_root,
+    split_counts,
+)
 from . import moves
 from .moves import PREMUL_SUM, Kind, Move, Stretch, row_of, rows_of
 from .params import ELEMENTS
@@ -137,8 +147,7 @@ class Prepared:
 
     def listed(self, tensors: Sequence[Any], name: str) -> Sequence[Any]:
         """Check that the list has a tensor for each rank."""
-        if len(tensors) != self.num_ranks:
-            raise InvalidArgument(f"{name} must have one tensor per rank ({self.num_ranks}), got {len(tensors)}")
+        check_listed(tensors, self.num_ranks, name)
         return tensors
 
 
@@ -161,13 +170,6 @@ def kind_of(opts: Any, dtype: torch.dtype, name: str) -> Kind:
     if dtype not in ELEMENTS or (reduction == "avg" and not dtype.is_floating_point):
         raise NotServed
     return dtype, reduction
-
-
-def _fit(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
-    if tensor.dtype is not like.dtype:
-        raise InvalidArgument(f"{name} must have dtype {like.dtype} like the other tensors, got {tensor.dtype}")
-    if tensor.numel() != count:
-        raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
 # ---- one function per method of the group: outputs, inputs, torch's options
@@ -226,13 +228,13 @@ def _first(lists: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
 def _outputs(c: Prepared, outputs: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> list[Stretch]:
     for rank, output in enumerate(outputs):
         count = like.numel() if name == "gather" or rank == c.rank else output.numel()
-        _fit(output, like, count, f"{name}: outputs[{rank}]")
+        check_fits(output, like, count, f"{name}: outputs[{rank}]")
     refuse_shared(outputs, f"{name}: outputs")
     return [row_of(c.give(output, f"{name}: outputs[{rank}]")) for rank, output in enumerate(outputs)]
 
 
 def _all_gather_single(c: Prepared, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> None:
-    _fit(output, tensor, tensor.numel() * c.num_ranks, "all_gather: output")
+    check_fits(output, tensor, tensor.numel() * c.num_ranks, "all_gather: output")
     rows = rows_of(c.give(output, "all_gather: output"), c.num_ranks)
     is_own = rows[c.rank].at == tensor.data_ptr()
     x = c.take(tensor, "all_gather: input", () if is_own else [output])
@@ -261,8 +263,7 @@ def _all_gather_lists(
 def _pairs(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], name: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if len(outputs) != len(inputs):
-        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    check_paired(outputs, inputs, name)
     refuse_shared(outputs, f"{name}: outputs")
     return list(zip(outputs, inputs, strict=True))
 
@@ -274,8 +275,8 @@ def _gather(
     outputs: Sequence[torch.Tensor] = output_lists[0] if output_lists else []
     if root == c.rank:
         outputs = c.listed(outputs, "gather: outputs")
-    elif outputs:
-        raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
+    else:
+        refuse_beside_root(outputs, root, "gather: outputs")
     rows = _outputs(c, outputs, tensor, "gather")
     x = c.take(tensor, "gather: input", _not_in_place(c, outputs, tensor))
     c.moves.append(moves.gather(c.num_ranks, c.rank, row_of(x), rows, root, x.dtype))
@@ -288,12 +289,12 @@ def _scatter(
     inputs: Sequence[torch.Tensor] = input_lists[0] if input_lists else []
     if root == c.rank:
         inputs = c.listed(inputs, "scatter: inputs")
-    elif inputs:
-        raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
+    else:
+        refuse_beside_root(inputs, root, "scatter: inputs")
     out = c.give(output, "scatter: output")
     rows = []
     for rank, tensor in enumerate(inputs):
-        _fit(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
+        check_fits(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
         apart = () if tensor.data_ptr() == output.data_ptr() and rank == c.rank else (output,)
         rows.append(row_of(c.take(tensor, f"scatter: inputs[{rank}]", apart)))
     c.moves.append(moves.scatter(c.num_ranks, c.rank, row_of(out), rows, root, out.dtype))
@@ -311,7 +312,7 @@ def _reduce_scatter(
     rows = []
     for rank, tensor in enumerate(inputs):
         name = f"reduce_scatter: inputs[{rank}]"
-        _fit(tensor, output, output.numel() if rank == c.rank else tensor.numel(), name)
+        check_fits(tensor, output, output.numel() if rank == c.rank else tensor.numel(), name)
         if kind[1] == PREMUL_SUM:
             rows.append(row_of(c.multiply(tensor, name, opts)))
             continue
@@ -321,7 +322,7 @@ def _reduce_scatter(
 
 
 def _reduce_scatter_single(c: Prepared, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> None:
-    _fit(tensor, output, output.numel() * c.num_ranks, "reduce_scatter: input")
+    check_fits(tensor, output, output.numel() * c.num_ranks, "reduce_scatter: input")
     out = c.give(output, "reduce_scatter: output")
     kind = kind_of(opts, out.dtype, "reduce_scatter")
     if kind[1] == PREMUL_SUM:
@@ -345,7 +346,7 @@ def _alltoall(c: Prepared, outputs: Sequence[torch.Tensor], inputs: Sequence[tor
     c.listed(inputs, "all_to_all: inputs")
     for rank, tensor in enumerate((*inputs, *outputs)):
         name = "inputs" if rank < c.num_ranks else "outputs"
-        _fit(tensor, inputs[0], tensor.numel(), f"all_to_all: {name}[{rank % c.num_ranks}]")
+        check_fits(tensor, inputs[0], tensor.numel(), f"all_to_all: {name}[{rank % c.num_ranks}]")
     refuse_shared(outputs, "all_to_all: outputs")
     sent = [row_of(c.take(tensor, f"all_to_all: inputs[{rank}]", outputs)) for rank, tensor in enumerate(inputs)]
     got = [row_of(c.give(tensor, f"all_to_all: outputs[{rank}]")) for rank, tensor in enumerate(outputs)]
@@ -360,7 +361,7 @@ def _all_to_all_single(
     input_splits: Sequence[int],
     opts: Any = None,
 ) -> None:
-    _fit(output, tensor, output.numel(), "all_to_all: output")
+    check_fits(output, tensor, output.numel(), "all_to_all: output")
     sent = split_counts(tensor, input_splits, c.num_ranks, "all_to_all: input")
     got = split_counts(output, output_splits, c.num_ranks, "all_to_all: output")
     x, out = c.take(tensor, "all_to_all: input", [output]), c.give(output, "all_to_all: output")

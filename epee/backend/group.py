@@ -48,11 +48,10 @@ from ..engine import (
     own_job,
     place_of,
 )
-from ..engine.call import Tensors
 from ..engine.membership.call_outcome import LOSS
 from ..engine.membership.members import TooShort, fitted
 from ..engine.membership.sizes import Mask
-from ..engine.operation import Operation, timeout_of
+from ..engine.operation import timeout_of
 from ..engine.outbox import PeerRegions
 from ..engine.p2p.message import ANY, Message
 from ..engine.plan import Make
@@ -337,13 +336,15 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     # ---- running plans
 
-    def _go(self, make: Make, opts: Any, outputs: Any, reads: Any, writes: Any = None) -> Any:
+    def _go(
+        self, make: Make, opts: Any, outputs: Any, reads: Any, writes: Any = None, is_blocking: bool = False
+    ) -> Any:
         """Run or start a call; its Work shows `outputs`, which it writes, unless `writes` says otherwise."""
         tensors, given = (outputs if writes is None else writes, reads), make
         if self._counts_present:
             make = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
         try:
-            if opts is not None and not opts.asyncOp:
+            if is_blocking or (opts is not None and not opts.asyncOp):
                 self._engine.run(make, opts, tensors)
                 return DONE
             return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
@@ -352,21 +353,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         except expected(EpeeError) as exc:
             named(exc, self._engine.peer_regions.label.text)
             raise
-        return self._go(given, opts, outputs, reads, writes)
-
-    def _run(self, make: Make, opts: Any, tensors: Tensors) -> Operation:
-        """Run a call to its end."""
-        if not self._counts_present:
-            return self._engine.run(make, opts, tensors)
-        try:
-            fits = functools.partial(fitted, make, [self._expected_size()], self._engine.mask)
-            return self._engine.run(fits, opts, tensors)
-        except TooShort as exc:
-            self._engine.membership.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
-        except expected(EpeeError) as exc:
-            named(exc, self._engine.peer_regions.label.text)
-            raise
-        return self._run(make, opts, tensors)
+        return self._go(given, opts, outputs, reads, writes, is_blocking)
 
     # ---- collectives
 
@@ -451,8 +438,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
         calls.check_one_dtype(inputs)
         make: Make = functools.partial(calls.all_gather_lists, output_lists=output_lists, inputs=inputs)
-        self._run(make, opts, (output_lists, inputs))
-        return DONE
+        return self._go(make, opts, output_lists, inputs, is_blocking=True)
 
     @collective("gather")
     def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
@@ -734,21 +720,18 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
-        end_group(id(self))
-        for half in (self._on_device, self._messages):
-            if half is not None:
-                half.close(False)
-        self._engine.close()
-        self._let_go()
-        _alive.discard(self)
+        self._leave(False)
 
     def abort(self) -> None:
         """Leave the group as `shutdown`, and notify the peers that it was not planned. Idempotent."""
+        self._leave(True)
+
+    def _leave(self, is_aborted: bool) -> None:
         end_group(id(self))
         for half in (self._on_device, self._messages):
             if half is not None:
-                half.close(True)
-        self._engine.close(aborted=True)
+                half.close(is_aborted)
+        self._engine.close(aborted=is_aborted)
         self._let_go()
         _alive.discard(self)
 

@@ -37,6 +37,7 @@ from .control.header import OP_DISPATCH, OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
+from .hosts.direct import DirectExchange
 from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
@@ -44,13 +45,12 @@ from .streams import Lanes
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
-    from .hosts.direct import DirectExchange
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
-# On trial, and off: a `Buffer` on CPUs of one host exchanges its rows over an engine of its own (`hosts/direct.py`),
-# which lacks `sync` with a mask, replacements, and buffers made after a loss. Tests turn it on.
+# On trial, and off: a `Buffer` on CPUs of one host exchanges its rows over an engine of its own (`hosts/direct.py`).
+# Tests turn it on.
 ON_ENGINE = False
 
 
@@ -121,12 +121,14 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not spans and alone is None and _has_engine(group, self.config):
-            born = Born([], DeathWatch())
-            self._exchange = _exchange_on_engine(group, self.config, self._timeout, closing)
-        elif not spans:
+        if not spans:
             born = bear(self.config)
-            here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
+            here: Exchange | DirectExchange
+            if _has_engine(self.config):
+                here = DirectExchange(self.config, self.rank, closing.check)
+            else:
+                here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
+            self._exchange = here
             if self.config.is_lane:
                 begin_lane(group, job_handle, here, born.watch, self._timeout, closing.check)
         else:
@@ -165,7 +167,7 @@ class SharedBuffer:
             return  # of one rank, or over several hosts: there is no number on which the ranks agree
         number, _ = membership.identity
         self._turns.label.text = text = f"{type(self).__name__} {number} of {label_of(group)}"
-        membership.roster.call_it(text)
+        membership.call_it(text)
 
     _platform_of = staticmethod(platform_of)
 
@@ -424,29 +426,9 @@ def _tell_of_one_host(
     )
 
 
-def _has_engine(group: dist.ProcessGroup, config: BufferConfig) -> bool:
+def _has_engine(config: BufferConfig) -> bool:
     """Return whether a buffer of one host has an engine of its own; the same on all ranks."""
-    if not ON_ENGINE or config.is_cuda or config.is_latency or config.num_ranks == 1:
-        return False
-    from .hosts.birth import has_store
-
-    return has_store(group)
-
-
-def _exchange_on_engine(
-    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
-) -> DirectExchange:
-    """Make the engine of a buffer of one host. Collective; raises as `hosts.birth.create_over_hosts`."""
-    from .hosts.birth import create_over_hosts
-    from .hosts.direct import DirectExchange
-
-    if job_handle_of(group, config.num_ranks).is_joiner:
-        raise UnsupportedError("a process that has joined its group takes no part in a Buffer that has an engine yet")
-    try:
-        engine = create_over_hosts(group, config, timeout_s)
-    finally:
-        retire()
-    return DirectExchange(config, group.rank(), engine, closing.check)
+    return ON_ENGINE and config.is_lane and not config.is_synced
 
 
 def _exchange_over_hosts(

@@ -23,8 +23,10 @@ from .control.header import OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlane, ControlPlaneOver
 from .control.words import inbox_layout
+from .hosts.direct import DirectExchange
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
+from .membership.engine_lane import EngineLane
 from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
@@ -209,7 +211,7 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
 def begin_lane(
     group: dist.ProcessGroup,
     job_handle: GroupInView,
-    exchange: Exchange,
+    exchange: Exchange | DirectExchange,
     watch: DeathWatch,
     timeout_s: float,
     interrupt: Callable[[], None],
@@ -217,9 +219,12 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
     config = exchange.config
 
-    def enter(begun: Begun) -> EpochLane | SyncedLane:
+    def enter(begun: Begun) -> EngineLane | EpochLane | SyncedLane:
         """Make the membership of this rank in a group that has begun, and give it to the exchange."""
-        lane: EpochLane | SyncedLane
+        lane: EngineLane | EpochLane | SyncedLane
+        if not isinstance(exchange, Exchange):
+            exchange.membership = lane = EngineLane(begun, exchange, timeout_s, interrupt)
+            return lane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
             nbytes = inbox_layout(config).nbytes + beside
@@ -230,13 +235,17 @@ def begin_lane(
         return lane
 
     try:
-        begun = begin(group, job_handle, config, timeout_s, enter)
+        begun = begin(
+            group, job_handle, config, timeout_s, enter, isinstance(exchange, Exchange) and not config.is_synced
+        )
     except BaseException:
         watch.close()
         exchange.release()
         retire()
         raise
-    if not isinstance(exchange.membership, BufferLane):  # a replacement: it enters with its first call, or sync
+    if not isinstance(
+        getattr(exchange, "membership", None), BufferLane
+    ):  # a replacement: it enters with its first call
         enter(begun)
 
 

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import epee
+from epee.engine.plan import Plan
 from epee.ep.control import words
+from epee.ep.hosts.direct import DirectExchange
+from epee.ep.hosts.step import RowsPlan
 from epee.errors import NoQuorumError
 
 Action = Callable[[], Any]
@@ -28,16 +31,54 @@ def _once(holder: Any, name: str, action: Action, goes_on: bool) -> None:
     setattr(holder, name, instead)
 
 
+def after_publishing(exchange: Any, kind: type, act: Callable[[], object]) -> None:
+    """Let this process act when the engine has published a call of this kind of plan."""
+    members = exchange.engine.members
+    exports = members.exports
+
+    class Acting:
+        """The exports of these peer regions, which act once more."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(exports, name)
+
+        def publish_call(self, peer_regions: Any, cell: int, tag: int, plan: Any, base: int) -> None:
+            exports.publish_call(peer_regions, cell, tag, plan, base)
+            if isinstance(plan, kind):
+                members.exports = exports
+                act()
+
+    members.exports = Acting()
+
+
+def _has_engine(buffer: Any) -> bool:
+    return isinstance(getattr(buffer, "_exchange", None), DirectExchange)
+
+
+def when_it_waits(buffer: Any, act: Action) -> None:
+    """Start `act` once when this rank has published its part of the next call, and is about to wait for a peer."""
+    exchange = buffer._exchange
+    if _has_engine(buffer):
+        after_publishing(exchange, Plan, act)
+        return
+    _once(exchange, "_wait", act, goes_on=True)
+
+
 def in_a_wait(buffer: Any, action: Action) -> None:
     """Act once while the next call of this rank waits for the others; an exception leaves the wait."""
     if isinstance(buffer, epee.LatencyBuffer):
         _once(buffer._path.wire, "interrupt", action, goes_on=True)
+    elif _has_engine(buffer):
+        after_publishing(buffer._exchange, RowsPlan, action)
     else:
         _once(buffer._exchange, "_interrupt", action, goes_on=True)
 
 
 def in_place_of_the_wait(buffer: Any, action: Action) -> None:
     """Act once when this rank has published its part of a call, in place of the wait for the others' parts."""
+    if _has_engine(buffer):
+        after_publishing(buffer._exchange, RowsPlan, action)
+        return
     _once(buffer._exchange, "_wait_rows", action, goes_on=False)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.control import bootstrap
 from epee.ep.control import inbox as exchange
+from epee.ep.hosts.direct import DirectExchange
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import run_ranks
 
@@ -86,9 +87,11 @@ class Liar:
     """
 
     def __init__(self, buffer: epee.Buffer) -> None:
-        self._exchange = buffer._exchange
-        self._publish = buffer._exchange.publish
-        self._store_row = buffer._exchange._store_row
+        self._exchange: Any = buffer._exchange
+        if isinstance(self._exchange, DirectExchange):
+            self._make_row = self._exchange._row
+        else:
+            self._publish, self._store_row = self._exchange.publish, self._exchange._store_row
 
     def tell(
         self,
@@ -105,7 +108,7 @@ class Liar:
             self._exchange._row = (seq, exchange.HEADER.pack(*lie) + row[exchange.HEADER.size :])
             self._store_row()
 
-        def publish(header: Any, counts: Any, text: bytes, *rest: Any, **options: Any) -> None:
+        def lied(counts: Any, text: bytes) -> tuple[Any, bytes]:
             if count is not None and counts is not None:
                 counts = copy.deepcopy(counts)
                 counts[count[0]] = count[1]
@@ -113,15 +116,28 @@ class Liar:
                 damaged = bytearray(text)
                 damaged[text_bit // 8 % len(text)] ^= 1 << (text_bit % 8)
                 text = bytes(damaged)
-            self._publish(header, counts, text, *rest, **options)
+            return counts, text
 
-        self._exchange._store_row = store_row  # type: ignore[method-assign]
-        self._exchange.publish = publish  # type: ignore[method-assign]
+        def publish(header: Any, counts: Any, text: bytes, *rest: Any, **options: Any) -> None:
+            self._publish(header, *lied(counts, text), *rest, **options)
+
+        def make_row(header: Any, counts: Any, text: bytes, *mark: int) -> Any:
+            lie = header._replace(**(change(header) if change is not None else {}))
+            return self._make_row(lie, *lied(counts, text), *mark)
+
+        if isinstance(self._exchange, DirectExchange):
+            self._exchange._row = make_row  # type: ignore[method-assign]
+        else:
+            self._exchange._store_row = store_row
+            self._exchange.publish = publish
 
     def stop(self) -> None:
         """Be honest again."""
-        self._exchange._store_row = self._store_row  # type: ignore[method-assign]
-        self._exchange.publish = self._publish  # type: ignore[method-assign]
+        if isinstance(self._exchange, DirectExchange):
+            self._exchange._row = self._make_row  # type: ignore[method-assign]
+        else:
+            self._exchange._store_row = self._store_row
+            self._exchange.publish = self._publish
 
 
 def _corrupt_words(rank: int, num_ranks: int) -> dict[str, str]:

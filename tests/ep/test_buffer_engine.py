@@ -1,7 +1,7 @@
 """Buffers on CPUs that have an engine of their own (`epee/ep/hosts/direct.py`), on trial: outcomes and results.
 
-The programs are those of tests/survive/test_buffer_tables.py and of the drawn cases: what holds for a buffer without
-an engine holds for one with it. Not here, because it does not hold yet: `sync` with a mask, and replacements.
+The programs are those of tests/survive and of the drawn cases: what holds for a buffer without an engine holds for one
+with it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 from epee.ep import base
 from tests.ep.test_buffer_properties import agrees
 from tests.harness import run_mortal
+from tests.survive import test_buffer_return as returns
+from tests.survive import test_buffer_sync as syncs
 from tests.survive import test_buffer_tables as outcomes
 from tests.survive.buffer_rounds import make_buffer, start
 
@@ -64,6 +66,22 @@ OUTCOMES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (outcomes.test_an_interrupt_in_a_wait_gives_the_call_up_on_all_ranks, ("dispatch",)),
     (outcomes.test_an_interrupt_in_a_wait_gives_the_call_up_on_all_ranks, ("combine",)),
     (outcomes.test_a_buffer_closed_in_mid_call_ends_the_call, ()),
+    (outcomes.test_a_rank_that_does_not_come_to_sync_is_out_and_may_come_back, ("raise", "epee")),
+    (outcomes.test_a_rank_that_does_not_come_to_sync_is_out_and_may_come_back, ("mask", "gloo")),
+    (outcomes.test_sync_does_not_wait_for_a_rank_on_which_nobody_counts, ("gloo",)),
+    (outcomes.test_losses_that_sync_shows_are_not_raised_again, ("raise", "epee")),
+    (outcomes.test_losses_that_sync_shows_are_not_raised_again, ("mask", "gloo")),
+    (outcomes.test_too_few_in_sync_decide_nothing, ()),
+    (outcomes.test_a_replacement_takes_part_from_the_next_call_on, ("raise",)),
+    (outcomes.test_a_replacement_takes_part_from_the_next_call_on, ("mask",)),
+    (outcomes.test_handles_of_an_earlier_epoch_are_refused, ()),
+    (syncs.test_after_a_time_out_sync_brings_all_to_the_same_call, ("epee",)),
+    (syncs.test_sync_goes_on_without_who_dies, ("epee", "raise")),
+    (syncs.test_a_replacement_is_waited_for_and_taken_in, ()),
+    (returns.test_after_a_replacement_the_results_are_those_of_a_fresh_job, ("raise",)),
+    (returns.test_a_new_buffer_may_be_made_with_a_replacement, ()),
+    (returns.test_buffers_made_after_a_loss, ("raise",)),
+    (returns.test_buffers_made_after_a_loss, ("mask",)),
 ]
 
 

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 import epee
 from epee import errors
+from epee.ep.hosts.direct import DirectExchange
 from tests.ep.buffer_cases import until_all_succeed
+from tests.ep.moments import when_it_waits
 from tests.forked import Program
 from tests.harness import run_ranks
 from tests.survive import stages
@@ -60,15 +62,7 @@ def _barrier() -> None:
 
 def _when_it_waits(buffer: epee.Buffer, act: Callable[[], Any]) -> None:
     """Let `act` run in another thread as soon as the next call of this rank waits for a peer."""
-    exchange = buffer._exchange
-    wait = exchange._wait
-
-    def waiting(*args: Any, **options: Any) -> None:
-        exchange._wait = wait  # type: ignore[method-assign]
-        threading.Timer(0.05, act).start()
-        wait(*args, **options)
-
-    exchange._wait = waiting  # type: ignore[method-assign]
+    when_it_waits(buffer, threading.Timer(0.05, act).start)
 
 
 # --- silence ---
@@ -131,6 +125,10 @@ def _slow_reader(rank: int, num_ranks: int) -> str:
 
             def dawdle(*args: Any, **options: Any) -> Any:
                 buffer._exchange.wait_data = wait_data  # type: ignore[method-assign]
+                if isinstance(buffer._exchange, DirectExchange):
+                    missing = wait_data(*args, **options)  # it says that this rank has sent everything
+                    _barrier()
+                    return missing
                 _barrier()
                 return wait_data(*args, **options)
 

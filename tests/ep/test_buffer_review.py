@@ -14,6 +14,7 @@ import torch
 
 import epee
 from epee.ep.control.words import InboxWords
+from tests.ep.moments import when_it_waits
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -168,15 +169,7 @@ def _close_in_handler(rank: int, num_ranks: int, folder: str) -> str:
         stages.reach(folder, "closed")
 
     signal.signal(signal.SIGUSR1, close)
-    exchange = buffer._exchange
-    wait = exchange._wait
-
-    def waiting(*args: Any, **options: Any) -> None:
-        exchange._wait = wait  # type: ignore[method-assign]
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        wait(*args, **options)
-
-    exchange._wait = waiting  # type: ignore[method-assign]
+    when_it_waits(buffer, threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start)
     try:
         buffer.dispatch(x.bfloat16(), idx, timeout=30)
     except epee.EpeeError as exc:

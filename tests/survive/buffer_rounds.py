@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.control.header import OP_NAMES
+from epee.ep.hosts.direct import DirectExchange
+from epee.ep.hosts.step import RowsPlan
 from epee.errors import EpeeError, EvictedError, PeerError, StaleHandleError
+from tests.ep.moments import after_publishing
 
 HIDDEN, NUM_TOPK, NUM_TOKENS, LOCAL = 128, 3, 5, 2
 TIMEOUT_S = 20.0
@@ -164,7 +168,9 @@ def arm(buffer: epee.Buffer, point: str, act: Callable[[], None] = die) -> None:
     """Let this process act at a point of the step that it begins now."""
     exchange, path = buffer._exchange, buffer._path
     op = point.split(":")[0]
-    store, signal_data, wait_data, pull = exchange._store_row, exchange.signal_data, exchange.wait_data, path._pull
+    has_engine = isinstance(exchange, DirectExchange)
+    store = None if has_engine else exchange._store_row
+    signal_data, wait_data, pull = exchange.signal_data, exchange.wait_data, path._pull
 
     def store_row() -> None:
         if exchange.op != op:
@@ -196,10 +202,40 @@ def arm(buffer: epee.Buffer, point: str, act: Callable[[], None] = die) -> None:
             act()
         return result
 
-    exchange._store_row, exchange.signal_data = store_row, signal  # type: ignore[method-assign]
+    if has_engine:
+        _arm_engine(exchange, op, point, act)
+    else:
+        exchange._store_row = store_row  # type: ignore[method-assign]
+    exchange.signal_data = signal  # type: ignore[method-assign]
     exchange.wait_data, path._pull = wait, pulled  # type: ignore[method-assign]
     if point == "before dispatch":
         act()
+
+
+def _arm_engine(exchange: Any, op: str, point: str, act: Callable[[], None]) -> None:
+    """Let this process act at a point of the exchange of rows, where that is a call of an engine.
+
+    The engine stores a row once, for all ranks: at "first row" its bytes are there and its header is not.
+    """
+    make = exchange._row
+
+    def make_row(header: Any, *args: Any) -> Any:
+        row = make(header, *args)
+        if OP_NAMES[header.op] == op and point.endswith("row"):
+            plan_it = row.plan
+
+            def planned(*given: Any, **named: Any) -> Any:
+                plan = plan_it(*given, **named)
+                put = plan.put
+                plan.put = lambda *where: (put(*where), act())
+                return plan
+
+            row.plan = planned
+        if OP_NAMES[header.op] == op and point.endswith("rows"):
+            after_publishing(exchange, RowsPlan, act)
+        return row
+
+    exchange._row = make_row
 
 
 def make_step(

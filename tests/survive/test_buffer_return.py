@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee import nn
+from epee.ep.hosts.direct import DirectExchange
 from epee.ep.membership.epochs import EpochLane
 from epee.errors import CommTimeoutError, EvictedError, MismatchError, RankFailedError, StaleHandleError
 from tests.harness import DEAD, run_mortal
@@ -53,10 +54,14 @@ def stop_once() -> Callable[[], None]:
 
 def live_memory(buffer: epee.Buffer) -> str:
     """Return a digest of all memory of this rank that peers may write to now."""
-    survivor, path = buffer._exchange.membership, buffer._path
-    assert isinstance(survivor, EpochLane)
-    assert survivor._inboxes.own is not None
-    regions = [survivor._inboxes.own, *(arena.region for arena in path.arenas._own.values())]  # type: ignore[union-attr]
+    exchange, path = buffer._exchange, buffer._path
+    if isinstance(exchange, DirectExchange):
+        own = exchange.engine.peer_regions.regions[exchange.rank]
+    else:
+        assert isinstance(exchange.membership, EpochLane)
+        assert exchange.membership._inboxes.own is not None
+        own = exchange.membership._inboxes.own
+    regions = [own, *(arena.region for arena in path.arenas._own.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()
     for region in regions:
         digest.update(region.mapping[:])
@@ -68,7 +73,19 @@ def live_memory(buffer: epee.Buffer) -> str:
 
 def hear_late(buffer: epee.Buffer) -> None:
     """Let the calls of this process ask for news only half a second after they first want to, as on a busy machine."""
-    survivor = buffer._exchange.membership
+    exchange = buffer._exchange
+    if isinstance(exchange, DirectExchange):
+        membership: Any = exchange.engine.membership
+        take_news = membership.take_news
+
+        def take_late() -> None:
+            membership.take_news = take_news
+            time.sleep(0.5)
+            take_news()
+
+        membership.take_news = take_late
+        return
+    survivor = exchange.membership
     assert isinstance(survivor, EpochLane)
     roster, check, asked = survivor.roster, survivor.roster.check, list[float]()
 
@@ -150,6 +167,8 @@ def asymmetric(rank: int, num_ranks: int, folder: str) -> Any:
     group = start(rank, num_ranks, folder, "mask", on_stall="evict")
     buffer = make_buffer(group, timeout=STALL_S)
     go_on(buffer, 2, {})
+    if isinstance(buffer._exchange, DirectExchange):
+        return None
     idx, weights = routing(rank, num_ranks, 2)
     if rank == 1:
         signal_data = buffer._exchange.signal_data
@@ -175,6 +194,8 @@ def asymmetric(rank: int, num_ranks: int, folder: str) -> Any:
 
 def test_a_link_that_is_broken_one_way_ends_in_one_view() -> None:
     results = run_mortal(asymmetric, 3, dead=set(), timeout_s=60)
+    if results == [None] * 3:
+        pytest.skip("an engine stores once for all ranks: what one of them reads, all do")
     assert results[0][0] == [1, 0, 1], "a source counts as a whole or not at all"
     assert results[2][0] == [1, 1, 1]
     assert results[1] == ([1, 1, 1], "EvictedError")
@@ -198,7 +219,9 @@ def gives_up(rank: int, num_ranks: int, folder: str, is_slow: bool) -> Any:
     def waits() -> None:
         stages.reach(folder, "waits")
         end = time.monotonic() + TIMEOUT_S
-        while is_slow and buffer.epoch == 1 and not buffer._exchange.membership.has_turned:
+        # a call of an engine that is being published keeps the agents from agreeing: then it is as if not slow
+        may_be_slow = is_slow and not isinstance(buffer._exchange, DirectExchange)
+        while may_be_slow and buffer.epoch == 1 and not buffer._exchange.membership.has_turned:
             assert time.monotonic() < end
             time.sleep(0.001)
 

@@ -158,6 +158,14 @@ class GroupMembership:
                 lost,
             )
 
+    def begin_with(self, view: Decision) -> None:
+        """Begin with the members of a view that all of them know, and fetch the decisions since.
+
+        Others take no part, also those whose process has the slot of a rank.
+        """
+        self._rank_table.begin_with(view)
+        self.hooks.join(view)
+
     def ask(self, offer: Offer, timeout_s: float) -> Decision:
         """Show that this process, which is in the job, asks to join; return the decision that takes it in.
 

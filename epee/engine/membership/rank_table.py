@@ -87,6 +87,12 @@ class RankTable:
         self.since: dict[int, int] = {}
         self.removed: dict[int, tuple[int, str]] = {}
         self._joined, self._has_begun = joined, False
+        self._outsiders: frozenset[int] = frozenset()  # slots of ranks that take no part
+
+    def begin_with(self, view: Decision) -> None:
+        """Let the group begin with the members of a view, and without the slots of others."""
+        self.known = view
+        self._outsiders = frozenset(self.rank_of).difference(member.slot for member in view.members)
 
     def begin(self, ranks: Iterable[int]) -> list[int]:
         """Begin with the known view; return the ranks of the group that are in it.
@@ -140,7 +146,7 @@ class RankTable:
             return True
         if self._has_begun:
             return self.incarnations.get(member.slot) == member.incarnation
-        return not self._joined
+        return not self._joined and member.slot not in self._outsiders
 
     def fits(self, slot: int, rank: int) -> bool:
         """Return whether a slot may have a rank, if no process takes part with it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..config import BufferConfig
 from ..throughput.placement import Ints
 from .header import ExchangedRows, Header
 from .membership import Membership
@@ -21,12 +22,14 @@ class RowExchange(Protocol):
     """The exchange of rows.
 
     Attributes:
-        membership: defines what a new view does to a call.
         is_dropped: the buffer ends without having been closed.
     """
 
-    membership: Membership
     is_dropped: bool
+
+    @property
+    def membership(self) -> Membership:
+        """Defines what a new view does to a call."""
 
     @property
     def epoch(self) -> int:
@@ -52,3 +55,24 @@ class RowExchange(Protocol):
 
     def release(self) -> None:
         """Release all memory."""
+
+
+class EpochExchange(RowExchange, Protocol):
+    """A row exchange whose members change from epoch to epoch.
+
+    Attributes:
+        config: of the buffer.
+        rank: this rank.
+    """
+
+    config: BufferConfig
+    rank: int
+
+    @property
+    def seq(self) -> int:
+        """Number of the last published call of the epoch."""
+
+    def waits_in_next(self, src: int) -> bool:
+        """Return whether a rank has announced the call after this rank's last one, and has neither refused nor aborted
+        it.
+        """

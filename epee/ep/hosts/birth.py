@@ -124,11 +124,6 @@ def _nothing() -> None:
     """Do nothing: no process joins a group without a view, or on one host."""
 
 
-def has_store(group: dist.ProcessGroup) -> bool:
-    """Return whether torch knows the store through which a group was made; the same on all its ranks. Local."""
-    return group in dist.distributed_c10d._world.pg_map
-
-
 def _store_of(group: dist.ProcessGroup) -> Any:
     """Return the store through which a group was made."""
     found = dist.distributed_c10d._world.pg_map.get(group)

@@ -24,6 +24,10 @@ A rank that leaves a dispatch between its two calls refuses the second one, so t
 exchanged the rows of a combine and raises then does not know the result that the others have: the ranks stand before
 different calls, and the buffer says so in every further one (`OpenCall`).
 
+Members that return, or join, get a new engine with all others (`membership/engine_lane.py`), and so does a buffer whose
+ranks stand before different calls, by `sync` with a mask. The mark of a row names the newest epoch in which a process
+has joined, as far as its writer knows.
+
 A crash leaves rows in slots that nobody grants again, and an engine call that the others end without the rank.
 """
 
@@ -37,7 +41,7 @@ from functools import partial
 from ...engine import Engine
 from ...engine.entry import ENDED
 from ...engine.operation import Operation
-from ...engine.outbox import PeerRegions
+from ...engine.outbox import CELL_WORDS, GAVE_UP, NUM_CELLS, PeerRegions, has_left
 from ...engine.plan import Make, Plan, refused
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -48,18 +52,18 @@ from ...errors import (
     EpeeError,
     InvalidState,
     PeerError,
-    UnsupportedError,
     context,
     expected,
 )
+from ...memory.signals import SEQ_BITS
 from ..config import BufferConfig
 from ..control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, REASON_BYTES, ExchangedRows, Header, Moved
-from ..control.membership import Agreed, Membership
+from ..membership.engine_lane import EngineLane
 from ..throughput.placement import Ints
-from .exchange import HostsExchange
+from .exchange import RowsOverEngine
 from .step import CallPatience
 
-_DEATH_S, _LOOK_S = 2.0, 0.001
+SEQ_MASK = (1 << SEQ_BITS) - 1
 
 
 class DataPlan(Plan):
@@ -100,65 +104,86 @@ class OpenCall:
             raise InvalidState(self.lost)
 
 
-class EngineMembership(Membership):
-    """The membership of a buffer's engine, as the calls of the buffer see it."""
-
-    def __init__(self, exchange: DirectExchange) -> None:
-        super().__init__(exchange.engine.peer_regions.regions[exchange.rank].mapped_bytes)
-        self._exchange = exchange
-
-    @property
-    def raises(self) -> bool:  # type: ignore[override]
-        """Whether a loss is an error."""
-        return self._exchange.config.fault_mode == "raise"
-
-    @property
-    def must_turn(self) -> bool:  # type: ignore[override]
-        """Whether the last call has ended in a later epoch, which the next one enters."""
-        return self._exchange.later is not None
-
-    def turn(self, op: str, deadline: float) -> None:
-        """Enter the epoch in which the last call has ended."""
-        self._exchange.enter()
-
-    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Refuse: the members of an engine do not change by agreement yet."""
-        raise UnsupportedError("sync with a mask: not for a Buffer on CPUs that has an engine (on trial)")
-
-    def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Return whether the process of a rank ends, for which there is a moment."""
-        until = min(deadline, time.monotonic() + _DEATH_S)
-        while rank not in self._exchange.engine.watch.dead():
-            if time.monotonic() > until:
-                return False
-            time.sleep(_LOOK_S)
-        return True
-
-
-class DirectExchange(HostsExchange):
+class DirectExchange(RowsOverEngine):
     """Row exchange through an engine, beside payload in shared memory; used as `control.inbox.Exchange`.
 
     Args:
-        config, rank, engine, interrupt: as of `HostsExchange`.
+        config, rank, interrupt: as of `RowsOverEngine`.
 
     Attributes:
+        membership: makes the engines (`membership/engine_lane.py`); set before the first call.
         seq: of the last call of the engine that others may have rows or grants of; it names calls and handles.
         settled: calls of the engine before this one are over on all ranks.
+        peer_regions: the outboxes of the buffer's epoch.
+        reduced_members: the members if these are not all ranks, else None.
         later: the peer regions with which the last call has ended, if the next one enters their epoch; else None.
         pids: the ranks' processes.
     """
 
+    membership: EngineLane
     seq = 0
     settled = 0
     later: PeerRegions | None = None
+    peer_regions: PeerRegions
+    reduced_members: tuple[int, ...] | None = None
 
-    def __init__(self, config: BufferConfig, rank: int, engine: Engine, interrupt: Callable[[], None]) -> None:
-        super().__init__(config, rank, engine, interrupt)
+    def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
+        super().__init__(config, rank, interrupt)
         self.end = self._open = OpenCall()
-        self.membership = EngineMembership(self)
+        self.pids: dict[int, int] = {}
+        self._engine: Engine | None = None
+        self._old: Engine | None = None  # the one before, which is to be closed
+        self._earlier_calls = 0  # of earlier engines
+        self._op, self._number = "none", 0  # of the buffer's last call, in messages
         self._is_awaited = False  # the others wait for this rank's data call
         self._refusal: Operation | None = None  # a call that this rank has refused, which may be open
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine: a process that has joined gets it with its first call."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the buffer's epoch."""
+        assert self._engine is not None, "the membership has entered an epoch"
+        return self._engine
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the epoch, ascending; none before the first."""
+        return self.peer_regions.members if self._engine is not None else ()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are visible to the peers, or will be."""
+        return self._earlier_calls + (0 if self._engine is None else self._engine.seq)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's outbox; pages never touched cost nothing."""
+        if self._engine is None or not self._engine.peer_regions.regions:
+            return 0
+        return self._engine.peer_regions.regions[self.rank].mapped_bytes
+
+    def use(self, engine: Engine) -> None:
+        """Run the next call with an engine of other members; the one before ends, and with it all calls of it."""
+        if engine is not self._engine:  # else an interrupt came on the way
+            if self._engine is not None:
+                self.membership.forget()
+            self._earlier_calls = self.num_calls
+            self._old, self._engine = self._engine, engine
+        self.seq = self.settled = 0
+        self._open.lost = ""
+        self._open.close()
+        self._is_awaited, self._refusal = False, None
         self._bind(engine.members)
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        if self._old is not None:
+            self._old.close(failed=self.is_dropped)
+            self._old = None
 
     def _bind(self, peer_regions: PeerRegions) -> None:
         """Make an epoch that of the buffer."""
@@ -169,27 +194,38 @@ class DirectExchange(HostsExchange):
         self.reduced_members = members if len(members) < self.config.num_ranks else None
 
     def enter(self, peer_regions: PeerRegions | None = None) -> None:
-        """Enter a later epoch: the memory of the old one is dropped."""
+        """Enter a later epoch of the engine: the memory of the old one is dropped."""
         peer_regions = peer_regions or self.later
         if peer_regions is not None:
             self.membership.forget()
             self._bind(peer_regions)
+
+    def waits_in_next(self, src: int) -> bool:
+        """Return whether a rank has announced the call after this rank's last one, and has not aborted it."""
+        peer_regions = self.engine.peer_regions
+        if src not in self.members or not peer_regions.words:
+            return False
+        words, seq = peer_regions.words[src], self.engine.seq + 1
+        cell = peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS
+        return bool(words[cell] & SEQ_MASK == seq and words[cell + GAVE_UP] == 0 and not has_left(words))
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; raises as
         `HostsExchange.call`.
 
         Raises:
-            Moved: the call has ended in a later epoch, in which it is to be made again.
+            Moved: the call has ended in a later epoch, in which it is to be made again, or a process has joined.
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
         """
-        row, name = self._row(header, counts, text), OP_NAMES[header.op]
+        row, name = self._row(header, counts, text, self.membership.newest_join), OP_NAMES[header.op]
         make = partial(row.plan, name=name)
+        self._op, self._number = name, self._number + 1
         if self.engine.unclaimed:
             self._settle_interrupted(make, deadline)
         self._open.check()
         done = self._run(make, deadline)
         met = self._read(row, done)
+        self.membership.read_joins(max(row.marks(met.members)))
         if done.peer_regions.epoch != self.epoch:
             is_left = not self.membership.raises and set(met.members) <= set(self.members)
             if header.op != OP_COMBINE or not is_left:
@@ -221,12 +257,20 @@ class DirectExchange(HostsExchange):
         """Run a call of the engine."""
         self._interrupt()
         self._await_refusal(deadline)
-        engine = self.engine
+        engine, started = self.engine, time.monotonic()
         try:
             done = engine.run(make, CallPatience.until(deadline))
+        except expected(CommTimeoutError) as error:
+            self._interrupt()
+            raise self._silent(error, started, is_data=make is DataPlan) from error
         except expected(PeerError) as error:
+            self._interrupt()
+            self.membership.require_place()
             if error.cause not in (HAS_LEFT, GAVE_THE_CALL_UP) or not self._are_present(error.ranks):
-                raise
+                told = self.membership.told_of(error, engine.seq)
+                if told is error:
+                    raise
+                raise told from error
             raise CommTimeoutError(
                 f"{error}; its rank has closed the buffer, or gave up this call", error.ranks
             ) from error
@@ -235,10 +279,24 @@ class DirectExchange(HostsExchange):
         self.settled = done.seq
         return done
 
+    def _silent(self, error: CommTimeoutError, started: float, is_data: bool) -> CommTimeoutError:
+        """Return the error of a call that a timeout has ended."""
+        if not error.ranks:
+            return error
+        names = ", ".join(map(str, error.ranks))
+        elapsed = time.monotonic() - started
+        where = context(self._op, rank=self.rank, peer=names, seq=self._number, epoch=self.epoch, elapsed=elapsed)
+        return CommTimeoutError(
+            f"{where}: rank {names} did not send its {'rows' if is_data else 'call'}; the call is aborted; repeat the "
+            "step; raise timeout= if the peer is only slow",
+            error.ranks,
+        )
+
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Send this rank's row, as one that refuses the call, and wait for no rank."""
         self._await_refusal(deadline)
-        row = self._row(header, counts, text)
+        self._number += 1
+        row = self._row(header, counts, text, self.membership.newest_join)
         make = partial(row.plan, name=OP_NAMES[header.op])
         self._refusal = self.engine.start(make, CallPatience.until(deadline))
 
@@ -254,11 +312,19 @@ class DirectExchange(HostsExchange):
             except expected(EpeeError):
                 if not op.done:
                     raise
+        if op is not None and isinstance(op.error, PeerError):
+            self.membership.note_failed(op.error)
         self._refusal = None
 
     def _are_present(self, ranks: Sequence[int]) -> bool:
         """Return whether the processes of these ranks are in the job."""
         return set(ranks) <= self.engine.membership.admission.present().keys()
+
+    def release(self) -> None:
+        """End the engine; idempotent."""
+        self._drop_old()
+        if self._engine is not None:
+            self._engine.close(failed=self.is_dropped)
 
     # ---- payload
 
@@ -293,4 +359,5 @@ class DirectExchange(HostsExchange):
 
     def abort(self) -> None:
         """End a call in progress in another thread."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()

@@ -30,7 +30,7 @@ from ..control.exchanging import LastCall
 from ..control.header import OP_GATHER, ExchangedRows, Header, Moved, RowFormat, check_agreed, limits_of, parse_header
 from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .step import CallPatience, MemberRows, OwnRow, Step
+from .step import MARK_BYTES, CallPatience, MemberRows, OwnRow, Step
 
 
 def _nothing() -> None:
@@ -46,7 +46,69 @@ class NothingOpen:
         """Do nothing."""
 
 
-class HostsExchange:
+class RowsOverEngine:
+    """The rows of a buffer's calls, as calls of an engine carry them.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        interrupt: raises once the buffer is to be closed.
+
+    Attributes:
+        epoch: handles of another one are stale.
+        is_dropped: the buffer ends without having been closed.
+    """
+
+    epoch = 0
+    is_dropped = False
+
+    def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
+        self.config = config
+        self.rank = rank
+        self._interrupt = interrupt
+        self._format = RowFormat(config)
+        self._limits = limits_of(config)
+        ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
+        self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
+
+    @property
+    def seq(self) -> int:
+        """Number of the last call; equal on all ranks in the same call."""
+        raise NotImplementedError
+
+    def _row(self, header: Header, counts: Ints | None, text: bytes, mark: int = 0) -> OwnRow:
+        """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""
+        data = mark.to_bytes(MARK_BYTES, "little") + self._format.pack(header, text, counts)
+        return OwnRow(data, self.config.num_ranks)
+
+    def _read(self, row: OwnRow, op: Operation) -> MemberRows:
+        """Return the rows of the members of a call, checked and agreed on."""
+        members, seq = op.peer_regions.members, op.seq
+        if row.found[self.rank, MARK_BYTES:].tobytes() != row.data[MARK_BYTES:]:
+            raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
+        raw, texts, told = self._format.split(row.found.tobytes())
+        mine = parse_header(raw[self.rank], self.rank, self._limits)
+        headers = [
+            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
+            for src, words in enumerate(raw)
+        ]
+        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
+        told = told[:, : len(self._owners)]
+        if len(members) < self.config.num_ranks:
+            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
+            told = told.copy()
+            told[lost] = 0
+            told[:, np.isin(self._owners, lost)] = 0
+        return MemberRows(
+            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
+        )
+
+    def where(self, op: str) -> str:
+        """Return the context of a message about the current call."""
+        return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)
+
+
+class HostsExchange(RowsOverEngine):
     """Row exchange through an engine; implements `control.messages.RowExchange`.
 
     Args:
@@ -64,7 +126,6 @@ class HostsExchange:
     """
 
     reduced_members: tuple[int, ...] | None = None
-    is_dropped = False  # the buffer ends without having been closed
 
     def __init__(
         self,
@@ -74,18 +135,13 @@ class HostsExchange:
         interrupt: Callable[[], None],
         take_back: Callable[[], None] = _nothing,
     ) -> None:
-        self.config = config
-        self.rank = rank
+        super().__init__(config, rank, interrupt)
         self.engine = engine
         self.membership = Membership(0)
         self.end: LastCall = NothingOpen()
         self.epoch = 0 if config.is_latency else engine.members.epoch
         self.peer_regions: PeerRegions = engine.members
-        self._format = RowFormat(config)
-        self._limits = limits_of(config)
-        self._interrupt, self._take_back = interrupt, take_back
-        ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
-        self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
+        self._take_back = take_back
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -137,31 +193,6 @@ class HostsExchange:
             self.epoch = op.peer_regions.epoch
         return op
 
-    def _row(self, header: Header, counts: Ints | None, text: bytes) -> OwnRow:
-        return OwnRow(bytes(8) + self._format.pack(header, text, counts), self.config.num_ranks)
-
-    def _read(self, row: OwnRow, op: Operation) -> MemberRows:
-        """Return the rows of the members of a call, checked and agreed on."""
-        members, seq = op.peer_regions.members, op.seq
-        if row.found[self.rank].tobytes() != row.data:
-            raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
-        raw, texts, told = self._format.split(row.found.tobytes())
-        mine = parse_header(raw[self.rank], self.rank, self._limits)
-        headers = [
-            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
-            for src, words in enumerate(raw)
-        ]
-        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
-        told = told[:, : len(self._owners)]
-        if len(members) < self.config.num_ranks:
-            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
-            told = told.copy()
-            told[lost] = 0
-            told[:, np.isin(self._owners, lost)] = 0
-        return MemberRows(
-            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
-        )
-
     def release(self) -> None:
         """End the engine; idempotent."""
         try:
@@ -169,7 +200,3 @@ class HostsExchange:
                 self._take_back()
         finally:
             self.engine.close(failed=self.is_dropped)
-
-    def where(self, op: str) -> str:
-        """Return the context of a message about the current call."""
-        return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)

@@ -21,7 +21,7 @@ between the two calls is announced as the refusal of the second (`HostsPath._pla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from ..control.header import ExchangedRows
 
 _BYTE = np.dtype(np.uint8)
 _ROWS = "rows of a buffer's call"
+MARK_BYTES = 8  # at the beginning of a row: what its writer knows, which is no part of the call
 
 
 class CallPatience(NamedTuple):
@@ -52,7 +53,9 @@ class CallPatience(NamedTuple):
 
 
 class RowsPlan(Spread):
-    """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row."""
+    """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row, its mark
+    aside.
+    """
 
     def __init__(self, row: bytes, found: Array, peer_regions: PeerRegions, name: str) -> None:
         self.row = row
@@ -62,7 +65,7 @@ class RowsPlan(Spread):
 
     def is_like(self, other: Plan) -> bool:
         """As `Plan.is_like`."""
-        return isinstance(other, RowsPlan) and other.row == self.row
+        return isinstance(other, RowsPlan) and other.row[MARK_BYTES:] == self.row[MARK_BYTES:]
 
 
 class OwnRow:
@@ -76,6 +79,10 @@ class OwnRow:
     def __init__(self, data: bytes, num_ranks: int) -> None:
         self.data = data
         self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
+
+    def marks(self, members: Sequence[int]) -> list[int]:
+        """Return the marks of the rows of these ranks."""
+        return [int.from_bytes(self.found[rank, :MARK_BYTES].tobytes(), "little") for rank in members]
 
     def plan(self, peer_regions: PeerRegions, name: str = _ROWS) -> RowsPlan:
         """Plan their exchange; `name`: of the call, for messages."""

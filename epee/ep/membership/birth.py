@@ -148,12 +148,14 @@ def begin(
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
+    has_calls: bool,
 ) -> Begun:
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
     Args:
         job_handle: the group's job handle.
         enter: makes the object that enters the first epoch.
+        has_calls: the view has an epoch plan of the buffer's calls (`call_course.py`).
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
@@ -164,7 +166,8 @@ def begin(
     if not job_handle.slots:
         place = _find_place(group, config)
         try:
-            return _make(group, job_handle_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
+            there = job_handle_at(place, config.fault_mode, config.on_stall)
+            return _make(group, there, config, timeout_s, enter, has_calls)
         finally:
             place.job_handle.job.release()  # the buffer owns it now, or creation failed
     if not config.takes_replacements:
@@ -172,10 +175,10 @@ def begin(
             _refuse_to_join(group, job_handle, config)
         job_handle = replace(job_handle, takes_part=lambda _: False)
     elif job_handle.is_joiner:
-        begun = _join(group, job_handle, config, timeout_s)
+        begun = _join(group, job_handle, config, timeout_s, has_calls)
         if begun is not None:
             return begun
-    return _make(group, job_handle, config, timeout_s, enter)
+    return _make(group, job_handle, config, timeout_s, enter, has_calls)
 
 
 def registry_of(group: dist.ProcessGroup, job_handle: GroupInView) -> Registry:
@@ -222,6 +225,7 @@ def _make(
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
+    has_calls: bool,
 ) -> Begun:
     registry, roster, host, extra, refusal = None, None, bytes(KEY_DIGITS), b"", None
     try:
@@ -244,7 +248,7 @@ def _make(
         problem: EpeeError | None = None
         try:
             floor = max(epoch for _, epoch in told)
-            begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s)
+            begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s, has_calls)
             begun.makers = frozenset(records)
             undo.callback(begun.close)
             entrant = enter(begun)
@@ -324,13 +328,14 @@ def _open(
     rank: int,
     first: int,
     timeout_s: float,
+    has_calls: bool,
 ) -> Begun:
     job = roster.job_handle.job
     job.retain()
     line = None
     try:
         line = registry.open(number, config.words())
-        roster.watch(number, rank, first, not config.is_synced, timeout_s)
+        roster.watch(number, rank, first, has_calls, timeout_s)
         return Begun(number, registry, line, roster, first)
     except BaseException:
         try:
@@ -343,11 +348,15 @@ def _open(
         raise
 
 
-def _join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
+def _join(
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, has_calls: bool
+) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; return None if there is none."""
     mine, roster = registry_of(group, job_handle), Roster(job_handle)
     number = _running(mine, roster, group.rank(), config)
-    return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
+    if number is None:
+        return None
+    return _open(mine, roster, number, config, group.rank(), 0, timeout_s, has_calls)
 
 
 def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:

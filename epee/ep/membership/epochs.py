@@ -65,6 +65,8 @@ _LOOK_S = 0.001
 class EpochLane(BufferLane):
     """The group of a `Buffer` on CPUs: its calls move from epoch to epoch as ranks are lost and rejoin."""
 
+    _exchange: Exchange
+
     def __init__(self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None]) -> None:
         super().__init__(begun, exchange, timeout_s, interrupt, inbox_layout(exchange.config).nbytes)
         assert begun.roster.calls is not None

@@ -45,7 +45,7 @@ from typing import NamedTuple
 from ...errors import CommTimeoutError, MismatchError, NoQuorumError, ProtocolError, context
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
-from ..control.inbox import Exchange
+from ..control.exchanging import EpochExchange
 from ..control.membership import Agreed, Membership
 from .birth import Begun
 from .group_view import Roster, View
@@ -261,7 +261,7 @@ class BufferLane(Membership):
     """
 
     def __init__(
-        self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
+        self, begun: Begun, exchange: EpochExchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
     ) -> None:
         config, rank = exchange.config, exchange.rank
         self.roster = begun.roster
@@ -349,6 +349,10 @@ class BufferLane(Membership):
         self.roster.show(op, seq, ranks)
         self._line.blame(ranks)
         self._has_shown = True
+
+    def call_it(self, text: str) -> None:
+        """Show the buffer's name in hang reports."""
+        self.roster.call_it(text)
 
     def hide(self) -> None:
         """Publish that no call waits; costs nothing if none has."""

@@ -86,6 +86,9 @@ class SyncedLane(BufferLane):
         processes: pid and start time of the others' processes; for an excluded rank, of its last one.
     """
 
+    _exchange: Exchange
+    memory: Memory
+
     def __init__(
         self,
         begun: Begun,

@@ -1,0 +1,143 @@
+"""An engine of processes that already share a job, and tell each other of their outboxes by themselves.
+
+Without a store: the caller has an epoch of the job's view which all members know, and carries the blob of each rank's
+outbox to the others (a buffer: in the lines of its registry, `ep/membership/engine_lane.py`).
+
+    1. Each member takes part in the control plane under the group's id, with the members of that epoch; so it receives
+       every later decision. Then it makes its outbox (`Meeting`), and its blob may be given to the others.
+    2. It maps the others' outboxes (`attach`), makes the engine (`begin`), and publishes that it can read them all.
+    3. It makes no call before all members have published that (`awaited`): else a rank that dies early would have a
+       part in a call for the ranks that had mapped its outbox, and none for the others.
+
+A member that has left the view since is never ready. A blank outbox stands for it, which no process writes, and a later
+decision removes it, as any rank that is lost. A rank of the group that is no member of the epoch takes no part at all,
+whichever process has its slot: the members change by losses alone. Such an engine has no messages between two ranks.
+
+Each rank writes its own outbox. A crash before step 3 is over leaves a rank that is lost in a later epoch; the others
+have made no call yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+from ...errors import ProtocolError
+from ...memory.shared import SharedRegion
+from ...view.job import Job, JobHandle
+from ...view.process.detector import DeathWatch
+from ...view.protocol.messages import Decision, Member
+from ...view.transport.wire import parse_endpoint
+from ..engine import Engine
+from ..limits import MIN_STAGING_BYTES
+from ..membership.group_membership import GroupMembership
+from ..membership.members import make_blank
+from ..outbox import LIFE, LIFE_BORN, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
+from .creation import keep
+
+
+class Meeting:
+    """One rank's part in an engine before it has the engine.
+
+    Args:
+        job: of all members; held until the engine, or this, is closed.
+        slots: in the job, of each rank of the group.
+        lane: id of the group; unused before.
+        rank: this one.
+        members: of the epoch by rank, this one included.
+        epoch: of the view.
+        mode: the outcome of calls that lose a rank, one of `limits.MODES`.
+
+    Attributes:
+        region: this rank's outbox.
+
+    Raises:
+        ResourceError: no memory or descriptor is left.
+        InvalidArgument: this process has too many groups and buffers.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        slots: Sequence[int],
+        lane: int,
+        rank: int,
+        members: Mapping[int, Member],
+        epoch: int,
+        mode: str,
+    ) -> None:
+        self._slots, self._lane, self._rank = list(slots), lane, rank
+        self._members, self._nonce = dict(members), job.runtime.member.nonce
+        self._nbytes = outbox_layout(len(slots), MIN_STAGING_BYTES, has_messages=False).nbytes
+        job.retain()
+        release: Callable[[], object] = job.release
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: release())
+            self._membership = GroupMembership(JobHandle(job, self._slots, lane, False, False), mode)
+            release = self._membership.close
+            self._membership.begin_with(Decision(epoch, tuple(sorted(members.values(), key=lambda one: one.slot))))
+            self.region = region = SharedRegion.create(self._nbytes, f"outbox{rank}", only_owner_writes=True)
+            undo.callback(region.close)
+            OutboxOwner(self._nonce, lane, job.slot).sign(region)
+            self._undo = undo.pop_all()
+
+    def attach(self, rank: int, blob: bytes) -> SharedRegion:
+        """Map the outbox of another member.
+
+        Raises:
+            ProtocolError: it is not that rank's, or too small.
+            AuthError, ResourceError: as `SharedRegion.attach`.
+        """
+        member = self._members[rank]
+        region = open_outbox(blob, OutboxOwner(member.nonce, self._lane, member.slot))
+        if region.owner_pid == parse_endpoint(member.endpoint).pid and region.nbytes >= self._nbytes:
+            return region
+        region.close()
+        raise ProtocolError(f"rank {rank} names an outbox that is not its own, or too small")
+
+    def begin(self, regions: Mapping[int, SharedRegion], timeout_s: float) -> Engine:
+        """Return the engine, and publish that this rank reads the others; `awaited` comes before its first call.
+
+        Args:
+            regions: the others' outboxes, which belong to the engine then; a rank without one has left the view.
+            timeout_s: of calls.
+
+        Raises:
+            ResourceError: no memory or descriptor is left; nothing has begun.
+        """
+        with contextlib.ExitStack() as undo:
+            found = {**regions, self._rank: self.region}
+            without = [rank for rank in range(len(self._slots)) if rank not in found]
+            if without:
+                blank = make_blank(self._nbytes)
+                undo.callback(blank.close)
+                found.update(dict.fromkeys(without, blank))
+            watch = DeathWatch()
+            undo.callback(watch.close)
+            for rank, member in self._members.items():
+                if rank != self._rank:
+                    process = parse_endpoint(member.endpoint)
+                    watch.watch(rank, process.pid, process.start_time)
+            outboxes = [found[rank] for rank in sorted(found)]
+            peer_regions = PeerRegions(self._rank, outboxes, MIN_STAGING_BYTES, 1, has_messages=False)
+            peer_regions.blanks.update(without)
+            engine = Engine(peer_regions, watch, timeout_s, self._membership)
+            undo.pop_all()
+        self._undo.pop_all()
+        keep(engine)
+        peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
+        return engine
+
+    def close(self) -> None:
+        """Give up before there is an engine; idempotent, and without effect once there is one."""
+        self._undo.close()
+
+
+def awaited(engine: Engine) -> list[int]:
+    """Return the members that have not mapped all outboxes yet, those included that have died on the way."""
+    peer_regions = engine.members
+    return [
+        peer_regions.members[peer]
+        for peer, words in zip(peer_regions.peers, peer_regions.peer_words, strict=True)
+        if words[LIFE] == LIFE_BORN
+    ]

@@ -3,7 +3,8 @@
 `Interrupt` raises an exception before the n-th line that the backend runs, so a test can go through all of them, one
 after the other. After each, both ranks must be in step, no tensor half written, and no message lost or doubled,
 whatever the class of the exception. `KeyboardInterrupt` goes through most lines in each run of the tests, the others
-through every 37th, and through all in the slow tests, each of which takes a share of the lines.
+through every 37th. In the slow tests, each of which takes a share of the lines, `Watchdog`, which is of every class
+that code expects, goes through all, and so does `RecursionError`, which `errors.expected` treats apart.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SEND_COUNTS = [
 ]
 
 
-class Watchdog(TimeoutError, ValueError, TypeError, KeyError):
+class Watchdog(TimeoutError, ValueError, TypeError, KeyError, MemoryError):
     """An exception of a program's own, which its signal handler raises; code that expects one of these gets it too."""
 
 
@@ -53,7 +54,7 @@ STRIDE = 37
 NUM_SHARES = 2
 SHARES = [
     pytest.param((error,), share, NUM_SHARES, marks=pytest.mark.slow, id=f"{error.__name__}-{share}")
-    for error in OTHERS[:3]
+    for error in OTHERS[:2]
     for share in range(NUM_SHARES)
 ]
 SHARES.append(pytest.param(OTHERS, 0, STRIDE, id="every 37th"))

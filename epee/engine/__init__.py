@@ -1,9 +1,9 @@
 """The engine: the ordered calls of one group of ranks. It knows neither torch's process groups nor experts.
 
 `create_engine` makes a group with all its ranks, `join_engine` and `come_in` take this process into one that runs, and
-`alone` makes an engine of one rank that may join later. A `Meeting` makes one of processes that share a job already and
-exchange the rest by themselves. The calls are methods of `Engine`. Beside the data types of
-calls (`operation`, `plan`, `outbox`, `tensors`, `p2p`) this is all that the parts above need to make an engine.
+`alone` makes an engine of one rank that may join later. An `EngineMeeting` makes one of processes that share a job
+already and exchange the rest by themselves. The calls are methods of `Engine`. Beside the data types of calls
+(`operation`, `plan`, `outbox`, `tensors`, `p2p`) this is all that the parts above need to make an engine.
 """
 
 from .bootstrap.attempt import attempt
@@ -21,14 +21,14 @@ from .bootstrap.joining import (
     leave_note,
     place_of,
 )
-from .bootstrap.meeting import Meeting, awaited
+from .bootstrap.meeting import EngineMeeting, awaited
 from .engine import Engine
 
 __all__ = [
     "Engine",
+    "EngineMeeting",
     "EngineOptions",
     "Home",
-    "Meeting",
     "Place",
     "alone",
     "attempt",

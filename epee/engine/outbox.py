@@ -110,16 +110,16 @@ def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0, has_m
     multiple of 8, are among the words that peers read, and may request. Without `has_messages` the ranks exchange none,
     and there is no room for their payload.
     """
-    num_lanes = capacity if has_messages else 0
+    num_peers = capacity if has_messages else 0
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
-        Field("lanes", torch.uint64, (num_lanes, LANE_WORDS)),
+        Field("lanes", torch.uint64, (num_peers, LANE_WORDS)),
         Field("mirrors", torch.uint64, (capacity, MIRROR_WORDS)),
         Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
-        Field("lane_data", torch.uint8, (num_lanes, LANE_BYTES), align_bytes=4096),
+        Field("lane_data", torch.uint8, (num_peers, LANE_BYTES), align_bytes=4096),
     )
 
 

@@ -26,7 +26,7 @@ from .control.words import inbox_layout
 from .hosts.direct import DirectExchange
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
-from .membership.engine_lane import EngineLane
+from .membership.engine_members import EngineMembership
 from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
@@ -219,12 +219,12 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
     config = exchange.config
 
-    def enter(begun: Begun) -> EngineLane | EpochLane | SyncedLane:
+    def enter(begun: Begun) -> EngineMembership | EpochLane | SyncedLane:
         """Make the membership of this rank in a group that has begun, and give it to the exchange."""
-        lane: EngineLane | EpochLane | SyncedLane
         if not isinstance(exchange, Exchange):
-            exchange.membership = lane = EngineLane(begun, exchange, timeout_s, interrupt)
-            return lane
+            exchange.membership = EngineMembership(begun, exchange, timeout_s, interrupt)
+            return exchange.membership
+        lane: EpochLane | SyncedLane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
             nbytes = inbox_layout(config).nbytes + beside

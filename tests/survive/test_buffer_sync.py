@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.membership.call_course import CallCourse
-from epee.ep.membership.engine_lane import EngineLane
+from epee.ep.membership.engine_members import EngineMembership
 from epee.ep.membership.epochs import EpochLane
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.lane import Sync
@@ -488,7 +488,7 @@ def never_entered(rank: int, num_ranks: int, folder: str) -> list[list[int]]:
     """Rank 2 dies while the buffer is made, so the others enter no epoch there; sync is their first call."""
     group = start(rank, 3, folder, "mask", on_stall="error")
     if rank == 2:
-        for lane in (EpochLane, EngineLane):
+        for lane in (EpochLane, EngineMembership):
             lane.come_in = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     else:
         meet = Inboxes.meet

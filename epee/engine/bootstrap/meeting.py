@@ -1,10 +1,10 @@
 """An engine of processes that already share a job, and tell each other of their outboxes by themselves.
 
 Without a store: the caller has an epoch of the job's view which all members know, and carries the blob of each rank's
-outbox to the others (a buffer: in the lines of its registry, `ep/membership/engine_lane.py`).
+outbox to the others (a buffer: in the lines of its registry, `ep/membership/engine_members.py`).
 
     1. Each member takes part in the control plane under the group's id, with the members of that epoch; so it receives
-       every later decision. Then it makes its outbox (`Meeting`), and its blob may be given to the others.
+       every later decision. Then it makes its outbox (`EngineMeeting`), and its blob may be given to the others.
     2. It maps the others' outboxes (`attach`), makes the engine (`begin`), and publishes that it can read them all.
     3. It makes no call before all members have published that (`awaited`): else a rank that dies early would have a
        part in a call for the ranks that had mapped its outbox, and none for the others.
@@ -36,13 +36,13 @@ from ..outbox import LIFE, LIFE_BORN, LIFE_READY, OutboxOwner, PeerRegions, open
 from .creation import keep
 
 
-class Meeting:
+class EngineMeeting:
     """One rank's part in an engine before it has the engine.
 
     Args:
         job: of all members; held until the engine, or this, is closed.
         slots: in the job, of each rank of the group.
-        lane: id of the group; unused before.
+        group_id: of the engine's group; unused before.
         rank: this one.
         members: of the epoch by rank, this one included.
         epoch: of the view.
@@ -60,25 +60,25 @@ class Meeting:
         self,
         job: Job,
         slots: Sequence[int],
-        lane: int,
+        group_id: int,
         rank: int,
         members: Mapping[int, Member],
         epoch: int,
         mode: str,
     ) -> None:
-        self._slots, self._lane, self._rank = list(slots), lane, rank
+        self._slots, self._group_id, self._rank = list(slots), group_id, rank
         self._members, self._nonce = dict(members), job.runtime.member.nonce
         self._nbytes = outbox_layout(len(slots), MIN_STAGING_BYTES, has_messages=False).nbytes
         job.retain()
         release: Callable[[], object] = job.release
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: release())
-            self._membership = GroupMembership(JobHandle(job, self._slots, lane, False, False), mode)
+            self._membership = GroupMembership(JobHandle(job, self._slots, group_id, False, False), mode)
             release = self._membership.close
             self._membership.begin_with(Decision(epoch, tuple(sorted(members.values(), key=lambda one: one.slot))))
             self.region = region = SharedRegion.create(self._nbytes, f"outbox{rank}", only_owner_writes=True)
             undo.callback(region.close)
-            OutboxOwner(self._nonce, lane, job.slot).sign(region)
+            OutboxOwner(self._nonce, group_id, job.slot).sign(region)
             self._undo = undo.pop_all()
 
     def attach(self, rank: int, blob: bytes) -> SharedRegion:
@@ -89,7 +89,7 @@ class Meeting:
             AuthError, ResourceError: as `SharedRegion.attach`.
         """
         member = self._members[rank]
-        region = open_outbox(blob, OutboxOwner(member.nonce, self._lane, member.slot))
+        region = open_outbox(blob, OutboxOwner(member.nonce, self._group_id, member.slot))
         if region.owner_pid == parse_endpoint(member.endpoint).pid and region.nbytes >= self._nbytes:
             return region
         region.close()

@@ -24,9 +24,9 @@ A rank that leaves a dispatch between its two calls refuses the second one, so t
 exchanged the rows of a combine and raises then does not know the result that the others have: the ranks stand before
 different calls, and the buffer says so in every further one (`OpenCall`).
 
-Members that return, or join, get a new engine with all others (`membership/engine_lane.py`), and so does a buffer whose
-ranks stand before different calls, by `sync` with a mask. The mark of a row names the newest epoch in which a process
-has joined, as far as its writer knows.
+Members that return, or join, get a new engine with all others (`membership/engine_members.py`), and so does a buffer
+whose ranks stand before different calls, by `sync` with a mask. The mark of a row names the newest epoch in which a
+process has joined, as far as its writer knows.
 
 A crash leaves rows in slots that nobody grants again, and an engine call that the others end without the rank.
 """
@@ -58,7 +58,7 @@ from ...errors import (
 from ...memory.signals import SEQ_BITS
 from ..config import BufferConfig
 from ..control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, REASON_BYTES, ExchangedRows, Header, Moved
-from ..membership.engine_lane import EngineLane
+from ..membership.engine_members import EngineMembership
 from ..throughput.placement import Ints
 from .exchange import RowsOverEngine
 from .step import CallPatience
@@ -111,7 +111,7 @@ class DirectExchange(RowsOverEngine):
         config, rank, interrupt: as of `RowsOverEngine`.
 
     Attributes:
-        membership: makes the engines (`membership/engine_lane.py`); set before the first call.
+        membership: makes the engines (`membership/engine_members.py`); set before the first call.
         seq: of the last call of the engine that others may have rows or grants of; it names calls and handles.
         settled: calls of the engine before this one are over on all ranks.
         peer_regions: the outboxes of the buffer's epoch.
@@ -120,7 +120,7 @@ class DirectExchange(RowsOverEngine):
         pids: the ranks' processes.
     """
 
-    membership: EngineLane
+    membership: EngineMembership
     seq = 0
     settled = 0
     later: PeerRegions | None = None
@@ -265,12 +265,12 @@ class DirectExchange(RowsOverEngine):
             raise self._silent(error, started, is_data=make is DataPlan) from error
         except expected(PeerError) as error:
             self._interrupt()
-            self.membership.require_place()
+            self.membership.require_part_here()
             if error.cause not in (HAS_LEFT, GAVE_THE_CALL_UP) or not self._are_present(error.ranks):
-                told = self.membership.told_of(error, engine.seq)
-                if told is error:
+                found = self.membership.error_for(error, engine.seq)
+                if found is error:
                     raise
-                raise told from error
+                raise found from error
             raise CommTimeoutError(
                 f"{error}; its rank has closed the buffer, or gave up this call", error.ranks
             ) from error
@@ -353,8 +353,8 @@ class DirectExchange(RowsOverEngine):
         is_awaited, self._is_awaited = self._is_awaited, False
         if not is_awaited or self.engine.flags & ENDED:
             return
-        told = AbortedError(f"gave up this call after an error of its own: {sys.exc_info()[1]!r}")
-        plan = refused(OP_NAMES[OP_DISPATCH], told)
+        reason = AbortedError(f"gave up this call after an error of its own: {sys.exc_info()[1]!r}")
+        plan = refused(OP_NAMES[OP_DISPATCH], reason)
         self._refusal = self.engine.start(lambda peer_regions: plan, may_claim=False)
 
     def abort(self) -> None:

@@ -5,8 +5,8 @@ Members that return, or join, are no matter of the engine. Instead the members m
 a later epoch of the view, and drop the old one with all its calls, its slots and its memory (`engine/bootstrap/
 meeting.py`). That happens
 
-    when the buffer is made     with the epoch on which the ranks have agreed (`birth.py`)
-    after `sync` with a mask    with the decision that ended it (`lane.py`), by the next call of each member. So members
+    when the buffer is made     with the epoch on which the ranks have agreed
+    after `sync` with a mask    with the decision that ended it, by the next call of each member. So members
                                 that stand before different calls are in step again
     when a process joins        The rows of a call carry the newest epoch in which a process has joined, as far as their
                                 writers know. If a row of a call names a later one than that of the engine, all ranks
@@ -22,7 +22,7 @@ with the next call. Nothing of the old engine is dropped before the new one is c
 of the engine's group id.
 
 **Losses** are raised once (mode "raise"). Each fails one call of the engine on all ranks; the error that a rank raises
-then names all losses that it knows of, and the call that another of them fails next is made again (`told_of`). A loss
+then names all losses that it knows of, and the call that another of them fails next is made again (`error_for`). A loss
 that no call of the old engine could report, because all left it behind, is raised when the new one is entered.
 
 Each rank writes its own line and outbox. A crash between two steps is a loss in the view, for whoever has come into the
@@ -36,9 +36,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from ...engine import Engine, Meeting, awaited
+from ...engine import Engine, EngineMeeting, awaited
 from ...errors import (
     CommTimeoutError,
     EvictedError,
@@ -51,6 +51,7 @@ from ...errors import (
 )
 from ...memory.shared import SharedRegion
 from ...view.protocol.messages import Member
+from ..control.exchanging import EpochExchange
 from ..control.header import Moved
 from ..control.membership import Agreed
 from .birth import Begun
@@ -59,13 +60,10 @@ from .inboxes import Absent, Inboxes, Wait
 from .lane import BufferLane, silent
 from .registry import INBOX_VIEW, Line
 
-if TYPE_CHECKING:
-    from ..hosts.direct import DirectExchange
-
 logger = logging.getLogger("epee")
 
 _SALT = 0xA24BAED4963EE407
-_LOOK_S = 0.0005
+_PAUSE_S = 0.0005
 
 
 class _Coming(NamedTuple):
@@ -73,11 +71,37 @@ class _Coming(NamedTuple):
 
     epoch: int
     members: dict[int, Member]
-    meeting: Meeting
+    meeting: EngineMeeting
+
+
+class EngineExchange(EpochExchange, Protocol):
+    """A row exchange over an engine (`hosts/direct.py`)."""
+
+    @property
+    def later(self) -> object:
+        """Not None if the last call has ended in a later epoch of the engine."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the buffer's epoch."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's outbox."""
+
+    def use(self, engine: Engine) -> None:
+        """Run the next call with an engine of other members."""
+
+    def enter(self) -> None:
+        """Enter the later epoch of the engine, if there is one."""
 
 
 class Outboxes(Inboxes):
-    """What the ranks lend for a new engine: their outboxes, instead of inboxes.
+    """The outboxes that the ranks lend for a new engine, instead of inboxes.
 
     Attributes:
         coming: the engine that is being made.
@@ -98,7 +122,7 @@ class Outboxes(Inboxes):
         return self.coming.meeting.attach(rank, blob)
 
 
-class EngineLane(BufferLane):
+class EngineMembership(BufferLane):
     """The group of a `Buffer` on CPUs that has an engine.
 
     Args:
@@ -110,9 +134,10 @@ class EngineLane(BufferLane):
 
     counts_entering = True
 
-    def __init__(self, begun: Begun, exchange: DirectExchange, timeout_s: float, interrupt: Callable[[], None]) -> None:
+    def __init__(self, begun: Begun, exchange: EngineExchange, timeout_s: float, interrupt: Callable[[], None]) -> None:
         super().__init__(begun, exchange, timeout_s, interrupt, 0)
         self._direct = exchange
+        self._view = begun.roster
         self._outboxes = Outboxes(
             exchange.config, exchange.rank, begun.number, begun.roster, begun.line, self._look_between_calls, 0
         )
@@ -121,9 +146,9 @@ class EngineLane(BufferLane):
         self._engine_epoch = 0  # of the view with whose members the engine was made; 0 before the first
         self._wanted = 0  # a later epoch that the rows of the last call have named
         self._made: Engine | None = None  # of the epoch that is being entered: not all have mapped all yet
-        self._told = begun.roster.heard  # losses up to this epoch have been raised
+        self._raised_to = self._view.heard  # losses up to this epoch have been raised
         self._raised_at = 0  # number of the call of the engine in which a loss was raised last
-        self._is_born = False
+        self._is_new = False
         self._seen: object = None  # the roster's state when it was last found to need nothing
         self._joins: tuple[object, int] = None, 0  # a view, and the newest epoch in which one of its members joined
         self._label = ""
@@ -134,13 +159,13 @@ class EngineLane(BufferLane):
         return self._direct.nbytes
 
     def close(self) -> None:
-        """As `BufferLane.close`; the engine ends with the exchange."""
+        """Release all memory but the engine's, which ends with the exchange; idempotent."""
         if os.getpid() == self._pid:
             self._drop_coming()
         super().close()
 
     def call_it(self, text: str) -> None:
-        """As `BufferLane.call_it`."""
+        """Show the buffer's name in hang reports."""
         super().call_it(text)
         self._label = text
         if self._direct.has_engine:
@@ -151,25 +176,25 @@ class EngineLane(BufferLane):
     @property
     def newest_join(self) -> int:
         """The newest epoch in which a process has joined, as far as this rank knows; goes into each row."""
-        view = self.roster.view
+        view = self._view.view
         if view is not self._joins[0]:
             self._joins = view, max((member.incarnation for member in view.members.values()), default=0)
         return self._joins[1]
 
-    def read_joins(self, told: int) -> None:
+    def read_joins(self, newest: int) -> None:
         """Leave the engine behind if the rows of a call name a later epoch in which a process has joined.
 
         Raises:
             Moved: they do; the same on all ranks.
         """
-        if told > self._engine_epoch:
-            self._wanted = told
+        if newest > self._engine_epoch:
+            self._wanted = newest
             raise Moved
 
     @property
     def must_turn(self) -> bool:  # type: ignore[override]
         """Whether there is something to do before the next call."""
-        return self.roster.state is not self._seen or bool(self._wanted) or self._direct.later is not None
+        return self._view.state is not self._seen or bool(self._wanted) or self._direct.later is not None
 
     has_turned = must_turn
 
@@ -186,7 +211,7 @@ class EngineLane(BufferLane):
             CommTimeoutError: a member does not come into the engine.
             EvictedError, NoQuorumError: this process cannot continue.
         """
-        state = self.roster.state
+        state = self._view.state
         self._check()
         self._op = op
         target = self._target() or self._await_members(deadline)
@@ -208,23 +233,23 @@ class EngineLane(BufferLane):
             except expected(PeerError) as error:
                 logger.info("a call is refused, so this loss is not raised: %s", error)
 
-    def require_place(self) -> None:
+    def require_part_here(self) -> None:
         """Raise `EvictedError` if a `sync` of the others has excluded this rank."""
-        self.roster.require_part(self._rank)
+        self._view.require_part(self._rank)
 
     def _target(self) -> int:
         """Return the epoch of the engine with which the next call runs; 0: this rank has joined, and does not know."""
-        agreed = self.roster.view.agreed
-        known = max(self._engine_epoch, self._wanted)
-        if agreed.epoch > known and self._rank in agreed.ranks:
+        agreed = self._view.view.agreed
+        newest = max(self._engine_epoch, self._wanted)
+        if agreed.epoch > newest and self._rank in agreed.ranks:
             return agreed.epoch
-        return known
+        return newest
 
     def _await_members(self, deadline: float) -> int:
         """Return the epoch for which the members lend their outboxes to this process, which has joined."""
         started = time.monotonic()
         while not (target := self._target()):
-            members = self.roster.view.members
+            members = self._view.view.members
             mine = members[self._rank].incarnation
             lines = {rank: self._line_of(rank, member) for rank, member in members.items() if rank != self._rank}
             lent = [line.words[INBOX_VIEW] for line in lines.values() if line is not None]
@@ -236,7 +261,7 @@ class EngineLane(BufferLane):
             for rank in lines:
                 with contextlib.suppress(Absent):
                     self._look_between_calls(rank, what, started, deadline)
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
         return target
 
     def _line_of(self, rank: int, member: Member) -> Line | None:
@@ -244,7 +269,7 @@ class EngineLane(BufferLane):
 
     def _come_into(self, epoch: int, deadline: float) -> None:
         """Make the engine of an epoch, and leave the one before; raises as `turn`."""
-        self._hear(epoch, deadline)
+        self._await_epoch(epoch, deadline)
         coming = self._prepared(epoch)
         started = time.monotonic()
         engine = self._made
@@ -258,7 +283,7 @@ class EngineLane(BufferLane):
                 raise
             self._made = engine
         while [rank for rank in awaited(engine) if self._is_late(rank, epoch, started, deadline)]:
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
         old = self._engine_epoch
         self._entered = {rank: self._since(rank, member) for rank, member in coming.members.items()}
         self._direct.use(engine)
@@ -282,37 +307,35 @@ class EngineLane(BufferLane):
 
     def _since(self, rank: int, member: Member) -> int:
         """Return since when a member of the engine takes part in the buffer."""
-        now = self.roster.view.members.get(rank)
+        now = self._view.view.members.get(rank)
         return now.incarnation if now is not None and now.nonce == member.nonce else member.incarnation
 
-    def _hear(self, epoch: int, deadline: float) -> None:
+    def _await_epoch(self, epoch: int, deadline: float) -> None:
         """Wait until a decision is known here that another rank has named."""
         until = max(deadline, time.monotonic() + self._timeout_s)
-        while self.roster.heard < epoch:
+        while self._view.heard < epoch:
             self._interrupt()
             self._check()
             if time.monotonic() > until:
                 self._wanted = 0
-                where = context(self._op, rank=self._rank, epoch=self.roster.heard)
+                where = context(self._op, rank=self._rank, epoch=self._view.heard)
                 raise ProtocolError(f"{where}: a rank has named epoch {epoch}, and the job has no such decision")
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
 
     def _prepared(self, epoch: int) -> _Coming:
         """Return this rank's part in the engine of an epoch, the same one in each attempt."""
         coming = self._outboxes.coming
         if coming is None or coming.epoch != epoch:
             self._drop_coming()
-            roster = self.roster
-            members = roster.members_at(epoch)
-            agreed = roster.view.agreed
+            members, agreed = self._view.members_at(epoch), self._view.view.agreed
             if agreed.epoch == epoch:
                 members = {rank: member for rank, member in members.items() if rank in agreed.ranks}
             if self._rank not in members:
                 self._check()
                 raise InvalidState(f"Buffer: this rank is not in epoch {epoch}; make the buffer again")
-            lane = (roster.lane ^ epoch * _SALT) & ((1 << 62) - 1)
-            handle, mode = roster.job_handle, f"{self._config.fault_mode}/{self._config.on_stall}"
-            meeting = Meeting(handle.job, handle.slots, lane, self._rank, members, epoch, mode)
+            group_id = (self._view.lane ^ epoch * _SALT) & ((1 << 62) - 1)
+            handle, mode = self._view.job_handle, f"{self._config.fault_mode}/{self._config.on_stall}"
+            meeting = EngineMeeting(handle.job, handle.slots, group_id, self._rank, members, epoch, mode)
             self._outboxes.coming = coming = _Coming(epoch, members, meeting)
         return coming
 
@@ -328,7 +351,7 @@ class EngineLane(BufferLane):
         """Between two polls for a member of an engine that is being made; raises what ends the wait for it."""
         self._interrupt()
         self._check()
-        view = self.roster.view
+        view = self._view.view
         coming = self._outboxes.coming
         if coming is not None and self._target() > coming.epoch:
             raise Moved  # a `sync` has agreed since
@@ -340,10 +363,10 @@ class EngineLane(BufferLane):
         now = time.monotonic()
         if now <= deadline:
             return
-        told = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=view.epoch, elapsed=now - started)})"
-        heard = self.roster.heard
-        if self._is_born or not self.roster.insist([rank], told, self._direct.seq + 1, deadline, heard):
-            raise silent(told, rank)
+        text = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=view.epoch, elapsed=now - started)})"
+        heard = self._view.heard
+        if self._is_new or not self._view.insist([rank], text, self._direct.seq + 1, deadline, heard):
+            raise silent(text, rank)
 
     # ---- while the buffer is made
 
@@ -360,17 +383,17 @@ class EngineLane(BufferLane):
             CommTimeoutError: a member does not come; no rank is accused of that while the buffer is made.
             EvictedError, NoQuorumError: this process cannot continue.
         """
-        self._is_born, self._op = True, "Buffer"
+        self._is_new, self._op = True, "Buffer"
         try:
-            self.roster.check()
+            self._view.check()
             self._come_into(self._first, deadline)
         finally:
-            self._is_born = False
+            self._is_new = False
             self.hide()
 
     # ---- losses
 
-    def told_of(self, error: PeerError, seq: int) -> PeerError:
+    def error_for(self, error: PeerError, seq: int) -> PeerError:
         """Return the error to raise for one of the engine's: for a loss, one that names all losses not raised yet.
 
         Each of these fails a call of the engine. If that is the very next one, it is made again; if calls have ended
@@ -386,8 +409,8 @@ class EngineLane(BufferLane):
         if not self.raises or isinstance(error, (EvictedError, NoQuorumError, CommTimeoutError)) or not error.epoch:
             return error
         last, self._raised_at = self._raised_at, seq
-        self._hear(error.epoch, 0.0)
-        if error.epoch > self._told:
+        self._await_epoch(error.epoch, 0.0)
+        if error.epoch > self._raised_to:
             return self._failure(error.epoch, error.op, seq) or error
         if seq <= last + 1:
             raise Moved
@@ -395,17 +418,17 @@ class EngineLane(BufferLane):
 
     def note_failed(self, error: PeerError) -> None:
         """Record that a call which this rank had refused has failed by a loss on the others: here it is not raised."""
-        self._told = max(self._told, error.epoch)
+        self._raised_to = max(self._raised_to, error.epoch)
 
     def _failure(self, epoch: int, op: str, seq: int) -> PeerError | None:
         """Return the error for the losses not raised yet, up to `epoch` and later; None if there are none."""
         losses = self._losses()
-        self._told = max([self._told, epoch, *(loss.epoch for loss in losses)])
-        return failure(losses, op, self._rank, seq, self._told, 0.0) if losses else None
+        self._raised_to = max([self._raised_to, epoch, *(loss.epoch for loss in losses)])
+        return failure(losses, op, self._rank, seq, self._raised_to, 0.0) if losses else None
 
     def note_agreed(self, agreed: Agreed) -> None:
-        """As `BufferLane.note_agreed`; the losses that it contains count as raised."""
-        self._told = max(self._told, agreed.epoch)
+        """Record that the caller of `agree` has its result; the losses that it contains count as raised."""
+        self._raised_to = max(self._raised_to, agreed.epoch)
         super().note_agreed(agreed)
 
     def _raise_losses(self, op: str) -> None:
@@ -415,20 +438,20 @@ class EngineLane(BufferLane):
             assert error is not None, "there are losses"
             self._raised_at = self._direct.seq
             raise error
-        self._told = max(self._told, self._engine_epoch)
+        self._raised_to = max(self._raised_to, self._engine_epoch)
 
     def _losses(self) -> list[Loss]:
         """Return the losses that were not raised; the exclusion of this rank itself is no loss here."""
-        return [loss for loss in self.roster.losses(self._told) if loss.rank != self._rank]
+        return [loss for loss in self._view.losses(self._raised_to) if loss.rank != self._rank]
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
         """Wait until a rank has left the view, for which there is a moment; return False when it stays."""
-        while rank in self.roster.view.members and rank not in self._direct.engine.watch.dead():
+        while rank in self._view.view.members and rank not in self._direct.engine.watch.dead():
             self._interrupt()
             self._check()
-            if time.monotonic() > deadline or self.roster.is_alive(rank):
+            if time.monotonic() > deadline or self._view.is_alive(rank):
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
         return True
 
 

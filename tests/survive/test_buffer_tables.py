@@ -174,7 +174,7 @@ def loses(rank: int, num_ranks: int, folder: str, mode: str, backend: str, op: s
 def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
         return False
 
 

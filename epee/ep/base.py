@@ -38,6 +38,8 @@ from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .hosts.direct import DirectExchange
+from .latency.region import region_layout
+from .membership.birth import is_awaited
 from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ..view.group import GroupInView
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
+    from .latency.one_host.members import MemberExchange
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
 # On trial, and off: a `Buffer` on CPUs of one host exchanges its rows over an engine of its own (`hosts/direct.py`).
@@ -121,7 +124,12 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not spans:
+        on_engine: RowExchange | None = None
+        if not spans and alone is None and _latency_has_engine(group, job_handle, self.config):
+            on_engine = _latency_exchange(group, self.config, self._timeout, closing)
+        if on_engine is not None:
+            born, self._exchange = Born([], DeathWatch()), on_engine
+        elif not spans:
             born = bear(self.config)
             here: Exchange | DirectExchange
             if _has_engine(self.config):
@@ -429,6 +437,59 @@ def _tell_of_one_host(
 def _has_engine(config: BufferConfig) -> bool:
     """Return whether a buffer of one host has an engine of its own; the same on all ranks."""
     return ON_ENGINE and config.is_lane and not config.is_synced
+
+
+def _latency_has_engine(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> bool:
+    """Return whether a `LatencyBuffer` of one host on CPUs is made with an engine; the same on all ranks."""
+    if not ON_ENGINE or not config.is_latency or config.is_cuda or config.num_ranks == 1 or job_handle.spans:
+        return False
+    from .hosts.birth import has_store
+
+    return has_store(group)
+
+
+def _latency_exchange(
+    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
+) -> MemberExchange | None:
+    """Make the engine of a `LatencyBuffer` of one host, and its membership, or join one that runs. Collective.
+
+    Returns None, alike on all ranks, where the buffer has no engine: in a group that has lost a rank, or over hosts.
+
+    Raises:
+        As `create_over_hosts`, `come_into` and `EpochMembers.begin`.
+    """
+    from .hosts.birth import LacksRanks, announcement, come_into, create_over_hosts, mode_of
+    from .hosts.notices import find_running
+    from .latency.one_host.members import EpochMembers, MemberExchange
+
+    job_handle, rank, running = job_handle_of(group, config.num_ranks), group.rank(), None
+    try:
+        if job_handle.is_joiner:
+            running = find_running(group, job_handle, config, timeout_s)
+            if running is None and is_awaited(group, job_handle, config):
+                return None
+        if running is None:
+            engine = create_over_hosts(group, config, timeout_s)
+        else:
+            engine = come_into(job_handle, rank, config, running, timeout_s)
+        exchange = MemberExchange(config, rank, engine, closing.check)
+        try:
+            exchange.tell = announcement(group, engine, config, running)
+            members = EpochMembers(
+                exchange, mode_of(config), job_handle, region_layout(config).nbytes, timeout_s, closing.check
+            )
+            exchange.membership = members
+            if running is None:
+                members.begin(time.monotonic() + timeout_s)
+        except BaseException:
+            exchange.release()
+            exchange.membership.close()
+            raise
+    except expected(LacksRanks):
+        return None
+    finally:
+        retire()
+    return exchange
 
 
 def _exchange_over_hosts(

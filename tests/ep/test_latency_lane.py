@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep import base
 from epee.ep.control.inbox import Exchange
+from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.latency.one_host.path import LatencyCpuPath
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.synced import SyncedLane
@@ -133,9 +135,21 @@ def test_who_does_not_come_to_sync_is_told_and_comes_back(tmp_path: Path) -> Non
     run_ranks(_away, 3, str(tmp_path))
 
 
+# the same steps of a buffer that has an engine: before its memory is mapped, as it is handed to the path, and mapped;
+# once all has begun
+STEPS_ON_ENGINE: dict[str, tuple[Any, str]] = {
+    "enter": (EpochMembers, "_enter"),
+    "move": (LatencyCpuPath, "move"),
+    "begin": (EpochMembers, "_attach"),
+    "use": (EpochMembers, "_close"),
+}
+
+
 def _taken_out(rank: int, num_ranks: int, error: type[BaseException], step: str = "enter") -> list[int]:
     """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
     owner: Any = {"enter": SyncedLane, "move": LatencyCpuPath, "begin": Exchange, "use": Inboxes}[step]
+    if base.ON_ENGINE:
+        owner, step = STEPS_ON_ENGINE[step]
     with make(SHAPE, timeout=60) as buffer:
         mask = _ones(num_ranks)
         masked_round(buffer, mask, 0, without(num_ranks))
@@ -177,7 +191,7 @@ def _never_comes(rank: int, num_ranks: int, folder: str) -> None:
             raise ResourceError("in the midst of sync")
 
         if rank == 1:
-            SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+            SyncedLane.enter = EpochMembers._enter = fails  # type: ignore[method-assign, assign]
             with pytest.raises(ResourceError):
                 buffer.sync(mask)
             stages.wait_for(folder, "went on-0")
@@ -289,19 +303,20 @@ def test_a_hook_of_an_epoch_that_is_over_is_stale() -> None:
 
 
 def _fails_to_come_in(rank: int, num_ranks: int) -> tuple[Any, Any]:
-    comes = SyncedLane.come_in
+    owner, name = (EpochMembers, "_enter") if base.ON_ENGINE else (SyncedLane, "come_in")
+    comes = getattr(owner, name)
 
-    def fails(lane: SyncedLane, deadline: float) -> None:
-        comes(lane, deadline)
+    def fails(lane: Any, *args: float) -> None:
+        comes(lane, *args)
         raise ResourceError("no more")
 
     before = None
     for number in range(6):
         if rank == 1:
-            SyncedLane.come_in = fails  # type: ignore[method-assign]
+            setattr(owner, name, fails)
         with pytest.raises(ResourceError, match="rank 1 could not make its part"):
             make(SHAPE)
-        SyncedLane.come_in = comes  # type: ignore[method-assign]
+        setattr(owner, name, comes)
         if number == 2:
             before = held()
     with make(SHAPE) as buffer:

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.engine.membership.group_membership import GroupMembership
+from epee.ep import base
+from epee.ep.hosts.member_sync import MemberSync
+from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.lane import Sync
 from epee.ep.membership.registry import Registry
@@ -188,6 +192,17 @@ def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple
 
 POINTS = ("before its line", "its line", "first look", "hello", "decided", "offered")
 
+# The same of a buffer that has an engine: before it asks to join the engine's group, and behind that; before it sees
+# who has come, before the call that ends the sync, behind that, and once the epoch is known. True: die behind that.
+POINTS_ON_ENGINE: dict[str, tuple[Any, str, bool]] = {
+    "before its line": (GroupMembership, "ask", False),
+    "its line": (GroupMembership, "ask", True),
+    "first look": (MemberSync, "_read", False),
+    "hello": (MemberSync, "_there", False),
+    "decided": (EpochMembers, "_enter", False),
+    "offered": (EpochMembers, "_note", True),
+}
+
 
 def die_at(point: str) -> None:
     """Let this process die at a step of its constructor, or of its next `sync`."""
@@ -198,6 +213,10 @@ def die_at(point: str) -> None:
     def dies_after(function: Any) -> Any:
         return lambda *args: (function(*args), die())
 
+    if base.ON_ENGINE:
+        owner, name, comes_after = POINTS_ON_ENGINE[point]
+        setattr(owner, name, dies_after(getattr(owner, name)) if comes_after else dies)
+        return
     if point == "before its line":
         Registry.open = dies  # type: ignore[method-assign]
     elif point == "its line":
@@ -375,15 +394,16 @@ def blind(slot: int, num_processes: int, folder: str) -> Any:
         stages.wait_for(folder, "lost")
     group = start(rank, 3, folder, joins=slot == 3)
     if slot == 3:
-        attach = Inboxes._attach
+        owner: Any = EpochMembers if base.ON_ENGINE else Inboxes
+        attach = owner._attach
 
         def fails(*args: Any) -> Any:
             raise ResourceError("out of reach")
 
-        Inboxes._attach = fails  # type: ignore[method-assign]
+        owner._attach = fails
         with pytest.raises(ResourceError, match="out of reach"):
             make_buffer(group)
-        Inboxes._attach = attach  # type: ignore[method-assign]
+        owner._attach = attach
         stages.wait_for(folder, "went on")
     buffer = make_buffer(group)
     mask = torch.ones(3, dtype=torch.int32)

@@ -68,7 +68,7 @@ class EngineOptions(NamedTuple):
     Attributes:
         staging_bytes: size of each rank's memory for data.
         mode: the outcome of calls that lose a rank, one of `limits.MODES`.
-        extra_bytes: memory beside it (`PeerRegions.extra`), where the ranks run on several hosts.
+        extra_bytes: memory beside it (`PeerRegions.extra`).
     """
 
     staging_bytes: int
@@ -117,7 +117,7 @@ class _Creation:
         self._topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
         self._spans = self._topology.num_hosts > 1 or greeting.spans
         self._staging_bytes, self._mode = options.staging_bytes, options.mode
-        self._extra_bytes = options.extra_bytes if self._spans else 0
+        self._extra_bytes = options.extra_bytes
         self._watch = DeathWatch()
         self._left: set[int] = set()  # slots
         self._leave: Callable[[], object] = greeting.withdraw

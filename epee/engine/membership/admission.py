@@ -271,15 +271,59 @@ class Admission:
                 )
             self._want(staying, tuple(sorted(going)), view.epoch)
             self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
-        if self._epoch_regions.full.rank in ranks:
-            return
+        if self._epoch_regions.full.rank not in ranks:
+            self.apply_view(deadline)
+
+    def request_exclusion(self, ranks: Collection[int], staying: Collection[int], least: int) -> int:
+        """Request a view in which the members `ranks` have no part in the group, and return at once.
+
+        Args:
+            ranks: to be excluded; they stay in the job.
+            staying: the other members. One that does not answer is excluded as well, if `least` of them remain.
+            least: how many members must remain.
+
+        Returns:
+            The epoch of the view that the request is about. A later one ends it, whatever it says.
+        """
+        view = self._runtime.view()
+        present = self._rank_table.present(view)
+        going = tuple(sorted(present[rank] for rank in ranks if rank in present))
+        if going:
+            self._want({present[rank] for rank in staying if rank in present}, going, view.epoch, least=least)
+        return view.epoch
+
+    def apply_view(self, deadline: float) -> None:
+        """Apply the newest view; the next call is planned with its members, if it surely takes part in it.
+
+        Raises:
+            EvictedError: this process has no part in it.
+        """
         self._await_news(deadline)
         self._engine.look(lambda: self._epoch_regions.show(self._rank_table.epoch))
 
+    def strangers(self) -> set[int]:
+        """Return the ranks whose slot of the job has a process in the newest view that never had a part here."""
+        rank_of, before = self._rank_table.rank_of, self._rank_table.incarnations
+        members = self._runtime.view().members
+        return {rank_of[m.slot] for m in members if m.slot in rank_of and before.get(m.slot) != m.incarnation}
+
+    def cause_of_loss(self, rank: int, since: int) -> str:
+        """Return why the process that has had a rank since epoch `since` has lost it; "" while it has it.
+
+        The causes are those of removals (`view/protocol/messages.py`), PUT_OUT of one that was excluded on request.
+        """
+        epoch, cause = self._rank_table.removed.get(rank, (0, ""))
+        return cause if epoch > since else ""
+
     def _want(
-        self, members: Collection[int], out: tuple[int, ...], epoch: int, locators: Iterable[Locator] = ()
+        self,
+        members: Collection[int],
+        out: tuple[int, ...],
+        epoch: int,
+        locators: Iterable[Locator] = (),
+        least: int = 0,
     ) -> None:
-        want = Want(self._rank_table.lane, tuple(sorted(members)), out, locators=tuple(locators))
+        want = Want(self._rank_table.lane, tuple(sorted(members)), out, least, locators=tuple(locators))
         self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:

@@ -653,10 +653,14 @@ class GroupMembership:
 
     def show(self, call: Operation | Message, ranks: Iterable[int]) -> None:
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
+        self.show_wait(call.name, call.seq, ranks)
+
+    def show_wait(self, name: str, seq: int, ranks: Iterable[int]) -> None:
+        """Do the same for a wait outside of the engine's calls, by its name and number."""
         if self._engine.flags & ENDED:
             return  # the board may be removed
         slots = self._rank_table.slots_of(ranks).values()
-        self._awaited.show(call.name, call.seq, self._engine.members.epoch, slots)
+        self._awaited.show(name, seq, self._engine.members.epoch, slots)
 
     def hide(self) -> None:
         """Take it off again: the call has ended."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,10 +35,15 @@ from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pa
 from ..membership.group_view import job_handle_of
 from .latency.region import latency_layout
 from .layout import staging_bytes
+from .member_sync import LINE_BYTES
 from .notices import BufferNotice, tell
 
 _NUMBER = struct.Struct("<Q")
 _newest = 0  # number of the last buffer that this process has made
+
+
+class LacksRanks(Exception):
+    """An engine cannot be made without all ranks of the group yet; the buffer is made without one (on trial)."""
 
 
 def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s: float) -> Engine:
@@ -46,6 +52,7 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     Raises:
         MismatchError: the ranks disagree, or another one was refused.
         UnsupportedError: torch does not know the store of the group.
+        LacksRanks: on one host: the group has lost a rank; on all ranks alike.
         as `create_engine`.
     """
     global _newest
@@ -60,13 +67,15 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     if refusal is not None:
         raise refusal
     judge(records, config.num_hosts)
+    if config.num_hosts == 1 and len(records) < config.num_ranks:
+        raise LacksRanks
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
 
     def choose() -> EngineOptions:
         """Return the options of the engine."""
-        staged = staging_bytes(config) if config.num_hosts > 1 else MIN_STAGING_BYTES  # rows alone pass through it
-        return EngineOptions(staged, _mode_of(config), _extra_of(config))
+        staged = staging_bytes(config) if config.num_hosts > 1 else MIN_STAGING_BYTES  # rows of `sync` alone pass it
+        return EngineOptions(staged, mode_of(config), _extra_of(config))
 
     return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
 
@@ -84,7 +93,7 @@ def come_into(
     _newest = max(_newest, notice.number)
     place = Place(notice.home, list(job_handle.slots), rank, False)
     try:
-        engine = come_in(place, config.num_ranks, timeout_s, _mode_of(config), None, _extra_of(config))
+        engine = come_in(place, config.num_ranks, timeout_s, mode_of(config), None, _extra_of(config))
     except expected(CommTimeoutError) as error:
         raise CommTimeoutError(
             f"Buffer (rank={rank}): the members of the running buffer have not admitted this process within "
@@ -100,28 +109,46 @@ def tell_of(
 ) -> Callable[[], None]:
     """Publish a notice to the members of the group that this rank has the buffer; return the function that removes it.
 
-    `running`: the notice by which this rank has joined it: all publish the same of one buffer.
+    Of a buffer that no process can join none is published.
+
+    Args:
+        running: the notice by which this rank has joined it: all publish the same of one buffer.
 
     Raises:
         InvalidState: this process has too many buffers of the group.
     """
-    job_handle, place = job_handle_of(group, config.num_ranks), place_of(engine, _mode_of(config))
-    if not job_handle.spans or place is None or not place.home.spans:
-        return _nothing
+    return announcement(group, engine, config, running)()
+
+
+def announcement(
+    group: dist.ProcessGroup, engine: Engine, config: BufferConfig, running: BufferNotice | None = None
+) -> Callable[[], Callable[[], None]]:
+    """Return the function that publishes the notice of a buffer that has just been made; as `tell_of`."""
+    job_handle, place = job_handle_of(group, config.num_ranks), place_of(engine, mode_of(config))
+    if not job_handle.is_open or place.home.spans != job_handle.spans:
+        return lambda: _nothing
     number, epoch = (_newest, engine.members.epoch) if running is None else (running.number, running.epoch)
-    return tell(job_handle, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
+    return partial(tell, job_handle, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
 
 
-def _mode_of(config: BufferConfig) -> str:
+def mode_of(config: BufferConfig) -> str:
+    """Return the mode of a buffer's engine."""
     return "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
 
 
 def _extra_of(config: BufferConfig) -> int:
-    return latency_layout(config).nbytes if config.is_latency else 0
+    if not config.is_latency:
+        return 0
+    return latency_layout(config).nbytes if config.num_hosts > 1 else LINE_BYTES
 
 
 def _nothing() -> None:
     """Do nothing: no process joins a group without a view, or on one host."""
+
+
+def has_store(group: dist.ProcessGroup) -> bool:
+    """Return whether torch knows the store through which a group was made; the same on all its ranks. Local."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

@@ -220,11 +220,13 @@ def find_on_one_host(
 def find_running(
     group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the running buffer over hosts that this process has to take part in, or None. Local.
+    """Return the running buffer that this process has to take part in, or None. Local.
+
+    In a group over several hosts it is one over hosts, in a group of one host one that has an engine.
 
     Args:
         group: of the buffer.
-        job_handle: its job handle, of a process that joins a group over several hosts.
+        job_handle: its job handle, of a process that joins a group.
         config: of the buffer that is made.
         timeout_s: how long to wait until the notices of all members have arrived.
 
@@ -238,7 +240,7 @@ def find_running(
     running = [
         (notice, rank)
         for notice, rank in _running(job_handle, group.rank(), timeout_s)
-        if notice.num_hosts > 1 and notice.home.lane not in had
+        if (notice.num_hosts > 1) == job_handle.spans and notice.home.lane not in had
     ]
     for notice, rank in running:
         if fits(notice.words, rank, config, group.rank()):
@@ -247,8 +249,8 @@ def find_running(
 
 
 def awaited_room(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> int:
-    """As `membership.birth.awaited_bytes`, for buffers over hosts; raises as `find_running`."""
-    if not job_handle.is_joiner or not job_handle.spans or config.is_cuda:
+    """As `membership.birth.awaited_bytes`, for buffers as of `find_running`; raises as that."""
+    if not job_handle.is_joiner or config.is_cuda:
         return 0
     at, own = CONFIG_NAMES.index("room_bytes"), config.words()
     had = _had.get(job_handle.runtime, set())
@@ -256,7 +258,8 @@ def awaited_room(group: dist.ProcessGroup, job_handle: GroupInView, config: Buff
     for notice, _ in _running(job_handle, group.rank(), timeout_s):
         theirs = notice.words
         is_like = theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :]
-        if notice.num_hosts > 1 and is_like and theirs[at] and notice.home.lane not in had:
+        is_fit = (notice.num_hosts > 1) == job_handle.spans
+        if is_fit and is_like and theirs[at] and notice.home.lane not in had:
             found.append(theirs[at])
     return own[at] if own[at] in found else found[0] if found else 0
 

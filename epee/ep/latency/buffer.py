@@ -168,8 +168,9 @@ class LatencyBuffer(SharedBuffer):
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         job_handle = job_handle_of(group, config.num_ranks)
-        if not job_handle.spans:
-            return awaited_bytes(group, config)
+        found = 0 if job_handle.spans else awaited_bytes(group, config)
+        if found:
+            return found
         from ..hosts.notices import awaited_room
 
         return awaited_room(group, job_handle, config, timeout_of(group))

@@ -378,6 +378,11 @@ def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
     return own[at] if own[at] in found else found[0] if found else 0
 
 
+def is_awaited(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> bool:
+    """Return whether a buffer runs that this process, a replacement, takes part in by `begin`. Local."""
+    return _running(registry_of(group, job_handle), Roster(job_handle), group.rank(), config) is not None
+
+
 def _refuse_to_join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> None:
     """Raise if a buffer runs that this process would have to take part in, and cannot.
 

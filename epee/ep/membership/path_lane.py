@@ -46,6 +46,10 @@ class LoneLane:
         """Return None: no other rank makes the buffer."""
         return None
 
+    def dead(self) -> Collection[int]:
+        """Return no rank."""
+        return ()
+
     def gone(self) -> Collection[int]:
         """Return no rank."""
         return ()
@@ -103,7 +107,7 @@ def death(where: str, dead: Sequence[int], op: str, seq: int, epoch: int, remedy
 
 
 @contextlib.contextmanager
-def told_alike(lane: PathLane) -> Iterator[None]:
+def told_alike(members: PathLane) -> Iterator[None]:
     """Raise the same error on all ranks if a rank dies while the others make a buffer: each meets it in another step.
 
     A refusal stays as it is: a rank that has announced why it cannot make its part may well have ended after that.
@@ -113,7 +117,7 @@ def told_alike(lane: PathLane) -> Iterator[None]:
     except expected(MismatchError, AbortedError):
         raise
     except expected(Exception) as error:
-        death = lane.death_in_birth()
+        death = members.death_in_birth()
         if death is not None:
             raise death from error
         raise
@@ -121,7 +125,7 @@ def told_alike(lane: PathLane) -> Iterator[None]:
 
 def sync(
     control: ControlPlane,
-    lane: Membership | LoneLane,
+    members: Membership | LoneLane,
     marks: Sequence[int],
     active_ranks: torch.Tensor | None,
     used: int,
@@ -131,7 +135,7 @@ def sync(
 
     Args:
         control: of the buffer.
-        lane: the buffer's membership.
+        members: the buffer's membership.
         marks: for each rank whether this one counts on it.
         active_ranks: `[num_ranks or more]` int32 that the agreed mask is written into; on any device.
         used: the last number that calls of this rank have used.
@@ -141,12 +145,23 @@ def sync(
         `[num_ranks]` int32 on the CPU, 1 = takes part.
     """
     num_ranks = control.config.num_ranks
-    counted = sum(1 << rank for rank, mark in enumerate(marks[:num_ranks]) if mark)
     with refused_alike(control, deadline):
-        agreed = lane.sync(counted, used, deadline)
+        agreed = members.sync(counted_of(marks, num_ranks), used, deadline)
+    return return_agreed(members, agreed, active_ranks, num_ranks)
+
+
+def counted_of(marks: Sequence[int], num_ranks: int) -> int:
+    """Return the bits of the ranks that a mask counts on."""
+    return sum(1 << rank for rank, mark in enumerate(marks[:num_ranks]) if mark)
+
+
+def return_agreed(
+    members: Membership | LoneLane, agreed: Agreed, active_ranks: torch.Tensor | None, num_ranks: int
+) -> torch.Tensor:
+    """Write the members into the caller's mask, and return them: `[num_ranks]` int32 on the CPU."""
     mask = mask_of(agreed.ranks, num_ranks)
     if active_ranks is not None:
         with writing(active_ranks):
             active_ranks[:num_ranks] = mask.to(active_ranks.device)
-    lane.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
+    members.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
     return mask

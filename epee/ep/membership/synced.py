@@ -232,6 +232,10 @@ class SyncedLane(BufferLane):
         if not is_masked:
             self.roster.require_part(self._rank)
 
+    def dead(self) -> Collection[int]:
+        """Return the ranks whose processes have ended."""
+        return self._watch.dead()
+
     def gone(self) -> Collection[int]:
         """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will arrive."""
         dead, ranks = self._watch.dead(), range(self._config.num_ranks)

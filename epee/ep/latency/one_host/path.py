@@ -12,8 +12,9 @@ Every step of a send phase that can fail or wait is done before its first sectio
 is refused, and a call without a mask fails on all. Between posting to one rank and to the next only an interrupt can
 come.
 
-The members change in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a group
-has no peers, no epochs and no group membership, and moves its rows through memory of its own.
+The members change in `sync` alone (`membership/synced.py`, or `members.py` for a buffer that has an engine); each epoch
+has memory of its own. The only rank of a group has no peers, no epochs and no group membership, and moves its rows
+through memory of its own.
 
 Each rank lends one region. In a slot every source has a **section** of its own that no other rank writes:
 
@@ -31,7 +32,7 @@ Each rank lends one region. In a slot every source has a **section** of its own 
 A source whose call was aborted may still be writing when its slot is freed: into its own section, which the owner reads
 again only under a later tag, and the source stores that one after it has finished with the earlier call.
 
-A `sync` begins an epoch (`membership/synced.py`) in which all regions are new. So stores of a rank in an older epoch
+A `sync` begins an epoch in which all regions are new. So stores of a rank in an older epoch
 are never visible. A rank that is not in the epoch is represented by a region of this rank's own.
 """
 
@@ -49,8 +50,8 @@ from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
 from ...control.words import inbox_layout
-from ...membership import path_lane
 from ...membership.memory import Memory
+from ...membership.path_lane import PathLane, counted_of, lane_of, return_agreed, sync
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..cpu import CpuLatencyHandle, LatencyCalls
@@ -66,6 +67,7 @@ from ..types import (
     Quantisation,
 )
 from ..wire import SectionHeader, Wire, checked_tokens, pack_head
+from .members import EpochMembers
 
 
 class PushWire(Wire):
@@ -193,11 +195,11 @@ class PushWire(Wire):
 
     def write_meta(self, dst: int, seq: int, tokens: Ints, ids: Ints, weights: Floats, cut: SectionCut) -> None:
         """Write tokens, their expert ids and weights beside the rows."""
-        place = self._regions[dst].cut(cut).meta[self.slot(seq), self.rank, : len(tokens)]
+        meta = self._regions[dst].cut(cut).meta[self.slot(seq), self.rank, : len(tokens)]
         num_topk = cut.config.num_topk
-        place[:, 0] = tokens
-        place[:, 1 : 1 + num_topk] = ids
-        place[:, 1 + num_topk :] = weights.view(np.int32)
+        meta[:, 0] = tokens
+        meta[:, 1 : 1 + num_topk] = ids
+        meta[:, 1 + num_topk :] = weights.view(np.int32)
 
     def read_meta(self, src: int, seq: int, num_rows: int, cut: SectionCut) -> tuple[Ints, Ints, Floats]:
         """Return tokens, ids among this rank's experts (-1 elsewhere) and weights that `src` wrote, copied and checked.
@@ -244,30 +246,35 @@ class LatencyCpuPath(LatencyCalls, Memory):
     nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        config, rank, control, _, watch, closing = making
+        config, rank, control, _, _, closing = making
         exchange = control.exchange
-        self._lane = lane = path_lane.lane_of(control)
+        self._members: PathLane | EpochMembers
+        if isinstance(exchange.membership, EpochMembers):
+            self._members, self._words_bytes = exchange.membership, 0
+        else:
+            self._members, self._words_bytes = lane_of(control), inbox_layout(config).nbytes
+        members = self._members
         self._layout = region_layout(config)
         self._blank = SharedRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         blank = RegionFields(self._blank, self._layout)
         self.wire = wire = PushWire(
-            config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison
+            config, rank, blank, members.gone, closing.check, members.show, lambda: exchange.epoch, poison
         )
-        pending_calls = PendingCalls(wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
+        pending_calls = PendingCalls(wire, lambda: exchange.epoch, members.dead, members.why_gone, members.hide)
         super().__init__(control, wire, pending_calls, poison)
-        self._lane.memory = self
+        self._members.memory = self
         try:
-            if self._lane.is_in:
-                self.move(self._lane.regions)
+            if self._members.is_in:
+                self.move(self._members.regions)
             else:
-                self._lane.join(deadline)
+                self._members.join(deadline)
         except BaseException:
             self.close()
             raise
 
     def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Let calls use the memory of another epoch."""
-        base = inbox_layout(self.config).nbytes
+        base = self._words_bytes
         self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
         self._pending_calls.restart()
 
@@ -279,7 +286,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         """Drop all views of memory; results of the user are their own. Idempotent."""
         self.wire.close()
         self._blank.close()
-        self._lane.memory = Memory()  # no reference cycle keeps a closed path
+        self._members.memory = Memory()  # no reference cycle keeps a closed path
 
     def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
@@ -357,12 +364,16 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def _require_place(self, options: LatencyOptions) -> None:
         """Raise `EvictedError` if the job, or without a mask the buffer, has continued without this process."""
-        self._lane.require_place(options.active_ranks is not None)
+        self._members.require_place(options.active_ranks is not None)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on the members and begin an epoch with them; raises as `Buffer.sync`."""
         self._pending_calls.reclaim(is_thorough=True)
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return path_lane.sync(self.control, self._lane, marks, active_ranks, 0, deadline)
+        num_ranks, members = self.config.num_ranks, self._members
+        marks = [1] * num_ranks if active_ranks is None else active_ranks.tolist()
+        if not isinstance(members, EpochMembers):
+            return sync(self.control, members, marks, active_ranks, 0, deadline)
+        agreed = members.sync(counted_of(marks, num_ranks), 0, deadline)
+        return return_agreed(members, agreed, active_ranks, num_ranks)

@@ -1,0 +1,540 @@
+"""The membership of a `LatencyBuffer` on CPUs of one host that has an engine (on trial: `ep/base.py`, `ON_ENGINE`).
+
+The calls are those of `path.py`: words and rows in the memory of an epoch, one region per rank, without a call of the
+engine. So a rank that sends nothing is lost in that call, by the receiver's own mask, and the engine knows of no call
+that it could end. The engine serves what the ranks do together beside that:
+
+    construction   The ranks make the engine, exchange the regions of the first epoch, and report whether all could map
+                   them: two calls of the engine.
+    sync           They agree on the members (`hosts/member_sync.py`). The call with which that ends carries the number
+                   of each rank's epoch, and the blob of the region that it lends to the next one, which is numbered
+                   above all of them. Who completes the call knows the epoch; it maps the others' regions and enters.
+    bytes          `all_gather_bytes` and `barrier` are calls of the engine, which need all members of the epoch
+                   (`MemberExchange`).
+
+A rank that is dead, has closed the buffer, was excluded, or has joined after the epoch began is lost in all calls of
+the epoch (`gone`). So are all others for a rank that was excluded, and for one that an error has kept from entering the
+epoch that its `sync` has agreed on: its next call enters it (`turn`).
+
+Memory: a region is made for one epoch, written by all of its members, and unmapped when its owner enters the next one.
+So what a stale writer stores reaches memory that no rank reads. A rank whose region cannot be mapped, because its
+process has ended since, is lost in the epoch.
+
+A crash before the call of a `sync` leaves a region that no other rank knows; after it, a rank that is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from ....engine import Engine, place_of
+from ....engine.operation import Operation
+from ....engine.outbox import STATE_WORDS, has_exited, has_left
+from ....errors import (
+    CommTimeoutError,
+    EpeeError,
+    EvictedError,
+    PeerError,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    context,
+    expected,
+    ignored,
+    is_own,
+)
+from ....memory.claim import OwnerEndedError
+from ....memory.shared import BLOB_BYTES, SharedRegion
+from ....memory.signals import SEQ_BITS
+from ....view.awaited import kind_of_loss
+from ....view.group import GroupInView
+from ....view.protocol.messages import PUT_OUT
+from ...control.header import OP_GATHER, REASON_BYTES, ExchangedRows, Header
+from ...control.membership import Agreed, Membership
+from ...hosts.exchange import HostsExchange
+from ...hosts.member_sync import MemberSync, SyncRow
+from ...hosts.notices import present_ranks
+from ...hosts.step import CallPatience, OwnRow, RowsPlan
+from ...membership.birth import death_in_birth
+from ...membership.memory import Memory
+from ...throughput.placement import Ints
+
+logger = logging.getLogger("epee")
+
+_ROW = struct.Struct("<QQ")  # `SyncRow`
+_DATA = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, region
+_SYNC = 1 << SEQ_BITS  # where `all_gather_bytes` has the number of its bytes, which is less
+
+
+class MemberExchange(HostsExchange):
+    """Row exchange through an engine, for calls that need all members of the buffer's epoch. As `HostsExchange`.
+
+    Attributes:
+        epoch_members: the membership, once it is made.
+        tell: publishes a notice of the buffer to processes that join; returns the function that removes it.
+    """
+
+    tell: Callable[[], Callable[[], None]]
+
+    epoch_members: EpochMembers | None = None
+    _open: tuple[OwnRow, int] | None = None  # the row of the last call of a `sync`, until its result is known
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
+        """As `HostsExchange.call`.
+
+        Raises:
+            RankFailedError, PeerError: a member of the epoch is lost; the same on all.
+            EvictedError: this rank was excluded.
+        """
+        members = self.epoch_members
+        assert members is not None
+        members.require_place(is_masked=False)
+        rows = super().call(header, counts, text, deadline)
+        missing = sorted({*members.entered}.difference(rows.parties))
+        if missing:
+            raise members.loss(missing[0], "all_gather_bytes", self.seq)
+        return rows
+
+    def gather(self, row: SyncRow, data: bytes, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
+        """Exchange the rows of a `sync` among all members of the engine, and return them and the data by rank."""
+        header = Header(OP_GATHER, 0, 0, _SYNC, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, self.rank)
+        own = self._row(header, None, _ROW.pack(*row) + data)
+        self._open = own, len(data)
+        try:
+            found = self._found(self.run(own.plan, CallPatience.until(deadline)))
+        except BaseException as error:
+            if is_own(error):
+                self._open = None  # it has failed on all
+            raise
+        self._open = None
+        return found
+
+    def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
+        """Return what the ranks have given in the last call of a `sync`."""
+        assert self._open is not None
+        own, length = self._open
+        rows = self._read(own, op).rows
+        texts = {rank: rows.texts[rank] for rank in rows.parties}
+        found = {rank: SyncRow(*_ROW.unpack_from(text)) for rank, text in texts.items()}
+        return found, {rank: text[_ROW.size : _ROW.size + length] for rank, text in texts.items()}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an exception of a handler has come out of the last call of a `sync`, so its end is unknown here."""
+        return self._open is not None
+
+    def announce(self) -> None:
+        """Publish that this rank has the buffer, once it has entered an epoch."""
+        self._take_back = self.tell()
+
+    def release(self) -> None:
+        """As `HostsExchange.release`; a replacement that has not entered an epoch may try again."""
+        if not self.epoch and self.epoch_members is not None:
+            self.epoch_members.returns()
+        super().release()
+
+    def settle(self, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]] | None:
+        """Find out how that call has ended; return what it has found, or None if it has failed on all ranks.
+
+        Raises:
+            CommTimeoutError: its end is still open.
+        """
+        assert self._open is not None
+        (own, _), engine, found = self._open, self.engine, None
+        latest = engine.latest
+        for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
+            if not op.done:
+                with ignored(EpeeError):
+                    engine.wait(op, max(1e-3, deadline - time.monotonic()))
+            if not op.done:
+                raise CommTimeoutError(f"{self.where('sync')}: the end of an interrupted sync is still open; repeat it")
+            if op.error is None:
+                found = self._found(op if op is latest else self.run(own.plan, CallPatience.until(deadline)))
+        self._open = None
+        return found
+
+
+def _is_of(op: Operation, own: OwnRow) -> bool:
+    return isinstance(op.plan, RowsPlan) and op.plan.row == own.data
+
+
+class NextEpoch(NamedTuple):
+    """An epoch that a `sync` has agreed on.
+
+    Attributes:
+        agreed: its number and members.
+        blobs: of the regions that they lend, by rank.
+        since: since when each of them takes part.
+    """
+
+    agreed: Agreed
+    blobs: Mapping[int, bytes]
+    since: Mapping[int, int]
+
+
+class EpochMembers(Membership):
+    """The membership of a `LatencyBuffer` that has an engine. Interface: as `membership/synced.py`.
+
+    Args:
+        exchange: over the engine.
+        mode: of the engine.
+        job_handle: job handle of the group; of one in no view `NO_VIEW`.
+        nbytes: of the region that a rank lends to an epoch.
+        timeout_s: of the buffer's calls.
+        interrupt: called while waiting; raises to end the wait.
+
+    Attributes:
+        regions: the regions of the epoch by rank, this one's included; without those of lost ranks.
+        memory: of the path, once the path is made.
+        entered: the members of the epoch that this rank is in, and since when they take part.
+    """
+
+    raises = False
+
+    def __init__(
+        self,
+        exchange: MemberExchange,
+        mode: str,
+        job_handle: GroupInView,
+        nbytes: int,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.forget = _nothing  # the memory of an epoch goes with its regions
+        self._exchange, self._config, self._rank = exchange, exchange.config, exchange.rank
+        self._mode, self._job_handle, self._nbytes = mode, job_handle, nbytes
+        self._timeout_s, self._interrupt = timeout_s, interrupt
+        self.regions: dict[int, SharedRegion] = {}
+        self.memory = Memory()
+        self.entered: dict[int, int] = {}
+        self._own: SharedRegion | None = None  # for the next epoch
+        self._next: NextEpoch | None = None
+        self._returned = 0  # the last epoch that a `sync` has returned, or a call has entered
+        self._is_out = False  # the engine is closed, and the next `sync` makes another one
+        self._view: object = None  # the view of which `_is_inside` says whether this rank takes part
+        self._is_inside = True
+        self._sync = MemberSync(exchange.engine, self._config.num_ranks, exchange.gather, self._may_return, self._check)
+        self._address = place_of(exchange.engine, mode)
+        self._job: Any = exchange.engine.membership.in_view(self._config.num_ranks).job
+        self._job.retain()  # an excluded rank has no engine for a while
+        exchange.epoch_members = self
+
+    @property
+    def takes_replacements(self) -> bool:  # type: ignore[override]
+        """Whether a process that replaces a lost rank is admitted."""
+        return self._job_handle.is_open
+
+    @property
+    def inbox_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the memory that this rank lends."""
+        own = self.regions.get(self._rank)
+        return 0 if own is None else own.mapped_bytes
+
+    @property
+    def _engine(self) -> Engine:
+        return self._exchange.engine
+
+    # ---- the first epoch
+
+    def begin(self, deadline: float) -> None:
+        """Enter the first epoch, while all ranks make the buffer.
+
+        Raises:
+            RankFailedError: a rank has died meanwhile.
+            ResourceError: a rank could not make its part.
+            CommTimeoutError: a rank is silent.
+        """
+        problem = ""
+        try:
+            self._own = self._new_region()
+        except expected(EpeeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        blob = bytes(BLOB_BYTES) if self._own is None else self._own.blob
+        _, found = self._exchange.gather(SyncRow(0, 0), _DATA.pack(0, blob), deadline)
+        self._require_makers(found)
+        self._sync.begin(found)
+        self._note(found)
+        try:
+            if not problem:
+                self._enter()
+        except expected(EpeeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        width = REASON_BYTES - _ROW.size
+        _, texts = self._exchange.gather(SyncRow(0, 0), problem.encode()[:width].ljust(width, b"\0"), deadline)
+        self._require_makers(texts)
+        for rank, text in sorted(texts.items()):
+            if text.strip(b"\0"):
+                reason = text.rstrip(b"\0").decode("utf-8", "replace")
+                raise ResourceError(f"LatencyBuffer: rank {rank} could not make its part: {reason}")
+        self._returned = self._exchange.epoch
+        self._exchange.announce()
+
+    def _require_makers(self, found: Collection[int]) -> None:
+        missing = sorted(set(range(self._config.num_ranks)).difference(found))
+        if missing:
+            raise death_in_birth(missing)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether this rank has entered an epoch; a replacement has not before its first `sync`."""
+        return self._exchange.epoch > 0
+
+    def join(self, deadline: float) -> None:
+        """Enter, as a replacement that the members of the engine have admitted in their `sync`; raises as `sync`."""
+        self.note_agreed(self.sync((1 << self._config.num_ranks) - 1, 0, deadline))
+        self._exchange.announce()
+
+    # ---- in a call
+
+    def dead(self) -> Collection[int]:
+        """Return the ranks whose processes have ended."""
+        return self._engine.watch.dead()
+
+    def returns(self) -> None:
+        """Write for the others that this rank will return, though it closes its engine."""
+        self._sync.returns()
+
+    def _is_excluded(self) -> bool:
+        """Return whether the others have agreed without this rank, and it may return."""
+        if self._is_out:
+            return True
+        membership = self._engine.membership
+        view = membership.runtime.view()
+        if view is not self._view:  # asked in every call: computed once for each view
+            self._is_inside = self._rank in membership.admission.present()
+            self._view = view
+        return not self._is_inside and self._job_error() is None
+
+    def _job_error(self) -> PeerError | None:
+        """Return why this process has no part in the job any more, or cannot reach it."""
+        return self._engine.membership.runtime.error
+
+    def gone(self) -> Collection[int]:
+        """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will arrive."""
+        others = [rank for rank in range(self._config.num_ranks) if rank != self._rank]
+        if self._has_missed or self._is_excluded() or not self._engine.peer_regions.regions:
+            return others
+        dead, since = self.dead(), self._engine.membership.admission.since()
+        return [rank for rank in others if rank in dead or self._has_left(rank, since)]
+
+    def _has_left(self, rank: int, since: Mapping[int, int]) -> bool:
+        if rank not in self.regions or since.get(rank) != self.entered.get(rank):
+            return True
+        return self._sync.has_left(rank)
+
+    def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
+        """Return why a rank is lost: the type of the error to raise, and the reason as text."""
+        engine = self._engine
+        if engine.peer_regions.regions and rank in self.entered:
+            with engine.peer_regions.regions[rank].words(0, STATE_WORDS) as words:
+                if has_exited(words):
+                    return RankFailedError, "its process has ended, or it has dropped the buffer without closing it"
+                is_closed = has_left(words)
+            cause = engine.membership.admission.cause_of_loss(rank, self.entered[rank])
+            if cause != PUT_OUT and (cause or is_closed):
+                return kind_of_loss([cause]) if cause else (PeerError, "it has closed the buffer")
+        return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
+
+    def loss(self, rank: int, op: str, seq: int) -> PeerError:
+        """Return the error of a call that needs a lost rank."""
+        epoch = self._exchange.epoch
+        kind, why = self.why_gone(rank)
+        where = context(op, rank=self._rank, peer=rank, seq=seq, epoch=epoch)
+        what = f"{where}: rank {rank}: {why}; call buffer.sync(), then calls run without it"
+        return kind(what, [rank], op, seq, epoch, why)
+
+    def require_place(self, is_masked: bool) -> None:
+        """Raise `EvictedError` if the job has continued without this process, or, without a mask, the buffer has."""
+        error = self._job_error()
+        if isinstance(error, EvictedError):
+            raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
+        if not is_masked and self._is_excluded():
+            epoch = self._exchange.epoch
+            raise EvictedError(
+                f"rank {self._rank} was put out of this buffer after epoch {epoch}: it did not come to sync; call "
+                "buffer.sync(active_ranks) together with the others to come back",
+                [self._rank],
+                epoch=epoch,
+                cause=PUT_OUT,
+            )
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Publish in hang reports that a call waits for ranks."""
+        self._engine.membership.show_wait(op, seq, ranks)
+
+    def hide(self) -> None:
+        """Publish that no call waits."""
+        if not self._is_out:
+            self._engine.membership.hide()
+
+    # ---- epochs
+
+    @property
+    def must_turn(self) -> bool:  # type: ignore[override]
+        """Whether an error has come out of a `sync` that has agreed, or may have: its epoch is to be entered."""
+        return self._has_missed or self._returned < self._exchange.epoch
+
+    @property
+    def _has_missed(self) -> bool:
+        """Whether the others may be in an epoch that this rank has not entered."""
+        return self._next is not None or self._exchange.is_open
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Enter the epoch that the last `sync` has agreed on, if it has."""
+        self._settle(deadline)
+        if self._next is not None:
+            self._enter()
+        self._returned = self._exchange.epoch
+
+    def _settle(self, deadline: float) -> None:
+        """Find out what an interrupted `sync` has agreed on."""
+        found = self._exchange.settle(deadline) if self._exchange.is_open else None
+        if found is not None and self._sync.is_over(found[0]):
+            self._sync.begin(found[1])
+            self._note(found[1])
+
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """Agree with the others on the members, and enter; `note_agreed` follows.
+
+        Raises:
+            NoQuorumError: too few ranks arrived to decide, or the others agreed without this one.
+            EvictedError: the job has continued without this process.
+            MismatchError: a rank makes another call.
+            ResourceError: no memory or descriptor is left here; the next call enters the epoch.
+        """
+        self._settle(deadline)
+        if self._next is not None:  # an error has interrupted a sync here
+            return self._enter()
+        if self._returned < self._exchange.epoch:
+            return Agreed(self._exchange.epoch, tuple(self.entered))
+        try:
+            found = self._meet(counted, deadline)
+        finally:
+            self.hide()
+        self._note(found)
+        return self._enter()
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Record that the caller of `sync` has its result, and that the next one is another."""
+        self._returned = agreed.epoch
+
+    def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
+        """Agree on the members, after a return if this rank was excluded; return the data of each of them."""
+        while True:
+            try:
+                if self._is_excluded():
+                    self._come_back(deadline)
+                if self._own is None or self._own is self.regions.get(self._rank):
+                    self._own = self._new_region()
+                return self._sync.meet(_DATA.pack(self._exchange.epoch, self._own.blob), counted, deadline)
+            except expected(EvictedError):
+                if not self._is_excluded() or time.monotonic() > deadline:
+                    raise
+
+    def _come_back(self, deadline: float) -> None:
+        self._is_out = True
+        engine = self._sync.come_back(self._address, self._mode, deadline)
+        engine.timeout_s = self._timeout_s
+        self._exchange.engine, self._exchange.peer_regions = engine, engine.members
+        self._is_out, self._view = False, None
+
+    def _may_return(self) -> Collection[int]:
+        """Return the ranks outside of the engine's group whose process may request admission."""
+        membership = self._engine.membership
+        admission, num_ranks = membership.admission, self._config.num_ranks
+        view, strangers = membership.runtime.view(), admission.strangers()
+        if self._job_handle.is_open:
+            alive = set(present_ranks(self._job_handle, view))
+        else:
+            here = {member.slot for member in view.members}
+            slots = membership.in_view(num_ranks).slots
+            alive = {rank for rank, slot in enumerate(slots) if slot in here} - strangers
+        away = alive.difference(admission.present())
+        return {rank for rank in away if rank in strangers or not self._sync.has_closed(rank)}
+
+    def _check(self, ranks: list[int]) -> None:
+        """Check for changes while a `sync` waits for ranks; raises what ends the wait."""
+        self._interrupt()
+        membership = self._engine.membership
+        membership.hooks.raise_trouble()
+        self.show("sync", self._exchange.seq + 1, ranks)
+
+    def _note(self, found: Mapping[int, bytes]) -> None:
+        """Record what the ranks have agreed on; from here on the epoch is to be entered."""
+        rows = {rank: _DATA.unpack_from(data) for rank, data in found.items()}
+        epoch = 1 + max(number for number, _ in rows.values())
+        since = self._engine.membership.admission.since()
+        blobs = {rank: blob for rank, (_, blob) in rows.items()}
+        self._next = NextEpoch(Agreed(epoch, tuple(sorted(rows))), blobs, {rank: since.get(rank, 0) for rank in rows})
+
+    def _new_region(self) -> SharedRegion:
+        return SharedRegion.create(self._nbytes, f"latency-{self._rank}")
+
+    def _enter(self) -> Agreed:
+        """Map what the others lend for the epoch agreed on, and make it that of the calls. May be repeated.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here, or another rank's memory cannot be mapped.
+        """
+        following, own = self._next, self._own
+        assert following is not None
+        assert own is not None
+        regions = {self._rank: own}
+        try:
+            for rank, blob in following.blobs.items():
+                region = None if rank == self._rank else self._attach(rank, blob)
+                if region is not None:
+                    regions[rank] = region
+            self.memory.move(regions)
+        except BaseException:
+            self._close(regions, {self._rank: own})
+            raise
+        old, self.regions = self.regions, regions
+        self.entered = dict(following.since)
+        self._exchange.epoch = following.agreed.epoch
+        self._next = None  # last: up to here all may be repeated
+        self._close(old, regions)
+        return following.agreed
+
+    def _attach(self, rank: int, blob: bytes) -> SharedRegion | None:
+        """Map a rank's region; None if its process has ended, or has closed the buffer again."""
+        pid = self._engine.peer_regions.regions[rank].owner_pid
+        try:
+            region = SharedRegion.attach(blob)
+        except expected(OwnerEndedError):
+            return None
+        except expected(ProtocolError, ResourceError):
+            if rank in self.dead() or self._sync.has_left(rank):
+                return None
+            raise
+        if region.owner_pid != pid or region.nbytes < self._nbytes:
+            region.close()
+            raise ProtocolError(f"rank {rank} names a region that is not its own, or too small")
+        return region
+
+    def _close(self, regions: Mapping[int, SharedRegion], kept: Mapping[int, SharedRegion]) -> None:
+        for rank, region in regions.items():
+            if region is not kept.get(rank):
+                region.close()
+
+    def close(self) -> None:
+        """Release all memory, and the engine. Idempotent."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._close(self.regions, {})
+        self.regions = {}
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+        self.memory = Memory()
+        self._exchange.epoch_members = None
+        job.release()
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -523,7 +523,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         started = time.perf_counter()
         dist.all_reduce(torch.zeros(1, device="cuda"), group=ours)
         torch.cuda.synchronize()
-        mib = machine_of(ours).nbytes / 2**20
+        mib = machine_of(ours).config.region_layout.nbytes / 2**20
         say(f"first call in {time.perf_counter() - started:.1f} s, {mib:.0f} MiB of each GPU lent")
         dist.all_reduce(torch.zeros(1, device="cuda"), group=nccl)
         if not args.skip_checks:

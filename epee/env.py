@@ -79,13 +79,21 @@ def _way_to_share(text: str) -> str:
     return text
 
 
+MAX_CPUS = 1 << 16  # numbers below it; no machine has more
+
+
 def cpu_list(text: str) -> tuple[int, ...]:
     """Return the numbers in a list of CPUs as the kernel writes it: "0-3,8"; raises `ValueError` for any other text."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
-        if not first.isdecimal() or not last.isdecimal() or len(part) > 11 or int(last) < int(first):
+        if (
+            not first.isdecimal()
+            or not last.isdecimal()
+            or len(part) > 11
+            or not 0 <= int(last) - int(first) < MAX_CPUS
+        ):
             raise ValueError("must be a list of CPUs such as 0-3,8")
         numbers += range(int(first), int(last) + 1)
     return tuple(numbers)

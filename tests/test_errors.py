@@ -58,9 +58,10 @@ def drawn() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-# Threads of epee's own, where no handler runs, and commands for a terminal.
+# Threads and processes of epee's own, where no handler runs, and commands for a terminal.
 UNINTERRUPTED = (
     "doctor/", "demo/", "cli/", "compat/__main__.py", "engine/progress.py", "link/poller.py", "view/loop.py",
+    "link/proxy/process.py",
 )  # fmt: skip
 TAKES_ALL = (  # these raise what they catch, or catch it by a rule of their own
     "compat/deep_ep/buffer.py", "compat/deep_ep/low_latency.py", "ep/hosts/assembly.py", "link/meeting.py",

@@ -645,11 +645,12 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             timeout_s: how long to wait until a member calls `recover_ranks`; None: that of `init_process_group`.
         Raises:
             CommTimeoutError: no member has taken it in; it may call again.
+            EvictedError: this process is out of the job, not of the group alone; start it again.
             InvalidState: there is no such group to join.
             SlotTakenError: another process has this rank.
         """
         limit_s = self._birth_timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
-        if self._place is not None and not self._is_out():
+        if self._place is not None and not self._is_out(limit_s):
             return
         before = self._engine
         if self._messages is not None:

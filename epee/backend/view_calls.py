@@ -6,6 +6,7 @@ answers are those of this rank's last call, unless a method states otherwise. No
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ..engine.entry import ENDED
 from ..engine.limits import MAX_RANKS
 from ..engine.membership.admission import Admission
 from ..engine.outbox import leavers
-from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError, expected
+from ..errors import EvictedError, InvalidArgument, InvalidState, RankFailedError, UnsupportedError, expected
 from ..untraced import untraced_methods
 from ..values import is_whole, seconds, shown
 from ..view.group import GroupInView
@@ -303,17 +304,25 @@ class CallsOfView:
             raise UnsupportedError("memory_pool: collectives on CUDA tensors of this group go through CPU memory")
         return self._on_device.memory_pool(nbytes)
 
-    def _is_out(self) -> bool:
+    def _is_out(self, limit_s: float) -> bool:
         """Return whether this process was excluded from the group, as far as the members that answer know.
 
-        Its own agent may be the last to learn of that, after the call that has excluded it has returned elsewhere.
+        Its own agent may be the last to learn of that, after the call that has excluded it has returned elsewhere. It
+        waits for answers at most `limit_s`, and `ANSWER_S`.
+
+        Raises:
+            EvictedError: this process was put out of the job as well.
         """
         membership = self._engine.membership
+        deadline = time.monotonic() + min(limit_s, ANSWER_S)
         while not self._engine.flags & ENDED and self._rank in membership.admission.present():
             epoch = membership.runtime.view().epoch
-            membership.runtime.catch_up(ANSWER_S)
-            if membership.runtime.view().epoch == epoch:
-                return False
+            membership.runtime.catch_up(deadline - time.monotonic())
+            error = membership.runtime.error
+            if isinstance(error, EvictedError):
+                raise error
+            if membership.runtime.view().epoch == epoch or time.monotonic() > deadline:
+                return self._rank not in membership.admission.present()
         return True
 
     def _beyond(self, size: int) -> list[int]:

@@ -276,7 +276,7 @@ class Operation(EngineCall):
         return None if self.done else self.step(peer_regions)
 
     def _is_over(self, withdrawal: Withdrawal, peer_regions: PeerRegions) -> bool:
-        is_over = withdrawal.is_over(peer_regions, self.lost)
+        is_over = withdrawal.is_over(self, peer_regions, self.lost)
         self.completing = self.completing or withdrawal.must_complete
         return is_over
 

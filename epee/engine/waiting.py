@@ -381,7 +381,7 @@ def raise_if_open(head: Driven, op: Driven) -> None:
     if not isinstance(head, Operation) or head.withdrawal is None:
         return
     if (head is op and head.told is None) or op.start_clock() > op.deadline:
-        head.withdrawal.raise_if_open(head.peer_regions)
+        head.withdrawal.raise_if_open(head, head.peer_regions)
 
 
 def behind(engine: Engine, block: Block | None) -> list[int]:

@@ -81,6 +81,8 @@ def is_withdrawn(cell: int, tag: int, words: memoryview) -> bool:
 class Withdrawal:
     """A call that this rank has aborted, until its outcome is known.
 
+    It does not hold the call, which holds it: an ended call is gone, with its tensors, once nobody refers to it.
+
     Args:
         call: it.
         at: its words.
@@ -101,7 +103,7 @@ class Withdrawal:
         silent: list[int],
         cause: BaseException | None = None,
     ) -> None:
-        self._call, self._at = call, at
+        self._name, self._at = call.name, at
         self.silent = silent
         self.cause = cause
         self.undecided: list[int] = []
@@ -112,7 +114,7 @@ class Withdrawal:
         peer_regions.exports.publish(peer_regions, at.cell + GAVE_UP, at.tag)
         peer_regions.exports.publish(peer_regions, at.cell, 0)
 
-    def is_over(self, peer_regions: PeerRegions, lost: Collection[int]) -> bool:
+    def is_over(self, call: EngineCall, peer_regions: PeerRegions, lost: Collection[int]) -> bool:
         """Check the call's outcome; `lost` ranks read nothing any more.
 
         True when it ends here: it has failed, or it `must_complete`.
@@ -129,18 +131,18 @@ class Withdrawal:
         self.undecided = list(look.ranks) if look.end is End.OPEN else []
         if self.undecided or (look.end is End.LOST and time.monotonic() < self._until):
             return False
-        self._call.fail(self.cause if self.cause and look.end is End.FAILED else self._error(peer_regions, look))
+        call.fail(self.cause if self.cause and look.end is End.FAILED else self._error(call, peer_regions, look))
         return True
 
-    def raise_if_open(self, peer_regions: PeerRegions) -> None:
+    def raise_if_open(self, call: EngineCall, peer_regions: PeerRegions) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
-            raise self._error(peer_regions, Look(End.OPEN, tuple(self.undecided)))
+            raise self._error(call, peer_regions, Look(End.OPEN, tuple(self.undecided)))
 
-    def _error(self, peer_regions: PeerRegions, look: Look) -> CommTimeoutError:
-        call, (cell, tag, _) = self._call, self._at
+    def _error(self, call: EngineCall, peer_regions: PeerRegions, look: Look) -> CommTimeoutError:
+        cell, tag, _ = self._at
         others = [peer_regions.members[peer] for peer in withdrawn(cell, tag, peer_regions)]
         told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
         told = told + gave_up(others) or ["interrupted"]
@@ -169,7 +171,7 @@ class Withdrawal:
         if rank in lost:  # everything that exists of it has been received
             return words
         indices = (CONSUMED, CONSUMED_TOO, LIFE, cell, cell + GAVE_UP, cell + SIGNATURE)
-        found: Mapping[int, int] | None = exports.looks.at(rank, indices, (self._call.name, tag))
+        found: Mapping[int, int] | None = exports.looks.at(rank, indices, (self._name, tag))
         return found
 
 

@@ -341,7 +341,7 @@ class Buffer(SharedBuffer):
                 beyond it, in (source rank, token) order, are dropped: they are not sent, and in combines, and cached
                 dispatches by the handle, it is as if their tokens had not gone to that rank. `num_dropped` of the
                 result and `lost_weight` of a combine give their number and weight.
-            timeout: seconds to wait for a silent peer.
+            timeout: seconds to wait for a silent peer; those that come last have as long again for their rows.
             num_sms: multiprocessors of the GPU to use; None for the default.
             async_op: run on the buffer's own stream, after the current one, or after `previous_event`; wait for
                 `.event` before the results are used.

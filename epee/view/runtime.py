@@ -315,7 +315,8 @@ class Runtime:
         awaited = [(peer, peer.num_answers) for peer in found if peer is not None]
         until, ask_at = now + timeout_s, now
         while now < until and not loop.shared.has_ended:
-            awaited = [(peer, before) for peer, before in awaited if peer.num_answers == before and not peer.is_dead]
+            members = {loop.peers.get(member.nonce) for member in self.view().members}
+            awaited = [(p, n) for p, n in awaited if p.num_answers == n and not p.is_dead and p in members]
             if not awaited:
                 return
             if now >= ask_at:  # again: a message may be lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import os
 import signal
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.bootstrap import record
-from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError
+from epee.errors import AbortedError, CommTimeoutError, ForkError, PeerError, ProtocolError, RankFailedError
 from tests.forked import Program
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages
@@ -298,6 +299,39 @@ def released(rank: int, num_ranks: int) -> list[int]:
 
 def test_messages_that_have_ended_release_their_tensors_without_a_further_call() -> None:
     assert run_ranks(released, 2, backend="epee") == [[], []]
+
+
+def given_up(rank: int, num_ranks: int, folder: str) -> bool:
+    """Rank 0 gives a blocking call up; its tensors are free when the error is, with no collection of garbage."""
+    gc.disable()
+    dist.barrier()
+    is_free = True
+    if rank == 0:
+        x = torch.ones(100)
+        given = weakref.ref(x)
+        options = dist.AllreduceOptions()
+        options.timeout, options.asyncOp = datetime.timedelta(seconds=0.3), False
+        group: Any = dist.distributed_c10d._get_default_group()
+        told = ""
+        try:
+            group.allreduce([x], options)
+        except CommTimeoutError as error:
+            told = str(error)
+        assert "all_reduce" in told, "the call was not given up"
+        del x, options
+        is_free = given() is None
+        stages.reach(folder, "given up")
+    else:
+        stages.wait_for(folder, "given up")
+        with pytest.raises(CommTimeoutError):  # the call of this number has failed on all ranks
+            dist.all_reduce(torch.ones(100))
+    dist.barrier()
+    gc.enable()
+    return is_free
+
+
+def test_a_call_that_was_given_up_releases_its_tensors(tmp_path: Path) -> None:
+    assert run_ranks(given_up, 2, str(tmp_path), backend="epee") == [True, True]
 
 
 def idle(rank: int, num_ranks: int) -> float:

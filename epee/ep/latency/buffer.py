@@ -18,6 +18,7 @@ from ...gpu.platform import Platform
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
+from .. import base
 from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
@@ -169,7 +170,7 @@ class LatencyBuffer(SharedBuffer):
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         job_handle = job_handle_of(group, config.num_ranks)
         found = 0 if job_handle.spans else awaited_bytes(group, config)
-        if found:
+        if found or not (job_handle.spans or base.ON_ENGINE):
             return found
         from ..hosts.notices import awaited_room
 

@@ -119,11 +119,12 @@ class CpuPath(Path):
             header = dispatch_header(call, self.rank, slot, alignment)
             rows = self.exchange.call(header, counts, arena.region.blob, deadline)
             handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
-            slots = self.arenas.attach(call.layout, rows, deadline)
-            self._send(call, handle, rows, slots)
             # Ranks that have the payload of all complete the call, so one that times out now is alone with that: a
             # rank whose row came late has the whole timeout for its payload.
-            missing = self.exchange.wait_data(max(deadline, time.monotonic() + limit_s), rows.parties)
+            deadline = max(deadline, time.monotonic() + limit_s)
+            slots = self.arenas.attach(call.layout, rows, deadline)
+            self._send(call, handle, rows, slots)
+            missing = self.exchange.wait_data(deadline, rows.parties)
             if missing and self.exchange.membership.raises:
                 raise self.exchange.membership.unfinished("dispatch")
             result = self._receive(call, handle, arena, slot, missing)

@@ -15,5 +15,6 @@ if __name__ == "__main__":
     package = ModuleType("epee")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]
     sys.modules["epee"] = package
-    sys.path[:1] = []  # the folder of this file: its modules are none of the standard library's
+    here = str(Path(__file__).resolve().parent)  # its modules are none of the standard library's
+    sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.exit(importlib.import_module("epee.link.proxy.process").main(int(sys.argv[1])))

@@ -284,12 +284,14 @@ class ProxyProcess:
             shape.slot_bytes,
             shape.row_bytes,
         )
-        for rank, connected in met.items():
-            self._partners.append(self._served(rank, connected, introduction))
         try:
+            for rank, connected in met.items():
+                self._partners.append(self._served(rank, connected, introduction))
             self._introduce(introduction, deadline)
         except BaseException:
             self._drop_partners()
+            for connected in met.values():
+                connected.connection.close()
             raise
         self._words[self._first_word + SERVING] = epoch + 1
         return {"met": sorted(met)}

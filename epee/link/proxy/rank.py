@@ -31,6 +31,7 @@ from ... import env
 from ...descriptors import Descriptor
 from ...errors import (
     CommTimeoutError,
+    ForkError,
     InvalidArgument,
     ProtocolError,
     ResourceError,
@@ -63,7 +64,7 @@ def cpus_for(worker: int, location: str) -> tuple[int, ...]:
     """Return the CPUs of one process of the proxies of a machine; empty: those of the rank.
 
     Args:
-        worker: number of the process among those of all proxies of the machine.
+        worker: number of the process among those of the proxies of the island.
         location: of the data, "cuda:N" or "cpu:N" (a NUMA node); "" for none.
 
     Raises:
@@ -186,7 +187,7 @@ class Proxy:
         """End the sleep of the processes; to be called after a word was stored, or before a kernel is launched."""
         fence()
         for process, helper in enumerate(self._helpers):
-            if self.words[self.shape.process_words(process) + ASLEEP]:
+            if self.words[self.shape.process_words(process) + ASLEEP] and not helper.wake.is_kept:
                 with ignored(OSError):  # enough wake-ups are queued
                     os.eventfd_write(helper.wake, 1)
 
@@ -215,7 +216,12 @@ class Proxy:
             )
 
     def abort(self) -> None:
-        """End the proxy at once: kernels see ABORT, the processes exit, partners find the connections ended."""
+        """End the proxy at once: kernels see ABORT, the processes exit, partners find the connections ended.
+
+        Raises:
+            ForkError: this process is a forked child.
+        """
+        self._require_own()
         self.words[ABORT] = self.words[ABORT] or BY_RANK
         self._note_failure(REASONS[BY_RANK])
         self.wake()
@@ -285,9 +291,9 @@ class Proxy:
                 helper.process.wait(max(0.0, deadline - time.monotonic()))
         os.eventfd_write(self._stop, 1)
         self._thread.join(_FAIL_S)
-        for helper in self._helpers:
+        helpers, self._helpers = self._helpers, []  # `wake` of another thread finds none that is closed
+        for helper in helpers:
             helper.close()
-        self._helpers.clear()
         self._stop.close()
         self._note_failure("it has been closed")
         self.page.hide()
@@ -309,6 +315,7 @@ class Proxy:
         endpoints: Mapping[int, Sequence[ProxyEndpoint]] | None = None,
     ) -> list[dict[str, Any]]:
         """Send a request to all processes and return their answers."""
+        self._require_own()
         self.check()
         self._number += 1
         for process, helper in enumerate(self._helpers):
@@ -338,6 +345,8 @@ class Proxy:
                 if time.monotonic() > deadline:
                     name = f"process {helper.process.pid} of the proxy of rank {self.rank}"
                     raise CommTimeoutError(f"{name} does not answer; is it stopped?", has_job=False)
+                if self._failed.is_set():  # a forked child may hold the socket open
+                    return None
                 continue
             try:
                 answer = receive_message(helper.control)
@@ -348,6 +357,10 @@ class Proxy:
                 return answer if number is None else None
             if number is None or answer.get("number") == number:
                 return answer
+
+    def _require_own(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(f"the proxy of rank {self.rank} belongs to process {self._pid}; its children have none")
 
     def _watch(self) -> None:
         """Wait for the end of a process that was not asked for."""
@@ -418,6 +431,7 @@ def _start(setup: ProxySetup) -> _Helper:
             undo.callback(process.wait)
             undo.callback(process.kill)
             helper = _Helper(process, ours, wake)
+            ours.settimeout(_FAIL_S)  # a stopped process reads no requests
             message = {**setup.message(), "wake": int(wake)}
             send_message(ours, message)
         except expected(OSError) as exc:

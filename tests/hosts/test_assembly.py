@@ -70,7 +70,7 @@ def test_who_has_come_into_a_buffer_tells_of_it_as_was_told(monkeypatch: pytest.
     """Else its number and epoch, which are its own, would be those of another buffer for the next newcomer."""
     home = Home(LANE, 3, 1 << 20, "mask/evict", True)
     told: list[BufferNotice] = []
-    monkeypatch.setattr(birth, "job_handle_of", lambda group, num_ranks: SimpleNamespace(spans=True))
+    monkeypatch.setattr(birth, "job_handle_of", lambda group, num_ranks: SimpleNamespace(spans=True, is_open=True))
     monkeypatch.setattr(birth, "place_of", lambda engine, mode: Place(home, [0, 1, 2], 1, False))
     monkeypatch.setattr(birth, "tell", lambda job_handle, notice: told.append(notice))
     engine: Any = SimpleNamespace(members=SimpleNamespace(epoch=9))

@@ -523,8 +523,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
 
         Where collectives on CUDA tensors run on the GPUs, the streams meet there (`DeviceHalf.barrier`).
         """
-        is_on_streams = self.waits_for_streams or (opts is not None and _names_gpu(opts))
-        if is_on_streams and self._on_device is not None:
+        if self._on_device is not None and (self.waits_for_streams or (opts is not None and _names_gpu(opts))):
             done = self._on_device.barrier(opts)
             if done is not NOT_SERVED:
                 return done

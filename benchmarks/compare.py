@@ -1,12 +1,14 @@
 """`scripts/compare BEFORE`: a benchmark from two checkouts in turn, so that a change can be judged on a noisy machine.
 
-Each block is a run of `python -m benchmarks.NAME` in an interpreter of its own, with one checkout's package and its own
-copy of the benchmark; the checkouts take turns, and each goes first every other time. A row's figure per block is the
-p10 and the median that the benchmark prints for epee (`small`, which is younger than most checkouts: this checkout's
-copy of it, with their package); a ratio is formed within each pair of blocks, which ran one
-after the other, and the median of these ratios is shown, beside the ratio of the best blocks. A row is slower when both
-p10 ratios are above `SLOWER` and the differences above `SLOWER_US`: on a shared machine whole blocks take twice as
-long as others, and five pairs of equal code were seen to end at 1.2 (512 tokens), where their best blocks were equal.
+`--what turns`, the default, has the ranks of both checkouts live at once and lets them take turns of milliseconds
+(`turns.py`). The others run a whole benchmark per block, `python -m benchmarks.NAME` in an interpreter of its own with
+one checkout's package and its own copy of the benchmark; the checkouts take turns, and each goes first every other
+time.
+
+A row's figure per turn or block is p10 and median of epee's calls; a ratio is formed within each pair that ran one
+after the other, and the median of these ratios is shown, beside the ratio of the best. A row is slower when both p10
+ratios are above `SLOWER` and the differences above `SLOWER_US`: on a shared machine whole blocks take twice as long as
+others, and five pairs of equal code were seen to end at 1.2 (512 tokens), where their best blocks were equal.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from . import common
+from . import common, turns
 
-MODULES = {"collectives": "benchmarks.collectives", "ep": "benchmarks.ep_cpu", "small": "small_calls.py"}
+MODULES = {"collectives": "benchmarks.collectives", "ep": "benchmarks.ep_cpu"}
+TURNS, NUM_BLOCKS, NUM_TURNS = "turns", 5, 60
 DEFAULTS: dict[str, tuple[str, ...]] = {"collectives": ("--idle-s", "0")}
 SLOWER, SLOWER_US = 1.05, 1.0
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,9 +106,7 @@ def run_block(tree: Path, name: str, args: list[str], timeout_s: float) -> dict[
     """Run the benchmark once from `tree` and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "block.json"
-        module = MODULES[name]
-        what = [str(Path(__file__).with_name(module))] if module.endswith(".py") else ["-m", module]
-        command = [sys.executable, *what, *DEFAULTS.get(name, ()), *args, "--json", str(target)]
+        command = [sys.executable, "-m", MODULES[name], *DEFAULTS.get(name, ()), *args, "--json", str(target)]
         env = {**os.environ, "PYTHONPATH": str(tree)}
         done = subprocess.run(
             command, cwd=tree, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -132,8 +133,8 @@ def show(rows: list[Row], num_blocks: int) -> None:
         for row in rows
     ]
     notes = [common.machine_line(common.machine())]
-    notes.append(f"{num_blocks} blocks each, in turn; ratios after / before, medians over the pairs of blocks.")
-    notes.append("best: p10 of the best block after / before.")
+    notes.append(f"{num_blocks} blocks or turns each; ratios after / before, medians over the pairs.")
+    notes.append("best: p10 of the best block or turn after / before.")
     notes.append(f"SLOWER: both p10 ratios above {SLOWER:g} and more than {SLOWER_US:g} us.")
     common.print_table(
         "after / before", ("case", "before p10 us", "after p10 us", "p10", "median", "best", ""), table, notes
@@ -142,22 +143,32 @@ def show(rows: list[Row], num_blocks: int) -> None:
 
 def main(
     before: Annotated[str, typer.Argument(help="A commit, or the folder of a checkout.")],
-    what: Annotated[str, typer.Option(help=f"The benchmark: {' or '.join(MODULES)}.")] = "collectives",
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of each checkout.")] = 5,
-    args: Annotated[str, typer.Option(help="Further arguments of the benchmark, in one string.")] = "",
+    what: Annotated[
+        str, typer.Option(help=f"{TURNS}: calls in turns of milliseconds; {' or '.join(MODULES)}: whole benchmarks.")
+    ] = TURNS,
+    blocks: Annotated[
+        int, typer.Option(min=0, help=f"Blocks of each checkout, or turns; 0: {NUM_BLOCKS} blocks, {NUM_TURNS} turns.")
+    ] = 0,
+    args: Annotated[
+        str, typer.Option(help="Further arguments of the benchmark, in one string; of turns its cases, by commas.")
+    ] = "",
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Limit of one block.")] = 1200.0,
 ) -> None:
     """Compare this checkout with BEFORE; ends with 1 when a case is slower."""
-    if what not in MODULES:
-        raise typer.BadParameter(f"--what must be {' or '.join(MODULES)}, got {what!r}")
+    if what not in (TURNS, *MODULES):
+        raise typer.BadParameter(f"--what must be {' or '.join((TURNS, *MODULES))}, got {what!r}")
     measured: tuple[Blocks, Blocks] = ([], [])
     with checkout(before) as tree:
-        for block in range(blocks):
-            sides = [(measured[0], tree), (measured[1], ROOT)]
-            for rows, folder in sides if block % 2 else reversed(sides):
-                rows.append(run_block(folder, what, args.split(), timeout_s))
+        if what == TURNS:
+            found = turns.measure([tree, ROOT], (args or turns.CASES).split(","), blocks or NUM_TURNS)
+            measured = found[0], found[1]
+        else:
+            for block in range(blocks or NUM_BLOCKS):
+                sides = [(measured[0], tree), (measured[1], ROOT)]
+                for rows, folder in sides if block % 2 else reversed(sides):
+                    rows.append(run_block(folder, what, args.split(), timeout_s))
     rows_found = compare(*measured)
-    show(rows_found, blocks)
+    show(rows_found, len(measured[0]))
     if any(row.is_slower for row in rows_found):
         raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ for _name in ("typer", "rich"):
 
 import typer  # noqa: E402
 
-from benchmarks import bad_connects, compare, ep_cpu, first_buffer, proxy, small_calls, survive, sync  # noqa: E402
+from benchmarks import bad_connects, compare, ep_cpu, first_buffer, proxy, survive, sync, turns  # noqa: E402
 from tests.csrc.cuda_stand_in import spawn_with  # noqa: E402
 from tests.link.pairs import over_both  # noqa: E402
 
@@ -38,13 +38,6 @@ def test_first_buffer_prints_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_sync_prints_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     call_main(sync, monkeypatch, "--num-ranks=2", ROUNDS=2)
     assert capsys.readouterr().out.startswith("2 ranks, ms p50 / p90: sync ")
-
-
-def test_small_calls_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    call_main(small_calls, monkeypatch, "--calls=10", f"--json={tmp_path / 'out.json'}", WARM_UP=1)
-    rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [row["op"] for row in rows] == ["send_recv", "send_recv", "all_reduce", "all_gather", "broadcast", "barrier"]
-    assert all(0 < row["epee"]["p10_us"] <= row["epee"]["median_us"] for row in rows)
 
 
 def test_bad_connects_writes_its_numbers(tmp_path: Path) -> None:
@@ -91,9 +84,23 @@ def test_survive_compares_with_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.slow
 def test_compare_runs_both_checkouts(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = "barrier,send_recv:4,all_reduce:1048576,all_to_all:64,dispatch:8,combine:8"
     with contextlib.suppress(typer.Exit):  # a case may be slower: no time is judged here
-        compare.main(str(ROOT), what="small", blocks=1, args="--calls 10", timeout_s=100.0)
-    assert "send_recv 2 ranks 4 B" in capsys.readouterr().out
+        compare.main(str(ROOT), blocks=2, args=cases)
+    printed = capsys.readouterr().out
+    assert all(case in printed for case in cases.split(","))
+
+
+@pytest.mark.parametrize("case", ["none:4", "barrier:4", "all_reduce", "dispatch:-1"])
+def test_turns_know_their_cases(case: str) -> None:
+    with pytest.raises(ValueError, match=f"cases: '{case}' is none of barrier"):
+        turns.measure([ROOT, ROOT], ["barrier", case], 1)
+
+
+@pytest.mark.slow
+def test_turns_of_a_checkout_whose_ranks_end_say_why() -> None:
+    with pytest.raises(RuntimeError, match=r"rank . of checkout . ended with 1[\s\S]*max_tokens_per_rank"):
+        turns.measure([ROOT, ROOT], ["dispatch:0"], 1)
 
 
 @pytest.mark.slow

@@ -28,8 +28,10 @@ from epee.ep import (
     latency_bytes,
 )
 from epee.errors import InvalidArgument, expected
+from epee.values import is_whole, shown
 
 _ALIGN = 128
+_MOST = 1 << 20  # tokens of a rank, and experts: far above use, so that sizes made of them cannot overflow
 _MOST_TOPK = 11  # served by DeepEP and Mooncake; used for sizes that are needed before top-k is known
 PaddedHandle: TypeAlias = "tuple[torch.Tensor, torch.Tensor, int, int, int]"
 Hook: TypeAlias = "Callable[[], None] | None"
@@ -111,9 +113,13 @@ class PaddedCalls:
             found = self._dispatch_again(x, topk_idx, sizes, how, ways, when_received)
             if found is not None:
                 return found
-        routing, (use_fp8, round_scale, use_ue8m0) = int64_routing(topk_idx), how
-        if not isinstance(x, torch.Tensor) or x.dim() != 2:
-            raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
+        use_fp8, round_scale, use_ue8m0 = how
+        try:
+            routing = int64_routing(topk_idx)
+            _check_sizes(x, *sizes)
+        except expected(InvalidArgument) as error:
+            self._pool.refuse_latency(error)
+            raise
         (max_tokens, num_experts), hidden, device = sizes, x.shape[1], x.device
         core = self._pool.latency_buffer(
             LatencyNeed(max_tokens, hidden, num_experts, routing.shape[1], device), ways.active_ranks
@@ -157,7 +163,11 @@ class PaddedCalls:
             ways: of the call.
             when_received: called after the receive phase.
         """
-        known = self._handles.facts(handle)
+        try:
+            known = self._handles.facts(handle)
+        except expected(InvalidArgument) as error:
+            self._pool.refuse_latency(error)
+            raise
         if ways.async_finish is False and ways.timeout_us is None:
             found = self._combine_again(x, topk_idx, topk_weights, known, out, ways, when_received)
             if found is not None:
@@ -179,6 +189,10 @@ class PaddedCalls:
             return_hook=ways.return_recv_hook,
         )
         return got.x, _event(got, ways), _after(got, ways, when_received)
+
+    def refuse(self, error: Exception) -> None:
+        """Make the peers' next call fail at once because of `error`."""
+        self._pool.refuse_latency(error)
 
     def _dispatch_again(
         self,
@@ -267,6 +281,16 @@ def _after(got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], N
 
 def _event(got: LatencyDispatched | LatencyCombined, ways: CallOptions) -> EventOverlap:
     return EventOverlap(EventHandle.of(got.event.recorded())) if ways.async_finish else no_event()
+
+
+def _check_sizes(x: object, max_tokens: object, num_experts: object) -> None:
+    """Raise unless the sizes of a dispatch are such that memory for it can be looked for; the rest is checked there."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise InvalidArgument(f"x must be bfloat16 [num_tokens, hidden], got {got}")
+    for name, value in (("num_max_dispatch_tokens_per_rank", max_tokens), ("num_experts", num_experts)):
+        if not is_whole(value, 1, _MOST):
+            raise InvalidArgument(f"{name} must be a number from 1 to {_MOST}, got {shown(value)}")
 
 
 def _check_same_routing(topk_idx: object, known: torch.Tensor | torch.Size) -> None:

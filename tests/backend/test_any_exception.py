@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from epee.backend.collectives.reducing_hosts import AllReduce
+from epee.backend.work import Done
 from epee.engine.engine import Engine
 from epee.errors import CommTimeoutError, EpeeError, MismatchError
 from tests.harness import run_ranks
@@ -152,6 +153,40 @@ def test_a_call_that_has_ended_before_the_exception_is_repeated_as_itself(
     first, second = run_ranks(returns_late, 2, kind, changes, backend="epee")
     assert second == wanted
     assert first == [wanted[0], wanted[1], wanted[1], wanted[2]]
+
+
+def raised_in_torch(rank: int, num_ranks: int, kind: type[BaseException], count: int) -> tuple[list[float], Any]:
+    """Rank 0's handler raises in torch's lines behind the group's method; rank 0 repeats, rank 1 calls next."""
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is Done.wait.__code__:
+            sys.settrace(None)
+            raise kind("behind the call")
+        return None
+
+    x = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        sys.settrace(trace)
+        with pytest.raises(kind, match="behind the call"):
+            dist.all_reduce(x)
+        sys.settrace(None)
+    else:
+        dist.all_reduce(x)
+    again = torch.full((3,), 1.0) if rank == 0 else torch.full((count,), 20.0)
+    try:
+        dist.all_reduce(again)
+    except MismatchError:
+        return x.tolist(), "MismatchError"
+    return x.tolist(), again.tolist()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize(("count", "second"), [(3, [21.0] * 3), (4, "MismatchError")], ids=["equal", "unlike"])
+def test_an_exception_in_torchs_lines_behind_a_call_leaves_it_made(
+    kind: type[BaseException], count: int, second: object
+) -> None:
+    """docs/limits.md names it: the tensors are complete, and a repetition is one call more."""
+    assert run_ranks(raised_in_torch, 2, kind, count, backend="epee") == [([3.0] * 3, second)] * 2
 
 
 def drives_another(rank: int, num_ranks: int, kind: type[BaseException], folder: str) -> tuple[float, bool, float]:

@@ -47,7 +47,9 @@ from epee.ep import (
 )
 from epee.errors import InvalidArgument, InvalidState, expected
 from epee.untraced import untraced_methods
+from epee.values import is_whole, shown
 
+MAX_EXPERTS, MAX_TOKENS = 1 << 20, 1 << 24  # far above use, so that sizes made of them cannot overflow
 _DEFAULT_SMS = 24
 _SIZES = {int, type(None)}  # their types
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
@@ -387,7 +389,7 @@ class ElasticBuffer(Experimental, PoolOwner):
                     "raise it on all ranks"
                 )
         except expected(Exception) as error:
-            pool.refuse(error)
+            pool.refuse_first(error)
             raise
         how = "expert" if options.do_expand else "rank", alignment
         do_cpu_sync = options.do_cpu_sync is not False
@@ -425,14 +427,17 @@ class ElasticBuffer(Experimental, PoolOwner):
 
     def _sizes(self, options: _Options) -> tuple[int, int]:
         """Return num_max_tokens_per_rank and num_experts."""
-        num_max = options.num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        if num_max < 1:
-            raise InvalidArgument("num_max_tokens_per_rank must be given, to the buffer or to dispatch, got 0")
-        if options.num_experts is None or options.num_experts < 1 or options.num_experts % self.num_ranks:
+        num_max, num_experts = options.num_max_tokens_per_rank or self.num_max_tokens_per_rank, options.num_experts
+        if not is_whole(num_max, 1, MAX_TOKENS):
             raise InvalidArgument(
-                f"num_experts must be given and a multiple of {self.num_ranks} ranks, got {options.num_experts}"
+                f"num_max_tokens_per_rank must be given, to the buffer or to dispatch, as a number up to {MAX_TOKENS}, "
+                f"got {shown(num_max)}"
             )
-        return num_max, options.num_experts
+        if num_experts is None or not is_whole(num_experts, 1, MAX_EXPERTS) or num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts must be given and a multiple of {self.num_ranks} ranks, got {shown(num_experts)}"
+            )
+        return num_max, num_experts
 
     def _dispatch_again(self, given: _Given, handle: EPHandle, has_stats: bool, options: _Options) -> Dispatched:
         x, topk_idx, topk_weights = given

@@ -168,7 +168,9 @@ class LowLatency:
                 _add_cost(combine_wait_recv_cost_stats, got)
 
         if use_logfmt and zero_copy:
-            raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
+            error = InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
+            self._padded.refuse(error)
+            raise error
         try:
             ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
             return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, count)

@@ -249,10 +249,12 @@ class Buffer:
         zero_copy: bool = False,
     ) -> CallOptions:
         if timeout_us != -1 and not is_whole(timeout_us, 1, MAX_US):
-            raise InvalidArgument(
-                "timeout_us must be above 0, or -1 for the group's time-out, and at most "
-                f"{MAX_US}, got {shown(timeout_us)}"
+            error = InvalidArgument(
+                f"timeout_us must be above 0, or -1 for the group's time-out, and at most {MAX_US}, got "
+                f"{shown(timeout_us)}"
             )
+            self._pool.refuse_latency(error)
+            raise error
         if active_ranks is None:
             active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         limit_us = None if timeout_us == -1 else timeout_us

@@ -10,6 +10,7 @@ here raises an error with the reason. Enums and response objects of the control 
 from __future__ import annotations
 
 import enum
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,11 +166,24 @@ def _fields(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 # ---- membership
 
 
+def _group_of(backend: Any) -> Any:
+    if not hasattr(backend, "local_peer_state"):
+        raise InvalidArgument(
+            "backend must be a process group of the backend mooncake or mooncake-cpu, dist.group.WORLD or a result of "
+            f"new_group, got {type(backend).__name__}"
+        )
+    return backend
+
+
 def _checked(ranks: Sequence[int]) -> list[int]:
-    bad = [rank for rank in ranks if not 0 <= rank < _MAX_RANKS]
+    try:
+        found = [operator.index(rank) for rank in ranks]
+    except expected(TypeError):
+        raise InvalidArgument(f"ranks must be a list of numbers, got {shown(ranks)}") from None
+    bad = [rank for rank in found if not 0 <= rank < _MAX_RANKS]
     if bad:
-        raise InvalidArgument(f"ranks must lie in 0 ... {_MAX_RANKS - 1}, got {bad}")
-    return list(ranks)
+        raise InvalidArgument(f"ranks must lie in 0 ... {_MAX_RANKS - 1}, got {shown(bad)}")
+    return found
 
 
 def _active(backend: Any) -> set[int]:
@@ -186,7 +200,7 @@ def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
     Raises:
         InvalidArgument: a rank that no group can have, below 0 or above 63.
     """
-    states: list[bool] = backend.local_peer_state(_checked(ranks))
+    states: list[bool] = _group_of(backend).local_peer_state(_checked(ranks))
     return states
 
 
@@ -197,18 +211,18 @@ def get_active_ranks(backend: Any) -> torch.Tensor:
     `max_group_size` if that is more. With `auto_deactivate_on_failure=False` a lost rank keeps its 1 until
     `deactivate_ranks` names it.
     """
-    mask: torch.Tensor = backend.shown_ranks()
+    mask: torch.Tensor = _group_of(backend).shown_ranks()
     return mask
 
 
 def get_num_synced_ranks(backend: Any) -> int:
     """Return how many ranks take part or wait to, those beyond the present size included; as `get_peer_state`."""
-    return sum(backend.local_peer_state(range(_MAX_RANKS)))
+    return sum(_group_of(backend).local_peer_state(range(_MAX_RANKS)))
 
 
 def get_current_epoch(backend: Any) -> int:
     """Return the epoch of the group's view; a death changes it at once, other changes with the next call."""
-    return int(backend.shown_epoch)
+    return int(_group_of(backend).shown_epoch)
 
 
 def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
@@ -221,7 +235,7 @@ def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
     One member suffices, all may call it. A rank for which no process waits is a reason to reject; nothing changes then.
     Ranks beyond the present size make the group grow; then all members call it.
     """
-    absent = backend.take_in(sorted(_checked(ranks)))
+    absent = _group_of(backend).take_in(sorted(_checked(ranks)))
     if absent >= 0:
         return _reject(backend, f"rank {absent} is not there and no process waits in its place; start one")
     return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.shown_epoch)
@@ -236,8 +250,8 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
     One member suffices, all may call it, also the excluded ranks. With `auto_deactivate_on_failure=False` all call it
     for a rank that is lost: each records it for itself.
     """
-    active = _active(backend)
-    going = [rank for rank in _checked(ranks) if rank in active]
+    active, ranks = _active(_group_of(backend)), _checked(ranks)
+    going = [rank for rank in ranks if rank in active]
     if going:
         try:
             backend.put_out(going)
@@ -258,7 +272,7 @@ def join_group(backend: Any) -> None:
         CommTimeoutError: no member has called `activate_ranks` for it in time.
         InvalidState: there is no group that could be joined.
     """
-    backend.join()
+    _group_of(backend).join()
 
 
 def extend_group_size_to(backend: Any, size: int) -> None:
@@ -268,9 +282,12 @@ def extend_group_size_to(backend: Any, size: int) -> None:
     Call it when `get_num_synced_ranks` shows the joiners, or to remove ranks at the end that have left.
 
     Raises:
-        InvalidArgument: no process waits for one of the new ranks, or ranks beyond `size` take part.
+        InvalidArgument: no process waits for one of the new ranks, or ranks beyond `size` take part; no group has
+            `size` ranks.
     """
-    ready = backend.ready_ranks()
+    ready = _group_of(backend).ready_ranks()
+    if not is_whole(size, 1, _MAX_RANKS):
+        raise InvalidArgument(f"size must be a number of ranks from 1 to {_MAX_RANKS}, got {shown(size)}")
     absent = [rank for rank in range(backend.num_slots, size) if rank not in ready]
     if absent:
         raise InvalidArgument(
@@ -285,7 +302,7 @@ def extend_group_size_to(backend: Any, size: int) -> None:
 
 def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
     """Wait until all members run on the same view: one barrier over the remaining ranks."""
-    before = backend.epoch
+    before = _group_of(backend).epoch
     try:
         backend.barrier().wait()
     except expected(PeerError) as exc:
@@ -298,7 +315,13 @@ def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
 
 
 def get_local_success(work: Any) -> bool:
-    """Wait for `work` and return whether it ended well here."""
+    """Wait for `work` and return whether it ended well here.
+
+    Raises:
+        InvalidArgument: it is no work; a call without `async_op=True` returns none.
+    """
+    if not hasattr(work, "wait"):
+        raise InvalidArgument(f"work must be the result of a call with async_op=True, got {type(work).__name__}")
     try:
         work.wait()
     except expected(RuntimeError):

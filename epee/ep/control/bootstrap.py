@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,6 +32,8 @@ from ...view.process.detector import DeathWatch
 from ...view.process.machine import KEY_DIGITS, own_host_key
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from .words import inbox_layout
+
+_log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 3
 TEXT_BYTES = 400
@@ -153,6 +156,20 @@ def refuse(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError) -
     """Notify the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
     gather_present(group, pack(config, bytes(KEY_DIGITS), b"", refusal))
     raise refusal
+
+
+def refuse_to_make(group: dist.ProcessGroup, refusal: Exception) -> None:
+    """Take part in the peers' creation of a buffer as the rank that cannot make it; they raise the reason. Collective.
+
+    For callers that find an error before they know the arguments of the buffer, and raise it afterwards.
+    """
+    told = refusal if isinstance(refusal, EpeeError) else InvalidArgument(f"{type(refusal).__name__}: {refusal}")
+    try:
+        topology_of(group, size_of(group))
+        refuse(group, BufferConfig(size_of(group), 1, 1, 1, 1, torch.bfloat16), told)
+    except expected(EpeeError, RuntimeError) as problem:
+        if problem is not told:
+            _log.warning("could not tell the peers about a refused buffer: %s", problem)
 
 
 def bear(config: BufferConfig) -> Born:

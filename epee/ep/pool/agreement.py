@@ -1,7 +1,8 @@
 """The messages between ranks before a dispatch without a known bound, in one exchange.
 
 Each rank sends what it is about to do, or that its call is refused; from equal answers all ranks conclude alike:
-continue, make more room, or raise. `BufferPool.agree` and `BufferPool.refuse_wish` send these records.
+continue, make more room, or raise. `BufferPool.agree` and `BufferPool.refuse_wish` send these records;
+`BufferPool.most` sends numbers, or a refusal, in the same way.
 """
 
 from __future__ import annotations
@@ -34,8 +35,28 @@ def pack_wish(wish: Wish) -> bytes:
 
 def pack_refusal(num_ranks: int, error: Exception) -> bytes:
     """Return the record of a rank whose arguments are wrong, as long as that of a wish."""
-    reason = f"{type(error).__name__}: {error}".encode()[:_REASON_BYTES]
-    return _form(num_ranks).pack(1, *[0] * (_NUM_WORDS - 1), *[0] * num_ranks, reason)
+    return _form(num_ranks).pack(1, *[0] * (_NUM_WORDS - 1), *[0] * num_ranks, _reason(error))
+
+
+def pack_numbers(numbers: Sequence[int], refusal: Exception | None) -> bytes:
+    """Return the record of numbers (64 bits, not negative); with a refusal they are not read."""
+    reason = b"" if refusal is None else _reason(refusal)
+    return _form_of_numbers(len(numbers)).pack(refusal is not None, *numbers, reason)
+
+
+def most_of(records: Sequence[bytes], count: int) -> list[int]:
+    """Return, position by position, the largest of `count` numbers from the records of all ranks.
+
+    Raises:
+        MismatchError: a rank was refused; the same text on all others.
+    """
+    found = []
+    for rank, data in enumerate(records):
+        refused, *numbers, reason = _form_of_numbers(count).unpack(data)
+        if refused:
+            raise _refused(rank, reason)
+        found.append(numbers)
+    return [max(each) for each in zip(*found, strict=True)]
 
 
 def conclude(records: Sequence[bytes]) -> list[Wish]:
@@ -56,11 +77,23 @@ def _form(num_ranks: int) -> struct.Struct:
     return struct.Struct(f"<{_NUM_WORDS + num_ranks}q{_REASON_BYTES}s")
 
 
+def _form_of_numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<?{count}Q{_REASON_BYTES}s")
+
+
+def _reason(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".encode()[:_REASON_BYTES]
+
+
+def _refused(rank: int, reason: bytes) -> MismatchError:
+    text = reason.rstrip(b"\0").decode("utf-8", "replace")
+    return MismatchError(f"dispatch: rank {rank} refused its call, so no rank made it: {text}")
+
+
 def _unpack(rank: int, data: bytes, num_ranks: int) -> Wish:
     refused, *words, reason = _form(num_ranks).unpack(data)
     if refused:
-        text = reason.rstrip(b"\0").decode("utf-8", "replace")
-        raise MismatchError(f"dispatch: rank {rank} refused its call, so no rank made it: {text}")
+        raise _refused(rank, reason)
     hidden, dtype, num_topk, num_experts, num_worst_tokens, num_tokens, *num_sent = words
     can_be = min(words) >= 0 and dtype < len(DTYPE_CODES) and max(num_sent) <= num_tokens < _MOST_TOKENS
     if not can_be:

@@ -44,6 +44,7 @@ from ...arrays import writing
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError, expected
 from ...gpu.payload import DoesNotFit
 from ..config import MAX_LATENCY_TOKENS
+from ..control.bootstrap import refuse_to_make
 from ..latency.buffer import LatencyBuffer
 from ..streams import is_capturing
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
@@ -238,6 +239,14 @@ class LatencyRooms:
     def _in_group(self) -> dict[str, LatencyBuffer]:
         """Return the memory that replacements of lost ranks join, by type of device."""
         return {kind: whole for kind, whole in self._whole.items() if whole.takes_replacements}
+
+    def refuse(self, error: Exception) -> None:
+        """Make the peers' next call fail at once because of `error`; without memory they make it in that call."""
+        wholes = list(self._whole.values())
+        if wholes:
+            wholes[-1].refuse(error)
+        else:
+            refuse_to_make(self._group, error)
 
     def meet_again(self) -> None:
         """Make the next call begin with the current members of the group; see `BufferPool.meet_again`."""

@@ -8,7 +8,6 @@ normal calls, `latency.py` those of low-latency ones.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,7 +17,7 @@ from ...arrays import array_of
 from ...errors import EpeeError, InvalidState, expected
 from ...torch_private import metadata_check_of
 from ..base import SharedBuffer
-from ..control.bootstrap import all_gather_bytes, hosts_of
+from ..control.bootstrap import all_gather_bytes, hosts_of, refuse_to_make
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
@@ -176,16 +175,24 @@ class BufferPool:
         if is_gpu and self._rooms.lane is not None:
             self.refuse(error)
             return
-        try:
-            self._share(agreement.pack_refusal(self.group.size(), error))
-        except expected(EpeeError) as problem:
-            _log.warning("could not tell the peers about a refused call: %s", problem)
+        self._send_refusal(agreement.pack_refusal(self.group.size(), error))
 
     def refuse(self, error: Exception) -> None:
         """Make the peers' next call fail at once because of `error`, if there is a room for it."""
         lane = self._rooms.lane
         if lane is not None and not self._is_closed:
             lane.refuse(error)
+
+    def refuse_first(self, error: Exception) -> None:
+        """Do as `refuse`; without a room the peers are making one, and are notified there. Collective then."""
+        if self._rooms.lane is None and not self._is_closed:
+            refuse_to_make(self.group, error)
+        self.refuse(error)
+
+    def refuse_latency(self, error: Exception) -> None:
+        """Make the peers' next low-latency call fail at once because of `error`."""
+        if not self._is_closed:
+            self._latency.refuse(error)
 
     def sum_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `counts`, `[n]` integers, as `[n]` int64 on the CPU. Collective."""
@@ -194,9 +201,16 @@ class BufferPool:
         return sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
 
     def most(self, *numbers: int) -> list[int]:
-        """Return, position by position, the largest number (64 bits, not negative) of all ranks. Collective."""
-        layout = struct.Struct(f"{len(numbers)}Q")
-        return [max(each) for each in zip(*map(layout.unpack, self._share(layout.pack(*numbers))), strict=True)]
+        """Return, position by position, the largest number (64 bits, not negative) of all ranks. Collective.
+
+        Raises:
+            MismatchError: a rank was refused; the same text on all others.
+        """
+        return agreement.most_of(self._share(agreement.pack_numbers(numbers, None)), len(numbers))
+
+    def refuse_most(self, count: int, error: Exception) -> None:
+        """Take part in the peers' `most` of `count` numbers as the rank whose arguments are wrong."""
+        self._send_refusal(agreement.pack_numbers([0] * count, error))
 
     def barrier(self) -> bool:
         """Let the ranks meet on the current stream by one kernel; False if there is no room on a GPU. Collective.
@@ -252,6 +266,12 @@ class BufferPool:
 
     def _lanes_of(self, device: torch.device) -> Lanes:
         return self._lanes.setdefault(device, Lanes(device))
+
+    def _send_refusal(self, record: bytes) -> None:
+        try:
+            self._share(record)
+        except expected(EpeeError) as problem:
+            _log.warning("could not tell the peers about a refused call: %s", problem)
 
     def _share(self, data: bytes) -> list[bytes]:
         """Return the `data` of all ranks (equally long, not empty), in rank order. Collective."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from epee.compat.deep_ep.elastic import ElasticBuffer
+from epee.compat.deep_ep.elastic import MAX_EXPERTS, ElasticBuffer
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.low_latency import unsupported
-from epee.compat.deep_ep.shared.rows import filled_up, payload_filled_up
+from epee.compat.deep_ep.shared.rows import device_of, filled_up, int64_routing, payload_filled_up, values_of
 from epee.ep import (
     BufferPool,
     Payload,
@@ -30,8 +30,12 @@ from epee.ep import (
     most_experts,
     topk_of_map,
 )
-from epee.errors import InvalidArgument, InvalidState
+from epee.errors import InvalidArgument, InvalidState, expected
 from epee.untraced import untraced_methods
+from epee.values import is_whole, shown
+
+MAX_ROWS = 1 << 31
+NUM_AGREED = 2  # numbers that the ranks agree on: top-k, and the most tokens of a rank
 
 
 def indices_to_map(
@@ -155,19 +159,22 @@ class HybridEPBuffer:
             Rows `[n, hidden_dim]`, probs `[n]` float32 or None, scaling factors or None, rows per local expert int64
             (on the CPU unless `non_blocking`; None beside a `handle`), handle.
         """
-        x = _payload(hidden, scaling_factor)
         if handle is not None:
-            core = _known(handle).core
-            got = self._core.dispatch(x, handle=core, num_sms=self._sms[0])
-            rows = payload_filled_up(_cut(got[0], handle.num_permuted_tokens), handle.num_permuted_tokens)
-            return *_parts(rows), None, handle
-        if non_blocking and num_permuted_tokens is None:
-            raise InvalidArgument("non_blocking needs num_permuted_tokens, the rows of the results")
-        num_experts = self._num_experts(num_of_experts, num_of_experts_per_rank)
-        is_blind = non_blocking and self._pool().is_gpu(hidden.device)
-        given_map = None
-        if topk_idx is None:
-            given_map = check_map(routing_map, len(hidden), num_experts, hidden.device)
+            return self._dispatch_again(hidden, scaling_factor, handle)
+        is_blind = non_blocking and self._pool().is_gpu(device_of(hidden))
+        try:
+            x = _payload(hidden, scaling_factor)
+            num_experts = self._num_experts(num_of_experts, num_of_experts_per_rank)
+            given_map = None
+            if topk_idx is None:
+                given_map = check_map(routing_map, len(hidden), num_experts, hidden.device)
+            else:
+                topk_idx = int64_routing(topk_idx)
+            _check_rows(hidden, topk_idx, topk_weights, probs, num_experts)
+            _check_numbers(pad_multiple, num_permuted_tokens, non_blocking)
+        except expected(Exception) as error:
+            self._refuse(error, is_blind)
+            raise
         self._agree(given_map, topk_idx, hidden, is_blind)
         num_lost = None
         if given_map is not None:
@@ -177,7 +184,7 @@ class HybridEPBuffer:
             topk_weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
         recv, _, recv_probs, core, _ = self._core.dispatch(
             x,
-            topk_idx=topk_idx.to(torch.int64),
+            topk_idx=topk_idx,
             topk_weights=None if topk_weights is None else topk_weights.to(torch.float32),
             num_experts=num_experts,
             num_max_tokens_per_rank=self.configurer.buffer_config.max_num_of_tokens_per_rank,
@@ -219,25 +226,20 @@ class HybridEPBuffer:
         Returns:
             `[num_tokens, hidden_dim]`; `[num_tokens, num_of_experts]` float32, 0 for experts without a row, or None.
         """
-        known = _known(handle)
+        known = self._known(handle)
         core, rows = known.core.room.core, known.core.core.num_recv
-        if len(hidden) != known.num_permuted_tokens:
-            raise InvalidArgument(
-                f"hidden must have the {known.num_permuted_tokens} rows of the dispatch, got {len(hidden)}"
-            )
-        y = hidden
-        if len(hidden) != rows:  # rows that were dropped count as zeros
-            num_there = min(rows, len(hidden))
+        try:
+            y, weights = _to_combine(hidden, probs, known)
+        except expected(InvalidArgument) as error:
+            core.refuse(error)
+            raise
+        if len(y) != rows:  # rows that were dropped count as zeros
+            num_there = min(rows, len(y))
             y = core.combine_input(known.core.core, hidden.dtype)
             y[:num_there].copy_(hidden[:num_there])
             y[num_there:].zero_()
-            probs = None if probs is None else filled_up(probs[:num_there], rows, 0)
-        got = core.combine(
-            y,
-            known.core.core,
-            topk_weights=None if probs is None else probs.to(torch.float32),
-            num_sms=known.core.room.num_sms(self._sms[1]),
-        )
+            weights = None if weights is None else filled_up(weights[:num_there], rows, 0)
+        got = core.combine(y, known.core.core, topk_weights=weights, num_sms=known.core.room.num_sms(self._sms[1]))
         if got.topk_weights is None:
             return got.x, None
         return got.x, dense_weights(known.topk_idx, got.topk_weights, known.num_of_experts)
@@ -268,9 +270,45 @@ class HybridEPBuffer:
         return self._core.runtime
 
     def _num_experts(self, num_of_experts: int | None, num_of_experts_per_rank: int | None) -> int:
-        if num_of_experts is not None:
-            return num_of_experts
-        return self.group_size * (num_of_experts_per_rank or self.configurer.buffer_config.num_of_experts_per_rank)
+        """Return the experts over all ranks; `InvalidArgument` unless each rank has as many."""
+        found: Any = num_of_experts
+        if found is None:
+            each: Any = num_of_experts_per_rank or self.configurer.buffer_config.num_of_experts_per_rank
+            found = self.group_size * each if is_whole(each, 1, MAX_EXPERTS) else each
+        if not is_whole(found, 1, MAX_EXPERTS) or found % self.group_size:
+            raise InvalidArgument(
+                f"num_of_experts must be a multiple of {self.group_size} ranks, at most {MAX_EXPERTS}, got "
+                f"{shown(found)}"
+            )
+        return int(found)
+
+    def _dispatch_again(
+        self, hidden: torch.Tensor, scaling_factor: torch.Tensor | None, handle: object
+    ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, HybridEPHandle]:
+        known = self._known(handle)
+        try:
+            x = _payload(hidden, scaling_factor)
+        except expected(InvalidArgument) as error:
+            known.core.room.core.refuse(error)
+            raise
+        got = self._core.dispatch(x, handle=known.core, num_sms=self._sms[0])
+        rows, _, scales = _parts(payload_filled_up(_cut(got[0], known.num_permuted_tokens), known.num_permuted_tokens))
+        return rows, None, scales, None, known
+
+    def _known(self, handle: object) -> HybridEPHandle:
+        """Return a handle of this class; a refusal is sent to the peers."""
+        if isinstance(handle, HybridEPHandle):
+            return handle
+        error = InvalidArgument(f"handle must be that of a dispatch_with_permute, got {type(handle).__name__}")
+        self._pool().refuse(error)
+        raise error
+
+    def _refuse(self, error: Exception, is_blind: bool) -> None:
+        """Notify the peers, who agree on top-k, or dispatch if they need not, that this rank's dispatch is refused."""
+        if is_blind and self._num_topk:
+            self._pool().refuse(error)
+        else:
+            self._pool().refuse_most(NUM_AGREED, error)
 
     def _agree(
         self, routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, hidden: torch.Tensor, is_blind: bool
@@ -294,9 +332,58 @@ class HybridEPBuffer:
 
 
 def _payload(hidden: torch.Tensor, scaling_factor: torch.Tensor | None) -> Payload:
+    """Return the rows to send; `InvalidArgument` unless they are a matrix, of bytes if there are scales."""
+    is_matrix = isinstance(hidden, torch.Tensor) and hidden.dim() == 2
     if scaling_factor is None:
-        return hidden
+        return values_of(hidden)
+    if not is_matrix or hidden.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        got = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        raise InvalidArgument(
+            f"hidden must be float8_e4m3fn (or uint8) [num_tokens, hidden_dim] beside a scaling_factor, got {got}"
+        )
     return hidden.view(torch.float8_e4m3fn), scaling_factor
+
+
+def _check_rows(
+    hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: object, probs: object, num_experts: int
+) -> None:
+    """Raise `InvalidArgument` unless routing and weights have a row for each token, of their widths."""
+    num_tokens = len(hidden)
+    if topk_idx is not None and (len(topk_idx) != num_tokens or topk_idx.device != hidden.device):
+        raise InvalidArgument(
+            f"topk_idx must be [{num_tokens}, num_topk] on {hidden.device}, got {list(topk_idx.shape)} on "
+            f"{topk_idx.device}"
+        )
+    num_topk = 0 if topk_idx is None else topk_idx.shape[1]
+    for name, value, width in (("topk_weights", topk_weights, num_topk), ("probs", probs, num_experts)):
+        if value is None or (topk_idx is None and name == "topk_weights"):
+            continue  # of a map the weights are in probs
+        is_right = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device == hidden.device
+        if not is_right or value.shape != (num_tokens, width):  # type: ignore[attr-defined]
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InvalidArgument(f"{name} must be float32 [{num_tokens}, {width}] on {hidden.device}, got {got}")
+
+
+def _check_numbers(pad_multiple: object, num_permuted_tokens: object, non_blocking: bool) -> None:
+    if non_blocking and num_permuted_tokens is None:
+        raise InvalidArgument("non_blocking needs num_permuted_tokens, the rows of the results")
+    for name, value in (("pad_multiple", pad_multiple), ("num_permuted_tokens", num_permuted_tokens)):
+        if value is not None and not is_whole(value, 0, MAX_ROWS):
+            raise InvalidArgument(f"{name} must be None or a whole number up to {MAX_ROWS}, got {shown(value)}")
+
+
+def _to_combine(hidden: object, probs: object, known: HybridEPHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows and probs of a combine; `InvalidArgument` unless there is one for each row of the dispatch."""
+    num_rows = known.num_permuted_tokens
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2 or len(hidden) != num_rows:
+        got = list(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        raise InvalidArgument(f"hidden must have the {num_rows} rows of the dispatch, [n, hidden_dim], got {got}")
+    if probs is None:
+        return hidden, None
+    if not isinstance(probs, torch.Tensor) or not probs.is_floating_point() or probs.shape != (num_rows,):
+        got = f"{probs.dtype} {list(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
+        raise InvalidArgument(f"probs must be float32 [{num_rows}], one for each row of hidden, got {got}")
+    return hidden, probs.to(torch.float32)
 
 
 def _parts(x: Payload) -> tuple[torch.Tensor, None, torch.Tensor | None]:
@@ -305,12 +392,6 @@ def _parts(x: Payload) -> tuple[torch.Tensor, None, torch.Tensor | None]:
 
 def _cut(x: Payload, num_rows: int) -> Payload:
     return (x[0][:num_rows], x[1][:num_rows]) if isinstance(x, tuple) else x[:num_rows]
-
-
-def _known(handle: object) -> HybridEPHandle:
-    if not isinstance(handle, HybridEPHandle):
-        raise InvalidArgument(f"handle must be that of a dispatch_with_permute, got {type(handle).__name__}")
-    return handle
 
 
 def _counts(core: EPHandle, alignment: int, on_device: bool) -> torch.Tensor:

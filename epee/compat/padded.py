@@ -109,7 +109,7 @@ class PaddedCalls:
             ways: of the call.
             when_received: called after the receive phase.
         """
-        if ways.async_finish is False and ways.timeout_us is None:
+        if ways.timeout_us is None:
             found = self._dispatch_again(x, topk_idx, sizes, how, ways, when_received)
             if found is not None:
                 return found
@@ -168,7 +168,7 @@ class PaddedCalls:
         except expected(InvalidArgument) as error:
             self._pool.refuse_latency(error)
             raise
-        if ways.async_finish is False and ways.timeout_us is None:
+        if ways.timeout_us is None:
             found = self._combine_again(x, topk_idx, topk_weights, known, out, ways, when_received)
             if found is not None:
                 return found
@@ -203,7 +203,7 @@ class PaddedCalls:
         ways: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
-        """Run a cached dispatch on a GPU, without event and timeout; arguments as of `dispatch`.
+        """Run a cached dispatch on a GPU, without timeout; arguments as of `dispatch`.
 
         Returns:
             None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
@@ -213,13 +213,19 @@ class PaddedCalls:
         core = self._lately.get((sizes, x.shape[1:], topk_idx.shape[1:]))
         if core is None or core.again is None:
             return None
-        got = core.again.dispatch(x, topk_idx, None, ways.active_ranks, *how, ways.return_recv_hook, True)
+        given = x, topk_idx, None, ways.active_ranks, *how, ways.return_recv_hook, True
+        got = None
+        if ways.async_finish is False:
+            got = core.again.dispatch(*given)
+        elif ways.async_finish is True and ways.return_recv_hook is False:
+            got = core.again.dispatch_async(None, *given)
         if got is None:
             return None
         of_call = sizes[0], core.config.hidden, sizes[1]
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
-        hook = None if got.hook is None and when_received is None else _after(core.hooked(got), ways, when_received)
-        return got.x, got.num_tokens_per_expert, handle, no_event(), hook
+        if got.hook is when_received is None and not ways.async_finish:
+            return got.x, got.num_tokens_per_expert, handle, no_event(), None
+        return got.x, got.num_tokens_per_expert, handle, *_ends(core, got, ways, when_received)
 
     def _combine_again(
         self,
@@ -238,13 +244,17 @@ class PaddedCalls:
         if type(known.routing) is not torch.Size or topk_idx.shape != known.routing:
             return None
         rows = known.combine_buffer if ways.zero_copy else x
-        got = again.combine(rows, known.handle, topk_weights, out, None, ways.active_ranks, ways.return_recv_hook)
+        given = rows, known.handle, topk_weights, out, None, ways.active_ranks, ways.return_recv_hook
+        got = None
+        if ways.async_finish is False:
+            got = again.combine(*given)
+        elif ways.async_finish is True and ways.return_recv_hook is False:
+            got = again.combine_async(None, *given)
         if got is None:
             return None
-        hook = None
-        if got.hook is not None or when_received is not None:
-            hook = _after(known.core.hooked(got), ways, when_received)
-        return got.x, no_event(), hook
+        if got.hook is when_received is None and not ways.async_finish:
+            return got.x, no_event(), None
+        return got.x, *_ends(known.core, got, ways, when_received)
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` reads."""
@@ -258,6 +268,15 @@ class PaddedCalls:
         if known.combine_buffer is None:
             raise InvalidArgument("zero_copy needs rows in the buffer that was handed out for this handle; ask for it")
         return known.combine_buffer
+
+
+def _ends(
+    core: LatencyBuffer, got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], None] | None
+) -> tuple[EventOverlap, Hook]:
+    """Return the event and the hook of a cached call."""
+    if got.hook is not None:
+        core.hooked(got)
+    return _event(got, ways), got.hook if when_received is None else _after(got, ways, when_received)
 
 
 def _after(got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], None] | None) -> Hook:

@@ -8,6 +8,7 @@ their own. `BufferPool` makes the buffers that their calls need, and exchanges t
 
 from __future__ import annotations
 
+from ..gpu.event import current_stream, recorded_on, wait_on
 from ..gpu.layout import count_layout, load_counter
 from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.report import NoRoomError
@@ -52,6 +53,7 @@ __all__ = [
     "check_topk_idx",
     "clipped_counts",
     "count_layout",
+    "current_stream",
     "dense_weights",
     "group_of",
     "hosts_of",
@@ -62,7 +64,9 @@ __all__ = [
     "memory_for",
     "most_experts",
     "network_bytes",
+    "recorded_on",
     "timeout_of",
     "topk_facts",
     "topk_of_map",
+    "wait_on",
 ]

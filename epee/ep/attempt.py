@@ -14,13 +14,13 @@ refusal, so that they raise at once and call numbers stay in step. An exception 
 leaves a call that was not announced unmade: it may be repeated. A call that meets a new view (`Moved`) is made again
 there: `with` swallows it. A crash leaves nothing here: calls keep no state except the paths' own.
 
-`CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
-happened since. Such a call needs none of the steps around others: no timeout to check, no epoch to enter, no stream to
-choose, no rank to notify. So the fast path is tried first. Any change (a profiler, another GPU, a graph, a report, a
-death, a new view, poison, arguments with other properties; of a `LatencyBuffer` another stream) makes it return None,
-without side effects; then the call takes the ordinary path, which checks it, makes it or raises. The paths define when
-the fast path is allowed and how such a call is made; `plans.py` and `latency/plans.py` define the cache keys. The
-receive phase of a call with a hook is run in the same way.
+`CallsAgain` is for most calls: on a GPU, with the options' defaults (but also on the buffer's own stream), in the
+shapes of an earlier one, when nothing has happened since. Such a call needs none of the steps around others: no timeout
+to check, no epoch to enter, no rank to notify. So the fast path is tried first. Any change (a profiler, another GPU, a
+graph, a report, a death, a new view, poison, arguments with other properties; of a `LatencyBuffer` another stream)
+makes it return None, without side effects; then the call takes the ordinary path, which checks it, makes it or raises.
+The paths define when the fast path is allowed and how such a call is made; `plans.py` and `latency/plans.py` define the
+cache keys. The receive phase of a call with a hook is run in the same way.
 
 Called on the thread of the call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
 lock; the end of a buffer that was closed meanwhile; a refusal if an error occurs (from an allocation) before the call
@@ -45,6 +45,7 @@ from .checks import check_timeout
 from .control.exchanging import RowExchange
 from .control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
 from .paths import GpuPath, Path
+from .streams import Lanes, RunOptions
 
 _log = logging.getLogger(__name__)
 
@@ -149,14 +150,18 @@ class CallsAgain:
     """Makes the cached calls of one buffer.
 
     Args:
-        turns, exchange, path: of the buffer.
+        turns, exchange, path, lanes: of the buffer.
         timeout_s: of calls that name none.
-        dispatch, combine: find a call's plan and start it, or return None; called with the arguments of the attributes.
+        dispatch, combine: find a call's plan and start it, or return None; called with the arguments of the attributes,
+            and with the stream of the call, last, if that is not the current one.
 
     Attributes:
         dispatch, combine: make a call; return None without side effects if it is not cached. Raise as those of the
             buffer. Partial objects, because another Python function around them would cost such a call as much as its
             checks.
+        dispatch_async, combine_async: the same on the buffer's own stream; the first argument is the event for which
+            the call waits instead of the current stream, None for that. They begin with all other arguments, none left
+            out. If they return None the own stream waits as it would for the call.
     """
 
     def __init__(
@@ -164,14 +169,17 @@ class CallsAgain:
         turns: Turns,
         exchange: RowExchange,
         path: GpuPath,
+        lanes: Lanes,
         timeout_s: float,
         dispatch: Callable[..., Any],
         combine: Callable[..., Any],
     ) -> None:
         self._turns, self._closing, self._exchange, self._path = turns, turns.closing, exchange, path
-        self._core, self._timeout_s = path.core, timeout_s
+        self._core, self._lanes, self._timeout_s = path.core, lanes, timeout_s
         self.dispatch: Callable[..., Any] = partial(self.make, OP_DISPATCH, dispatch)
         self.combine: Callable[..., Any] = partial(self.make, OP_COMBINE, combine)
+        self.dispatch_async: Callable[..., Any] = partial(self.make, OP_DISPATCH, self._on_own_stream, dispatch)
+        self.combine_async: Callable[..., Any] = partial(self.make, OP_COMBINE, self._on_own_stream, combine)
 
     def make(self, op: int, call: Callable[..., Any], *given: Any) -> Any:
         """Make a cached call; return None without side effects if the fast path is not allowed.
@@ -204,6 +212,11 @@ class CallsAgain:
             finally:
                 if self._closing.asked:
                     self._turns.__exit__(None, None, None)
+
+    def _on_own_stream(self, call: Callable[..., Any], previous_event: object, *given: Any) -> Any:
+        """Make a cached call on the buffer's own stream, with the lock."""
+        with self._lanes.lane(RunOptions(async_op=True, previous_event=previous_event)) as lane:
+            return call(*given, lane)
 
     def receive(self, phase: Any) -> bool:
         """Make the receive phase of a call with a hook; return False without side effects if the fast path is not

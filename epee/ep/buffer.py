@@ -276,7 +276,7 @@ class Buffer(SharedBuffer):
         """Enable the fast path for cached calls."""
         self._known = known = KnownPlans(path.shape, self._checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
-        self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
+        self.again = CallsAgain(self._turns, self._exchange, path, self._lanes, self._timeout, *calls)
 
     def dispatches_like(
         self,
@@ -366,15 +366,15 @@ class Buffer(SharedBuffer):
             EvictedError: the others have continued without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
-        again = self.again
-        if again is not None and timeout is None and previous_event is None and async_op is False:
+        again = None if timeout is not None else self.again
+        if again is not None and not carries_gradient(x, topk_weights):  # otherwise the ordinary path, which warns
             others = is_token_in_rank, handle, capacity
-            warns = carries_gradient(x, topk_weights)  # in the ordinary path
-            found = (
-                None
-                if warns
-                else again.dispatch(x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync)
-            )
+            given = x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync
+            found = None
+            if async_op is True:
+                found = again.dispatch_async(previous_event, *given)
+            elif async_op is False and previous_event is None:
+                found = again.dispatch(*given)
             if found is not None:
                 return found
         routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
@@ -436,11 +436,13 @@ class Buffer(SharedBuffer):
                 wait for a combine: an error during it is raised by the next call, or by `check`, and `out` is then
                 undefined.
         """
-        again = self.again
-        if again is not None and timeout is None and previous_event is None and async_op is False:
-            is_plain = bias is None and out is None
-            is_plain = is_plain and not carries_gradient(y, topk_weights)  # otherwise the ordinary path, which warns
-            found = again.combine(y, handle, topk_weights, num_sms) if is_plain else None
+        again = self.again if timeout is None and bias is None and out is None else None
+        if again is not None and not carries_gradient(y, topk_weights):  # otherwise the ordinary path, which warns
+            found = None
+            if async_op is True:
+                found = again.combine_async(previous_event, y, handle, topk_weights, num_sms)
+            elif async_op is False and previous_event is None:
+                found = again.combine(y, handle, topk_weights, num_sms)
             if found is not None:
                 return found
         run = RunOptions(num_sms, async_op, previous_event)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..gpu.event import DONE, Event, check_event
-from ..torch_private import CudaEvent, current_index, current_raw_stream
-
-_MOST_STREAMS = 64  # of callers whose objects are kept
+from ..errors import expected
+from ..gpu.event import DONE, Event, check_event, current_stream, recorded_on, wait_on
+from ..torch_private import CudaEvent, current_index
+from ..torch_private import is_capturing as is_recording
 
 
 class RunOptions(NamedTuple):
@@ -74,8 +74,8 @@ CURRENT = Lane()
 class _OwnLane(Lane):
     is_own = True
 
-    def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream, raw: int) -> None:
-        self._caller, self._own, self._raw = caller, own, raw
+    def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
+        self._caller, self._own = caller, own
         self._index = own.device_index
 
     def __enter__(self) -> Lane:
@@ -97,13 +97,11 @@ class _OwnLane(Lane):
             for tensor in {id(tensor): tensor for tensor in tensors if tensor is not None}.values():
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
-        return [self._raw]
+        return [self._caller.cuda_stream]
 
     def event(self, device: torch.device, stream: int) -> Event:
         """Return the event of the work on the buffer's stream; recorded now, as the caller will wait on another."""
-        recorded = torch.cuda.Event()
-        recorded.record(self._own)
-        return Event(device, stream, recorded)
+        return Event(device, stream, recorded_on(self._own))
 
 
 class Lanes:
@@ -116,7 +114,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own: torch.cuda.Stream | None = None
-        self._callers: dict[int, torch.cuda.Stream] = {}  # torch's objects by raw handle
+        self._begins: list[Any] = []  # events that may be recorded again
 
     def own_stream(self) -> torch.cuda.Stream:
         """Return the stream of calls with `async_op`."""
@@ -137,27 +135,33 @@ class Lanes:
             if event is not None:
                 event.synchronize()
             return CURRENT
-        raw = current_raw_stream(current_index() if self._device.index is None else self._device.index)
-        caller = self._callers.get(raw)
-        if caller is None:
-            if len(self._callers) >= _MOST_STREAMS:
-                self._callers.clear()
-            caller = self._callers[raw] = torch.cuda.current_stream(self._device)
+        caller = current_stream(self._device.index)
         if not run.async_op:
             _wait(event, caller)
             return CURRENT
         own = self.own_stream()
         if event is None:
-            begin = CudaEvent()
-            begin.record(caller)
-            begin.wait(own)
+            self._follow(caller, own)
         _wait(event, own)
-        return _OwnLane(caller, own, raw)
+        return _OwnLane(caller, own)
+
+    def _follow(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
+        """Let the own stream wait for the present work of the caller's."""
+        try:
+            begin = self._begins.pop()  # this thread's until it is put back; to make one costs as much as all this
+        except expected(IndexError):
+            begin = CudaEvent()
+        begin.record(caller)
+        begin.wait(own)
+        if not is_recording():  # else it is the graph's
+            self._begins.append(begin)
 
 
 def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
-    if event is not None:
+    if isinstance(event, Event):
         event.wait(stream)
+    elif event is not None:
+        wait_on(stream, event)
 
 
 def is_capturing() -> bool:

@@ -10,6 +10,38 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidArgument
+from ..torch_private import CudaEvent, current_index, current_raw_stream
+
+_MOST_STREAMS = 64  # whose objects are kept
+_current: dict[tuple[int, int], torch.cuda.Stream] = {}  # torch's objects by GPU and raw handle
+
+
+def current_stream(index: int | None = None) -> torch.cuda.Stream:
+    """Return the current stream of a GPU, by default of the current one, as torch, which makes an object each time.
+
+    That takes torch longer than recording an event.
+    """
+    if index is None:
+        index = current_index()
+    key = index, current_raw_stream(index)
+    stream = _current.get(key)
+    if stream is None:
+        if len(_current) >= _MOST_STREAMS:
+            _current.clear()
+        stream = _current[key] = torch.cuda.current_stream(index)
+    return stream
+
+
+def recorded_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event after the present work on a stream."""
+    event = torch.cuda.Event()
+    CudaEvent.record(event, stream)  # torch's own method, and that of the stream, are Python around this one
+    return event
+
+
+def wait_on(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Make later work on a stream wait for an event."""
+    CudaEvent.wait(event, stream)
 
 
 def stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:
@@ -39,7 +71,8 @@ class Event:
         """Make `stream` (None: the current one) wait for the call; the cpu does not wait."""
         recorded = self.recorded()
         if recorded is not None:
-            (torch.cuda.current_stream(self._device) if stream is None else stream).wait_event(recorded)
+            index = None if self._device is None else self._device.index
+            wait_on(current_stream(index) if stream is None else stream, recorded)
 
     def synchronize(self) -> None:
         """Block the cpu until the call is done."""
@@ -55,8 +88,7 @@ class Event:
     def recorded(self) -> torch.cuda.Event | None:
         """Return the CUDA event, None when the call is done already."""
         if self._recorded is None and self._device is not None:
-            self._recorded = torch.cuda.Event()
-            self._recorded.record(stream_of(self._stream, self._device))
+            self._recorded = recorded_on(stream_of(self._stream, self._device))
         return self._recorded
 
 

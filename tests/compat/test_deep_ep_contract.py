@@ -17,6 +17,7 @@ from epee.compat.deep_ep.shared.layout import send_head
 from epee.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
 from epee.ep import is_capturing
 from epee.errors import InvalidArgument, InvalidState, UnsupportedError
+from epee.gpu import event as gpu_event
 from tests.harness import run_ranks
 
 EVENTS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
@@ -341,12 +342,14 @@ def test_events_with_cuda_go_to_the_current_stream(monkeypatch: pytest.MonkeyPat
     log: list[Any] = []
 
     class Stream:
-        def wait_event(self, event: Any) -> None:
-            log.append(("wait", self, event))
+        pass
 
     class Event:
         def record(self, stream: Stream) -> None:
             log.append(("record", stream, self))
+
+        def wait(self, stream: Stream) -> None:
+            log.append(("wait", stream, self))
 
         def synchronize(self) -> None:
             log.append(("synchronize", None, self))
@@ -354,10 +357,11 @@ def test_events_with_cuda_go_to_the_current_stream(monkeypatch: pytest.MonkeyPat
     first, second = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_event, "CudaEvent", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: first)
+    monkeypatch.setattr(events, "current_stream", lambda: first)
     event = deep_ep.EventHandle()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: second)
+    monkeypatch.setattr(events, "current_stream", lambda: second)
     events.wait_for(deep_ep.EventOverlap(event))
     event.synchronize()
     assert [(what, stream) for what, stream, _ in log] == [("record", first), ("wait", second), ("synchronize", None)]

@@ -20,6 +20,7 @@ import epee
 from epee.compat.deep_ep import EventOverlap
 from epee.compat.deep_ep.event import no_event
 from epee.ep.latency import gpu_path
+from epee.ep.latency.gpu.params import BOTH_HALVES
 from epee.ep.pool import latency as rooms
 from epee.ep.pool import pool
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError, StaleHandleError
@@ -187,6 +188,32 @@ def test_calls_with_hooks_are_made_as_ones_before() -> None:
         assert found.count("receive") >= 20 + 8
 
 
+def _with_events(rank: int, num_ranks: int) -> list[str]:
+    """Calls on the buffer's own stream are made as ones before; they and others give what the oracle gives."""
+    gpu_path.LOOK_S = 600.0
+    seen: list[str] = []
+    with _plain(SHAPE) as buffer:
+        for name in (f"{op}_async" for op in OP):
+            setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
+        for seed in range(4):
+            check_round(buffer, SHAPE, (6, 3), seed, async_op=True)
+            check_round(buffer, SHAPE, (6, 3), seed, async_op=True, payload="fp8", late_weights=True)
+            check_round(buffer, SHAPE, (6, 3), seed)
+        event = dispatch(buffer, inputs(SHAPE, (6, 3), 1)[rank], async_op=True).event
+        assert event.query()
+        dispatch(buffer, inputs(SHAPE, (6, 3), 1)[rank], async_op=True, previous_event=event)
+        found = list(seen)
+        with pytest.raises(InvalidArgument, match="previous_event must be"):
+            dispatch(buffer, inputs(SHAPE, (6, 3), 1)[rank], async_op=True, previous_event=7)
+    return found
+
+
+def test_calls_with_events_are_made_as_ones_before() -> None:
+    for found in run_ranks(emulated, 2, _with_events, timeout_s=200):
+        assert found.count("dispatch_async") >= 6 + 2
+        assert found.count("combine_async") >= 6
+
+
 def _hook_after_changes(rank: int, num_ranks: int) -> None:
     """A hook that is called when something has happened is run after all checks."""
     with _warm() as (buffer, path, seen):
@@ -297,7 +324,7 @@ def _patience(rank: int, num_ranks: int) -> None:
         for known in (buffer._plans._dispatches, buffer._plans._combines):
             (facts,) = known.values()  # type: ignore[attr-defined]
             assert facts.plan.calls.timeout_ns == 7 * 10**9
-            assert facts.plan.calls.both._args.call.timeout_ns == int(buffer._timeout * 1e9)
+            assert facts.plan.calls.made[BOTH_HALVES]._args.call.timeout_ns == int(buffer._timeout * 1e9)
 
 
 def test_a_call_waits_as_long_as_its_buffer_says() -> None:
@@ -395,15 +422,15 @@ def _turns(rank: int, num_ranks: int) -> None:
 def _interrupt(path: Any, handler: Callable[..., None]) -> None:
     """Let a signal come in the midst of the next call that is made as one before."""
     core = path.core
-    run = core._run_again
+    launch = core._launch
 
-    def interrupted(*args: Any) -> bool:
-        core._run_again = run
+    def interrupted(*args: Any) -> None:
+        core._launch = launch
         signal.signal(signal.SIGUSR1, handler)
         signal.raise_signal(signal.SIGUSR1)
-        return bool(run(*args))
+        launch(*args)
 
-    core._run_again = interrupted
+    core._launch = interrupted
 
 
 def test_calls_like_earlier_ones_keep_their_turn() -> None:

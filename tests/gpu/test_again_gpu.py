@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import epee
 import epee.compat.deep_ep as deep_ep
+from epee.ep.latency import gpu_path
 from tests.ep.buffer_cases import same_bits
 from tests.ep.gpu_buffer_cases import HIDDEN, NUM_TOPK, make, tokens
 from tests.gpu.test_buffer_gpu import on_gpu
@@ -215,3 +216,76 @@ def _hooks(rank: int, num_ranks: int) -> None:
 
 def test_low_latency_calls_with_hooks() -> None:
     run_ranks(_hooks, 2, timeout_s=100)
+
+
+def _spied(made: Any, name: str, seen: list[str]) -> Any:
+    """A call that notes its name if it is made as one before."""
+
+    def spy(*args: Any) -> Any:
+        got = made(*args)
+        if got is not None:
+            seen.append(name)
+        return got
+
+    return spy
+
+
+def _in_turn(buffer: Any, cases: list[tuple[torch.Tensor, ...]]) -> None:
+    """Calls on the own stream wait for what the caller's writes late; what they read may be dropped at once."""
+    given = [torch.zeros_like(part) for part in cases[0]]
+    wanted = []
+    for case in cases:
+        got = buffer.dispatch(*case)
+        wanted.append(buffer.combine(got.x.clone(), got.handle).x)
+        del got
+    seen: list[str] = []
+    for name in ("dispatch_async", "combine_async"):
+        setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
+    for step, case in enumerate(cases):
+        torch.cuda._sleep(LONG_SLEEP)
+        for place, part in zip(given, case, strict=True):
+            place.copy_(part)
+        x, event = given[0].clone(), None
+        if step % 2:
+            event = torch.cuda.Event()
+            event.record()
+        got = buffer.dispatch(x, given[1], given[2], async_op=True, previous_event=event)
+        del x
+        filler = torch.full_like(given[0], torch.nan)  # in the memory of what was dropped, if that is free
+        got.event.wait()
+        y = got.x.clone()
+        torch.cuda._sleep(LONG_SLEEP)
+        y.mul_(1)
+        back = buffer.combine(y, got.handle, async_op=True)
+        del y, got
+        filler = torch.full_like(filler.new_empty(wanted[step].shape), torch.nan)
+        back.event.wait()
+        same_bits(back.x, wanted[step], f"sums, {step}")
+        del back, filler
+    assert min(seen.count("dispatch_async"), seen.count("combine_async")) >= len(cases) - 2
+
+
+def _own_stream(rank: int, num_ranks: int) -> None:
+    with _plain(num_ranks) as buffer:
+        _in_turn(buffer, [tokens(buffer, 16, seed) for seed in range(8)])
+        with pytest.raises(epee.errors.InvalidArgument, match="previous_event must be"):
+            buffer.dispatch(*tokens(buffer, 16, 1), async_op=True, previous_event=7)
+
+
+def _own_stream_of_few(rank: int, num_ranks: int) -> None:
+    gpu_path.LOOK_S = 600.0
+    os.environ.pop("EPEE_POISON", None)
+    sizes: dict[str, Any] = {"num_experts": 8, "hidden": 512, "num_topk": 4, "max_tokens_per_rank": 32}
+    with epee.LatencyBuffer(**sizes, device="cuda", timeout=20) as buffer:
+        generator = torch.Generator().manual_seed(rank)
+        cases = []
+        for _ in range(8):
+            idx = torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(32)])
+            x = torch.randn(32, 512, generator=generator).bfloat16()
+            cases.append((x.cuda(), idx.cuda(), torch.rand(32, 4, generator=generator).cuda()))
+        _in_turn(buffer, cases)
+
+
+@pytest.mark.parametrize("function", [_own_stream, _own_stream_of_few])
+def test_repeated_calls_on_the_buffers_own_stream(function: Any) -> None:
+    run_ranks(on_gpu, 2, function, timeout_s=100)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from epee.ep import current_stream, recorded_on, wait_on
 from epee.errors import InvalidState
 
 
@@ -22,8 +23,7 @@ class EventHandle:
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
         if torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream())
+            self._event = recorded_on(current_stream())
 
     @classmethod
     def of(cls, recorded: torch.cuda.Event | None) -> EventHandle:
@@ -40,7 +40,7 @@ class EventHandle:
     def current_stream_wait(self) -> None:
         """Make the current stream wait for the event; the cpu does not wait."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            wait_on(current_stream(), self._event)
 
     def synchronize(self) -> None:
         """Block the cpu until the event."""

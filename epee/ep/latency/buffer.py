@@ -125,7 +125,7 @@ class LatencyBuffer(SharedBuffer):
         path = self._rows
         if isinstance(path, LatencyCudaPath):
             calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
-            self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
+            self.again = CallsAgain(self._turns, self._exchange, path, self._lanes, self._timeout, *calls)
 
     @classmethod
     def of_bytes(
@@ -257,15 +257,16 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             EpeeError: the errors of `Buffer.dispatch`.
         """
-        has_limits = timeout is not None or timeout_us is not None or num_sms is not None
-        is_plain = async_op is False and previous_event is None and not has_limits
-        again = self.again
-        if is_plain and again is not None and not carries_gradient(x, topk_weights):
-            found = again.dispatch(
-                x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0, return_hook
-            )
+        again = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
+        if again is not None and not carries_gradient(x, topk_weights):
+            given = x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0, return_hook, False
+            found = None
+            if async_op is True and return_hook is False:
+                found = again.dispatch_async(previous_event, *given)
+            elif async_op is False and previous_event is None:
+                found = again.dispatch(*given)
             if found is not None:
-                return self.hooked(found)
+                return found if found.hook is None else self.hooked(found)
         return self._dispatch(
             x,
             (topk_idx, topk_weights, active_ranks),
@@ -329,13 +330,16 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             EpeeError: the errors of `Buffer.combine`.
         """
-        has_limits = timeout is not None or timeout_us is not None or num_sms is not None
-        is_plain = async_op is False and previous_event is None and not has_limits
-        again = self.again
-        if is_plain and again is not None and not carries_gradient(y, topk_weights):
-            found = again.combine(y, handle, topk_weights, out, partial_dtype, active_ranks, return_hook)
+        again = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
+        if again is not None and not carries_gradient(y, topk_weights):
+            given = y, handle, topk_weights, out, partial_dtype, active_ranks, return_hook
+            found = None
+            if async_op is True and return_hook is False:
+                found = again.combine_async(previous_event, *given)
+            elif async_op is False and previous_event is None:
+                found = again.combine(*given)
             if found is not None:
-                return self.hooked(found)
+                return found if found.hook is None else self.hooked(found)
         return self._combine(
             y,
             handle,

@@ -58,6 +58,7 @@ from ..paths import GpuPath, Making
 from ..streams import CURRENT, Lane
 from .checks import check_hook
 from .gpu.core import LatencyCore
+from .gpu.half import Half
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
 from .gpu.plan import Planner
@@ -66,7 +67,6 @@ from .gpu.shapes import latency_config
 from .gpu.types import CoreHandle, CoreOptions
 from .plans import LatencyPlans
 from .types import (
-    Hook,
     LatencyCombineCall,
     LatencyCombined,
     LatencyDispatchCall,
@@ -96,7 +96,7 @@ class ReceivePhase:
 
     __slots__ = ("epoch", "half", "handle", "is_done", "op", "path")
 
-    def __init__(self, path: LatencyCudaPath, op: str, half: Hook, handle: CudaLatencyHandle | None = None) -> None:
+    def __init__(self, path: LatencyCudaPath, op: str, half: Half, handle: CudaLatencyHandle | None = None) -> None:
         self.path, self.op, self.half, self.handle = path, op, half, handle
         self.epoch, self.is_done = path.control.exchange.epoch, False
 
@@ -289,12 +289,14 @@ class LatencyCudaPath(GpuPath, Memory):
         use_ue8m0: bool,
         return_hook: bool,
         reads_counts: bool = False,
+        lane: Lane = CURRENT,
     ) -> LatencyDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
             known: the cached plans of calls of these sizes.
             reads_counts: the caller reads `num_tokens_per_expert` of the result at once.
+            lane: the stream of the call.
             Others as of `LatencyBuffer.dispatch`.
         """
         stream = self.quiet_stream(KERNEL_DISPATCH, active_ranks is None, return_hook)
@@ -313,9 +315,11 @@ class LatencyCudaPath(GpuPath, Memory):
             core.check()
         made_by = buffer_id, core.num_calls, self.control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, got.hook is None)
+        if lane.is_own:
+            lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, got.scales, got.handle.words, counts))
         rows = got.x if got.scales is None else (got.x, got.scales)
         hook = None if got.hook is None else ReceivePhase(self, "dispatch", got.hook, handle)
-        result = CudaLatencyDispatched(rows, handle, CURRENT, self.config.device, stream, hook)
+        result = CudaLatencyDispatched(rows, handle, lane, self.config.device, stream, hook)
         if counts is not None:
             result.num_tokens_per_expert = counts
         return result
@@ -330,6 +334,7 @@ class LatencyCudaPath(GpuPath, Memory):
         partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
         return_hook: bool,
+        lane: Lane = CURRENT,
     ) -> LatencyCombined | None:
         """Run a cached combine, as `dispatch_again`."""
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None, return_hook)
@@ -346,9 +351,11 @@ class LatencyCudaPath(GpuPath, Memory):
         got = core.combine(facts.plan, y, of_dispatch, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
         if core.device.codes != NO_REPORTS:
             core.check()
+        if lane.is_own:
+            lane.keep((y, topk_weights, of_dispatch.words, active_ranks), (got.x, got.words))
         num_local = facts.sizes.config.num_local_experts
         hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
-        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, CURRENT, self.config.device, stream, hook)
+        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, lane, self.config.device, stream, hook)
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise that a rank is dead if that is why a call has timed out; else allow no call before a sync."""
@@ -419,19 +426,22 @@ class LatencyCudaPath(GpuPath, Memory):
         Returns:
             Whether it was launched; else without side effects.
         """
-        core, is_capturing = self.core, False
+        core, is_capturing, stream = self.core, False, None
         if is_quiet:
             has_changed = self._given_up or self._closing.asked or self._notifier.told or core.is_poisoned
-            if has_changed or not self._lane.is_calm() or core.device.quiet_stream() is None:
+            if not has_changed and self._lane.is_calm():
+                stream = core.device.quiet_stream()
+            if stream is None:
                 return False
-        if not phase.is_done:  # a second call raises that it is one
-            check_hook(phase.epoch, self.control.exchange.epoch)
+        epoch = self.control.exchange.epoch
+        if phase.epoch != epoch and not phase.is_done:  # a second call raises that it is one
+            check_hook(phase.epoch, epoch)
         if not is_quiet:
             is_capturing = self._platform.is_capturing()
             if not is_capturing:
                 self._lane.require_place(is_masked=True)
         try:
-            phase.half()
+            phase.half(stream)
             if not is_capturing and core.device.codes != NO_REPORTS:
                 core.check()
         except expected(CommTimeoutError) as error:

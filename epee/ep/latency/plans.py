@@ -8,9 +8,9 @@ whether `out` overlaps an input, whether the handle has been received) is checke
 has no key, or is not cached goes through the checks, which raise the errors. Only calls whose tensors are used
 unchanged are cached: none was copied, and none was detached.
 
-Calls with the default options are found by less when the fast path is allowed (`attempt.CallsAgain`): properties for
-which a buffer has only one valid value (its dtype, its GPU, the shape of y) are compared directly, and only the rest is
-a key. A new one of these is looked up by the whole key.
+Calls with the default options are found by less when the fast path is allowed (`attempt.CallsAgain`): by a few options
+and the number of tokens, and then by one comparison of all tensors with those of the last such call, which costs less
+than reading the properties of each. Where that fails the call is looked up by the whole key.
 
 Called on the thread of the call, with the buffer's lock. At most `MAX_FACTS` entries of a kind are cached, then the
 cache is cleared.
@@ -18,12 +18,13 @@ cache is cleared.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import expected
+from ...torch_private import MetadataCheck, metadata_check_of
 from ..config import CPU
 from ..throughput.placement import check_topk_idx
 from .checks import (
@@ -43,8 +44,14 @@ from .types import (
 )
 
 MAX_FACTS = 512
-_Tensor, _BF16, _INT64, _INT32, _FLOAT32 = torch.Tensor, torch.bfloat16, torch.int64, torch.int32, torch.float32
 _NO_KEY = (AttributeError, TypeError, RuntimeError)  # raised for a value that is no tensor, or has no strides
+
+
+class _Like(NamedTuple):
+    """The entry of calls that are alike, and a comparison of tensors with theirs."""
+
+    looks: MetadataCheck
+    facts: Any
 
 
 class LatencyPlans:
@@ -62,14 +69,10 @@ class LatencyPlans:
         self._sizes, self.buffer_id = sizes, sizes.buffer_id
         self._remembers = config.is_cuda
         self._looks_at_ids = config.device == CPU  # where kernels do not check ids, or are emulated
-        self._device, self._num_ranks, self._hidden = config.device, config.num_ranks, config.hidden
-        self._num_topk, self._num_experts = config.num_topk, config.num_experts
-        rows = config.num_ranks * config.max_tokens_per_rank
-        self._y_shape = torch.Size((config.num_local_experts, rows, config.hidden))
         self._dispatches: dict[Hashable, LatencyDispatchFacts] = {}
         self._combines: dict[Hashable, LatencyCombineFacts] = {}
-        self._quick_dispatches: dict[Hashable, LatencyDispatchFacts] = {}  # the same by less, for `find_dispatch`
-        self._quick_combines: dict[Hashable, LatencyCombineFacts] = {}
+        self._like_dispatches: dict[Hashable, _Like] = {}  # the same by less, for `find_dispatch`
+        self._like_combines: dict[Hashable, _Like] = {}
 
     def dispatch(
         self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool, timeout_s: float
@@ -91,8 +94,8 @@ class LatencyPlans:
             )
         key: Hashable
         try:
-            key = _dispatch_key(given, flags, async_op)
-            facts = self._dispatches.get(key)
+            key = _dispatch_key(given, flags)
+            facts = None if async_op and flags[0] is not False else self._dispatches.get(key)  # both are refused
         except expected(*_NO_KEY):
             key = facts = None
         x, topk_idx, topk_weights, active_ranks = given
@@ -128,8 +131,8 @@ class LatencyPlans:
         y, topk_weights, out, active_ranks, _ = given
         key: Hashable
         try:
-            key = _combine_key(handle.num_tokens, given, return_hook, async_op) if self._remembers else None
-            facts = self._combines.get(key)
+            key = _combine_key(handle.num_tokens, given, return_hook) if self._remembers else None
+            facts = None if async_op and return_hook is not False else self._combines.get(key)  # likewise
         except expected(*_NO_KEY):
             key = facts = None
         if facts is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
@@ -150,86 +153,57 @@ class LatencyPlans:
         `quantisation`: use_fp8, round_scale, use_ue8m0.
         """
         use_fp8, round_scale, use_ue8m0 = quantisation
-        device = self._device
+        tensors: tuple[Any, ...]
+        if mask is None:
+            tensors = (x, idx) if weights is None else (x, idx, weights)
+        else:
+            tensors = (x, idx, mask) if weights is None else (x, idx, weights, mask)
         try:
-            is_usual = (
-                type(x) is type(idx) is _Tensor
-                and type(use_fp8) is type(round_scale) is type(use_ue8m0) is type(return_hook) is bool
-                and x.dtype is _BF16
-                and idx.dtype is _INT64
-                and x.device == device
-                and idx.device == device
-                and x.is_contiguous()
-                and idx.is_contiguous()
-                and x.data_ptr() % 16 == 0
-            )
-            if not is_usual:
+            if not type(use_fp8) is type(round_scale) is type(use_ue8m0) is type(return_hook) is bool:
                 return None
             key = x.shape, weights is None, mask is None, quantisation, return_hook
-            facts = self._quick_dispatches.get(key)
-            if facts is None:
+            like = self._like_dispatches.get(key)
+            if like is not None and like.looks(*tensors):
+                facts: LatencyDispatchFacts | None = like.facts
+            else:
                 flags = return_hook, use_fp8, round_scale, use_ue8m0
-                facts = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags, False))
-                if facts is None:
-                    return None
-                _remember(self._quick_dispatches, key, facts)
-            shape = facts.num_tokens, self._num_topk
-            are_usual = idx.shape == shape and (weights is None or self._are_weights(weights, shape))
-            if not (are_usual and (mask is None or self._is_mask(mask))):
+                facts = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags))
+                if facts is not None:
+                    _note(self._like_dispatches, key, facts, tensors)
+            if x.data_ptr() % 16:
                 return None
         except expected(*_NO_KEY):
             return None
-        if self._looks_at_ids:
-            check_topk_idx(idx, self._num_experts)
+        if facts is not None and self._looks_at_ids:
+            check_topk_idx(idx, self._config.num_experts)
         return facts
 
     def find_combine(
         self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any, return_hook: Any
     ) -> LatencyCombineFacts | None:
         """Return the cache entry of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
+        tensors = [y]
+        if weights is not None:
+            tensors.append(weights)
+        if out is not None:
+            tensors.append(out)
+        if mask is not None:
+            tensors.append(mask)
         try:
-            is_usual = (
-                type(y) is _Tensor
-                and y.dtype is _BF16
-                and y.shape == self._y_shape
-                and y.device == self._device
-                and y.is_contiguous()
-                and type(return_hook) is bool
-                and (weights is None or self._are_weights(weights, (num_tokens, self._num_topk)))
-                and (out is None or (self._is_out(out, (num_tokens, self._hidden)) and not _meet(out, y, weights)))
-                and (mask is None or self._is_mask(mask))
-            )
-            if not is_usual:
+            if type(return_hook) is not bool:
                 return None
             key = num_tokens, weights is None, out is None, mask is None, partial_dtype, return_hook
-            facts = self._quick_combines.get(key)
-            if facts is None:
-                facts = self._combines.get(
-                    _combine_key(num_tokens, (y, weights, out, mask, partial_dtype), return_hook, False)
-                )
+            like = self._like_combines.get(key)
+            if like is not None and like.looks(*tensors):
+                facts: LatencyCombineFacts | None = like.facts
+            else:
+                given = y, weights, out, mask, partial_dtype
+                facts = self._combines.get(_combine_key(num_tokens, given, return_hook))
                 if facts is not None:
-                    _remember(self._quick_combines, key, facts)
+                    _note(self._like_combines, key, facts, tensors)
+            return None if out is not None and _meet(out, y, weights) else facts
         except expected(*_NO_KEY):
             return None
-        return facts
-
-    def _are_weights(self, weights: Any, shape: tuple[int, int]) -> bool:
-        return (
-            type(weights) is _Tensor
-            and weights.dtype is _FLOAT32
-            and weights.shape == shape
-            and weights.device == self._device
-            and weights.is_contiguous()
-            and not weights.is_neg()
-        )
-
-    def _is_out(self, out: Any, shape: tuple[int, int]) -> bool:
-        is_usual = type(out) is _Tensor and out.dtype is _BF16 and out.shape == shape and out.device == self._device
-        return is_usual and out.is_contiguous() and not out.requires_grad
-
-    def _is_mask(self, mask: Any) -> bool:
-        is_usual = type(mask) is _Tensor and mask.dtype is _INT32 and mask.device == self._device
-        return is_usual and mask.dim() == 1 and mask.numel() >= self._num_ranks and mask.is_contiguous()
 
 
 # In a key a flag stands by its identity: 1 and the true of numpy are equal to True, and refused. Two properties that
@@ -237,7 +211,7 @@ class LatencyPlans:
 # float32, which alone may be a part of complex numbers. Tensors of other layouts have no key, or are not contiguous.
 
 
-def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool) -> Hashable:
+def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any]) -> Hashable:
     """Return the inputs of the checks of a dispatch; raises one of `_NO_KEY` for a value without them."""
     x, idx, weights, mask = given
     return_hook, use_fp8, round_scale, use_ue8m0 = flags
@@ -246,13 +220,11 @@ def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, 
         type(idx), idx.shape, idx.dtype, idx.device, idx.is_contiguous(),
         None if weights is None else _weights_key(weights),
         None if mask is None else _mask_key(mask),
-        id(return_hook), id(use_fp8), id(round_scale), id(use_ue8m0), async_op,
+        id(return_hook), id(use_fp8), id(round_scale), id(use_ue8m0),
     )  # fmt: skip
 
 
-def _combine_key(
-    num_tokens: int, given: tuple[Any, Any, Any, Any, Any], return_hook: object, async_op: bool
-) -> Hashable:
+def _combine_key(num_tokens: int, given: tuple[Any, Any, Any, Any, Any], return_hook: object) -> Hashable:
     """Return the inputs of the checks of a combine, as `_dispatch_key`."""
     y, weights, out, mask, partial_dtype = given
     return (
@@ -260,7 +232,7 @@ def _combine_key(
         None if weights is None else _weights_key(weights),
         None if out is None else (type(out), out.shape, out.dtype, out.device, out.is_contiguous(), out.requires_grad),
         None if mask is None else _mask_key(mask),
-        partial_dtype, id(return_hook), async_op,
+        partial_dtype, id(return_hook),
     )  # fmt: skip
 
 
@@ -286,8 +258,15 @@ def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> b
     return start < first + weights.numel() * 4 and first < end
 
 
-def _remember(known: dict[Hashable, Any], key: Hashable, facts: LatencyDispatchFacts | LatencyCombineFacts) -> None:
+def _remember(known: dict[Hashable, Any], key: Hashable, entry: object) -> None:
     """Cache an entry; not forever, as callers may bring new shapes all the time."""
     if len(known) >= MAX_FACTS:
         known.clear()
-    known[key] = facts
+    known[key] = entry
+
+
+def _note(known: dict[Hashable, Any], key: Hashable, facts: object, tensors: Sequence[Any]) -> None:
+    """Cache an entry under the properties of a call's tensors, if these can be compared."""
+    looks = metadata_check_of(*tensors)
+    if looks is not None:
+        _remember(known, key, _Like(looks, facts))

@@ -265,7 +265,8 @@ class BufferPool:
         return [*self._rooms.wholes, *self._latency.wholes]
 
     def _lanes_of(self, device: torch.device) -> Lanes:
-        return self._lanes.setdefault(device, Lanes(device))
+        lanes = self._lanes.get(device)
+        return self._lanes.setdefault(device, Lanes(device)) if lanes is None else lanes
 
     def _send_refusal(self, record: bytes) -> None:
         try:

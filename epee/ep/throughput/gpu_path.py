@@ -39,14 +39,14 @@ from ..handle import Payload as GivenPayload
 from ..membership import path_lane
 from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
-from ..streams import Lane, RunOptions
+from ..streams import CURRENT, Lane, RunOptions
 from .gpu.combine import combine, combine_input, refuse
 from .gpu.dispatch import DispatchPlan, plan_of
 from .gpu.epochs import Epochs
 from .gpu.machine import Machine
 from .gpu.place import ExpertPlace
 from .gpu.shape import Shape
-from .gpu.types import CombineOptions, DispatchOptions
+from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from .gpu_handle import CudaCombined, CudaDispatched, CudaHandle, HandleMaker
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
@@ -209,11 +209,17 @@ class CudaPath(GpuPath):
         handle = self._handles.made(call, got, known)
         result = CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, self._epochs.lost)
         if lane.is_own:
-            inputs = (payload.rows, payload.scales, route, call.topk_weights)
-            kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
-            got.readers.extend(lane.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
-            result.event = lane.event(self.config.device, got.readers[0])
+            self._end_dispatch(lane, (payload.rows, payload.scales, route, call.topk_weights), got, result)
         return result
+
+    def _end_dispatch(
+        self, lane: Lane, inputs: tuple[torch.Tensor | None, ...], got: DispatchResult, result: CudaDispatched
+    ) -> None:
+        """Record what a dispatch on the buffer's own stream reads and returns, and its event."""
+        handle: Any = result.handle
+        kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
+        got.readers.extend(lane.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
+        result.event = lane.event(self.config.device, got.readers[0])
 
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine; raises as `Buffer.combine`."""
@@ -349,12 +355,14 @@ class CudaPath(GpuPath):
         expert_alignment: int,
         num_sms: int | None,
         sync: bool,
+        lane: Lane = CURRENT,
     ) -> CudaDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
             known: the cached plans of the buffer.
             others: the mask, the handle and the capacity.
+            lane: the stream of the call.
             Others as of `Buffer.dispatch`.
         """
         stream = self.quiet_stream()
@@ -376,7 +384,10 @@ class CudaPath(GpuPath):
             made = self._handles.like(plan, got, epoch)
         else:
             made = handle if got.handle is known_core else replace(handle, core=got.handle)
-        return CudaDispatched(got, None if scales is None else scales.dtype, made, epoch, ())
+        result = CudaDispatched(got, None if scales is None else scales.dtype, made, epoch, ())
+        if lane.is_own:
+            self._end_dispatch(lane, (values, scales, route, topk_weights), got, result)
+        return result
 
     def dispatch_like(
         self, plan: DispatchPlan, x: GivenPayload, topk_idx: torch.Tensor, topk_weights: torch.Tensor
@@ -408,6 +419,7 @@ class CudaPath(GpuPath):
         handle: object,
         topk_weights: torch.Tensor | None,
         num_sms: int | None,
+        lane: Lane = CURRENT,
     ) -> Combined | None:
         """Run a cached combine without bias and `out`, as `dispatch_again`."""
         stream = self.quiet_stream()
@@ -426,7 +438,11 @@ class CudaPath(GpuPath):
         if self.machine.codes != NO_REPORTS:
             self.machine.check()
         lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
-        return CudaCombined(out, weights, self.config, stream, epoch, lost)
+        result = CudaCombined(out, weights, self.config, stream, epoch, lost)
+        if lane.is_own:
+            lane.keep((y, topk_weights, handle.core.words), (out, weights))
+            result.event = lane.event(self.config.device, stream)
+        return result
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise that a rank is dead if that is why a call has failed."""

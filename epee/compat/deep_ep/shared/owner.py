@@ -15,7 +15,7 @@ import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
-from epee.ep import BufferPool, Dispatched, Handle, Lane
+from epee.ep import BufferPool, Dispatched, Handle, Lane, current_stream, wait_on
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
@@ -91,7 +91,7 @@ class Running:
             self._lane.__enter__()
             for event in self._events:
                 if event is not None:
-                    torch.cuda.current_stream().wait_event(event)
+                    wait_on(current_stream(), event)
         return self
 
     def __exit__(
@@ -135,10 +135,14 @@ def advise(error: BaseException) -> None:
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Handle):
-        return _tensors(value.tensors)
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
+    found: list[torch.Tensor] = []
+    left: list[object] = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list)):
+            left.extend(part)
+        elif part is not None and isinstance(part, Handle):  # an abstract class, which costs more to ask
+            left.extend(part.tensors)
+    return found

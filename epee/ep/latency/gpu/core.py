@@ -32,7 +32,7 @@ import torch
 
 from ....arrays import plain_tensors
 from ....errors import InvalidArgument, InvalidState
-from ....gpu.device import GpuDevice
+from ....gpu.device import GpuDevice, Share
 from ....gpu.lent import AllGather
 from ....gpu.platform import LentRegion, Platform
 from .half import OPS, Half
@@ -47,7 +47,7 @@ from .params import (
     SEND_HALF,
     kernel_head,
 )
-from .plan import CallPlan, LatencyCombinePlan, LatencyDispatchPlan, Planner
+from .plan import CallPlan, LatencyCombinePlan, LatencyDispatchPlan, Planner, ReadyKernel
 from .report import take_report
 from .shapes import LatencyConfig
 from .types import CoreCombined, CoreHandle, CoreReceived
@@ -337,10 +337,13 @@ class LatencyCore:
         )
         calls = plan.calls
         what = (timeout_ns or calls.timeout_ns, pointers)
-        if quiet is not None and self._run_again(calls, what, quiet):
-            return CoreReceived(out, scales, handle, None, stream)
-        held = (x, topk_idx, topk_weights, out, scales, words, counts, active_ranks, stats) if calls.is_split else ()
-        return CoreReceived(out, scales, handle, self._run(calls, what, held, stream, is_capturing), stream)
+        hook = None
+        if quiet is None or calls.is_split:
+            held = (x, topk_idx, topk_weights, out, scales, words, counts, active_ranks, stats)
+            hook = self._run(calls, what, held, stream, is_capturing)
+        else:
+            self._launch(calls, BOTH_HALVES, (0, 1), what, stream, False)
+        return CoreReceived(out, scales, handle, hook, stream)
 
     def combine(
         self,
@@ -388,10 +391,12 @@ class LatencyCore:
         )
         calls = plan.calls
         what = (timeout_ns or calls.timeout_ns, pointers)
-        if quiet is not None and self._run_again(calls, what, quiet):
-            return CoreCombined(out, words, None, stream, self.config.num_ranks)
-        held = (y, topk_weights, handle.words, out, words, active_ranks) if calls.is_split else ()
-        hook = self._run(calls, what, held, stream, is_capturing)
+        hook = None
+        if quiet is None or calls.is_split:
+            held = (y, topk_weights, handle.words, out, words, active_ranks)
+            hook = self._run(calls, what, held, stream, is_capturing)
+        else:
+            self._launch(calls, BOTH_HALVES, (0, 1), what, stream, False)
         return CoreCombined(out, words, hook, stream, self.config.num_ranks)
 
     def refuse(self, op: int) -> None:
@@ -443,26 +448,13 @@ class LatencyCore:
             self.device.follow(stream)
         return stream
 
-    def _run_again(self, plan: CallPlan, what: Words, stream: int) -> bool:
-        """Launch both phases of a cached call if the sizes of the last such launch still fit; return whether they
-        did.
-        """
-        ready = plan.both
-        if ready is None or plan.is_split or self._share.still(stream) != ready.fitted:
-            return False
-        self.num_calls += 1
-        ready.launch(stream, what[0], (0, 1), what[1])
-        return True
-
-    def _run(
-        self, plan: CallPlan, what: Words, held: tuple[Any, ...], stream: int, is_capturing: bool
-    ) -> Callable[[], None] | None:
-        """Launch a call, or its send phase; then the returned function receives.
+    def _run(self, plan: CallPlan, what: Words, held: tuple[Any, ...], stream: int, is_capturing: bool) -> Half | None:
+        """Launch a call, or its send phase; then the returned object receives.
 
         Args:
             plan: of the call.
             what: its timeout and its pointers.
-            held: tensors that must live until the receive phase is launched.
+            held: tensors that must live until the receive phase is launched, if that is launched separately.
             stream, is_capturing: the current stream.
         """
         calls = self._open[plan.op]
@@ -478,28 +470,39 @@ class LatencyCore:
             calls.append(Half(plan.op, calls, None))
         return None
 
-    def _receive(self, plan: CallPlan, what: Words, held: tuple[Any, ...], ahead: int, advance: int) -> None:
+    def _receive(
+        self, plan: CallPlan, what: Words, held: tuple[Any, ...], ahead: int, advance: int, quiet: int | None
+    ) -> None:
         """Launch the receive phase of a call, on the stream that is current now."""
-        is_capturing = self.platform.is_capturing()
-        stream = self._join(is_capturing)
+        stream, is_capturing = quiet, False
+        if stream is None:
+            is_capturing = self.platform.is_capturing()
+            stream = self._join(is_capturing)
         self._launch(plan, RECEIVE_HALF, (ahead, advance), what, stream, is_capturing)
 
     def _launch(
         self, plan: CallPlan, halves: int, turn: tuple[int, int], what: Words, stream: int, is_capturing: bool
     ) -> None:
-        share, ready = self._share, plan.ready(halves)
-        if is_capturing or share.still(stream) != ready.fitted:
-            limit = share.limit(stream, is_capturing)
-            if is_capturing:
-                share.in_graphs = True
-            width = ready.fit(*limit)
-            share.stream = stream
-            if width > share.width:
-                share.widen(width)
+        ready = plan.made[halves] or plan.ready(halves)
+        if is_capturing or ready.fits_at != (Share.num_changes, stream):
+            self._fit(ready, stream, is_capturing)
         if halves & SEND_HALF and not is_capturing:
             self.num_calls += 1  # after all that can fail: the call becomes visible to the peers
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
+
+    def _fit(self, ready: ReadyKernel, stream: int, is_capturing: bool) -> None:
+        """Choose sizes for a launch beside what other buffers do on the GPU."""
+        share = self._share
+        limit = share.limit(stream, is_capturing)
+        if is_capturing:
+            share.in_graphs = True
+        width = ready.fit(*limit)
+        if not is_capturing:
+            ready.fits_at = share.seen, stream
+        share.stream = stream
+        if width > share.width:
+            share.widen(width)
 
     # --- view, reports, end ---------------------------------------------------------------------------------------
 

@@ -22,20 +22,25 @@ class Half:
     Args:
         op: of the call.
         calls: of this kind that are open, in the order in which they were sent.
-        launch: starts the kernel on the current stream, given the call's position: calls sent before it and not
-            received, calls received with it. None if it has run already, with the send phase.
+        launch: starts the kernel, given the call's position (calls sent before it and not received, calls received with
+            it) and the argument of the call. None if it has run already, with the send phase.
 
     Attributes:
         is_done: whether it has run.
     """
 
-    def __init__(self, op: int, calls: deque[Half], launch: Callable[[int, int], None] | None) -> None:
+    __slots__ = ("_calls", "_launch", "_op", "is_done")
+
+    def __init__(self, op: int, calls: deque[Half], launch: Callable[[int, int, int | None], None] | None) -> None:
         self._op, self._calls, self._launch = op, calls, launch
         self.is_done = launch is None
 
-    def __call__(self) -> None:
+    def __call__(self, quiet: int | None = None) -> None:
         """Receive, on the current stream; the kernels' count of received calls advances when all calls before this one
         are received.
+
+        Args:
+            quiet: what `GpuDevice.quiet_stream` has just returned.
 
         Raises:
             InvalidState: it has run, the buffer is closed, or the ranks have agreed on a view since.
@@ -43,14 +48,16 @@ class Half:
         if self._launch is None:
             raise InvalidState(f"{OPS[self._op]}: the hook has been called already")
         calls = self._calls
-        if self not in calls:
-            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or entered another epoch, before this hook")
-        ahead, advance = calls.index(self), 0
-        if ahead == 0:
+        ahead = advance = 0
+        if calls and calls[0] is self:
             advance = 1
             while advance < len(calls) and calls[advance].is_done:
                 advance += 1
-        self._launch(ahead, advance)
+        elif self in calls:
+            ahead = calls.index(self)
+        else:
+            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or entered another epoch, before this hook")
+        self._launch(ahead, advance, quiet)
         self.is_done, self._launch = True, None  # lets go of the tensors
         for _ in range(advance):
             calls.popleft()

@@ -55,7 +55,8 @@ class ReadyKernel:
         num_sms: of the GPU.
 
     Attributes:
-        fitted: the last arguments of `fit`.
+        fits_at: `Share.num_changes` and the raw stream for which `fit` was called last, None if for a graph: while they
+            are the same, its sizes are.
         width: how many multiprocessors a launch takes at once.
     """
 
@@ -78,7 +79,8 @@ class ReadyKernel:
         self._at = params.call.offset + type(self._args.call).timeout_ns.offset
         self._pack = struct.Struct(f"={len(words)}Q").pack_into
         self._launch_of, self._halves, self._num_sms = launch_of, halves, num_sms
-        self.fitted = 0, False
+        self.fits_at: tuple[int, int] | None = None
+        self._fitted = 0, False
         self._shape, self._mode, self.width = Launch(0, 0, 0), "plain", 0
 
     def fit(self, max_sms: int, is_alone: bool) -> int:
@@ -87,14 +89,15 @@ class ReadyKernel:
         Raises:
             As `launch_of`.
         """
-        if (max_sms, is_alone) != self.fitted:
-            self.fitted = 0, False  # an interrupt in here makes the next call fit again
+        self.fits_at = None  # an interrupt in here makes the next call fit again
+        if (max_sms, is_alone) != self._fitted:
+            self._fitted = 0, False
             self._shape = self._launch_of(self._halves, max_sms)
             grid = self._shape.grid
             self._mode, self.width = "plain", grid
             if is_alone or 2 * grid <= self._num_sms:
                 self._mode, self.width = "early", 2 * grid  # the next kernel's blocks start beside these
-            self.fitted = max_sms, is_alone
+            self._fitted = max_sms, is_alone
         return self.width
 
     def launch(self, stream: int, timeout_ns: int, turn: tuple[int, int], pointers: tuple[int, ...]) -> None:
@@ -123,21 +126,19 @@ class CallPlan:
         ready_for: makes the launch of some phases.
 
     Attributes:
-        both: the launch of both phases, once there was one.
+        made: the launches of some phases that were needed before (`ready`), by these phases.
     """
 
     def __init__(self, op: int, is_split: bool, timeout_s: float, ready_for: Callable[[int], ReadyKernel]) -> None:
         self.op, self.is_split, self.timeout_ns = op, is_split, int(timeout_s * 1e9)
         self._ready_for = ready_for
-        self._ready: list[ReadyKernel | None] = [None] * (BOTH_HALVES + 1)
-        self.both: ReadyKernel | None = None
+        self.made: list[ReadyKernel | None] = [None] * (BOTH_HALVES + 1)
 
     def ready(self, halves: int) -> ReadyKernel:
         """Return the launch of the phases `halves`, made when it is first needed."""
-        ready = self._ready[halves]
+        ready = self.made[halves]
         if ready is None:
-            ready = self._ready[halves] = self._ready_for(halves)
-            self.both = self._ready[BOTH_HALVES]
+            ready = self.made[halves] = self._ready_for(halves)
         return ready
 
 

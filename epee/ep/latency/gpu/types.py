@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .half import Half
 from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0
 from .shapes import LatencyConfig, LatencyHandleSpace
 
@@ -120,7 +120,7 @@ class CoreReceived:
     x: torch.Tensor
     scales: torch.Tensor | None
     handle: CoreHandle
-    hook: Callable[[], None] | None
+    hook: Half | None
     stream: int
 
 
@@ -132,7 +132,7 @@ class CoreCombined:
 
     x: torch.Tensor
     words: torch.Tensor
-    hook: Callable[[], None] | None
+    hook: Half | None
     stream: int
     num_ranks: int
 

@@ -27,18 +27,23 @@ class Stage:
         kernel: for which this makes a launcher with its own arguments.
         grid: blocks.
         shape: of a block.
-        mode: as in `Launcher`.
+        mode: as in `Launcher`, when the GPU has room for it.
 
     Attributes:
         args: its arguments.
         call: the `Call` in them.
+        sizes: grid, block and shared bytes.
+        beside: what the launch was fitted to last, for whoever launches it.
+        mode_beside: the mode that this gave.
     """
 
-    __slots__ = ("args", "call", "grid", "kernel", "mode", "shape")
+    __slots__ = ("args", "beside", "call", "kernel", "mode", "mode_beside", "sizes")
 
     def __init__(self, kernel: Launcher, grid: int, shape: LaunchShape, mode: str = "plain") -> None:
         self.kernel = kernel.bind()
-        self.grid, self.shape, self.mode = grid, shape, mode
+        self.sizes, self.mode = (grid, shape.block, shape.shared_bytes), mode
+        self.beside: object = None
+        self.mode_beside = "plain"
         self.args: Any = self.kernel.args
         self.call: Any = first_part(self.args).call
 

@@ -143,16 +143,24 @@ class Machine:
         """
         if is_first and not self.is_capturing:
             self.num_calls += 1
-        shape, mode, grid = stage.shape, stage.mode, stage.grid
-        share, at_once = self._share, grid
+        beside = self._is_alone, self.max_sms
+        if stage.beside != beside:
+            self._fit(stage)
+            stage.beside = beside
+        grid, block, shared_bytes = stage.sizes
+        stage.kernel(grid, block, shared_bytes, stream, stage.mode_beside)
+
+    def _fit(self, stage: Stage) -> None:
+        """Choose the mode of a launch beside what other buffers do on the GPU, which are told of its width."""
+        mode, at_once = stage.mode, stage.sizes[0]
         if mode == "early":
-            if self._is_alone or 2 * grid <= self.max_sms:
+            if self._is_alone or 2 * at_once <= self.max_sms:
                 at_once *= 2  # the next kernel's blocks start beside this one's
             else:
                 mode = "plain"
-        if share.width < at_once:
-            share.widen(at_once)
-        stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+        stage.mode_beside = mode
+        if self._share.width < at_once:
+            self._share.widen(at_once)
 
     def barrier(self, timeout_s: float) -> None:
         """Let all ranks meet on the device, on the streams of the calls that have begun; the CPU waits for no rank."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from epee import torch_private
+from epee.gpu.event import current_stream, recorded_on, wait_on
 
 pytestmark = [pytest.mark.gpu(1)]
 
@@ -24,6 +25,24 @@ def test_device_stream_and_capture_are_those_of_the_public_functions() -> None:
 
 def test_events_are_those_under_the_public_class() -> None:
     assert issubclass(torch.cuda.Event, torch_private.CudaEvent)
+
+
+def test_the_current_stream_is_that_of_the_public_function() -> None:
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            assert current_stream() == current_stream(stream.device_index) == torch.cuda.current_stream() == stream
+            assert current_stream() is current_stream()
+
+
+def test_a_stream_waits_for_an_event_that_is_recorded_by_less() -> None:
+    first, second = torch.cuda.current_stream(), torch.cuda.Stream()
+    word = torch.zeros(1, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    word.fill_(1)
+    wait_on(second, recorded_on(first))
+    with torch.cuda.stream(second):
+        seen = word.clone()
+    assert seen.item() == 1
 
 
 def test_tensors_are_made_on_the_current_gpu() -> None:

@@ -47,7 +47,7 @@ from .params import (
     SEND_HALF,
     kernel_head,
 )
-from .plan import CallPlan, LatencyCombinePlan, LatencyDispatchPlan, Planner, ReadyKernel
+from .plan import CallPlan, LatencyCombinePlan, LatencyDispatchPlan, Planner
 from .report import take_report
 from .shapes import LatencyConfig
 from .types import CoreCombined, CoreHandle, CoreReceived
@@ -485,24 +485,20 @@ class LatencyCore:
     ) -> None:
         ready = plan.made[halves] or plan.ready(halves)
         if is_capturing or ready.fits_at != (Share.num_changes, stream):
-            self._fit(ready, stream, is_capturing)
+            share = self._share
+            limit = share.limit(stream, is_capturing)
+            if is_capturing:
+                share.in_graphs = True
+            width = ready.fit(*limit)
+            if not is_capturing:
+                ready.fits_at = share.seen, stream
+            share.stream = stream
+            if width > share.width:
+                share.widen(width)
         if halves & SEND_HALF and not is_capturing:
             self.num_calls += 1  # after all that can fail: the call becomes visible to the peers
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
-
-    def _fit(self, ready: ReadyKernel, stream: int, is_capturing: bool) -> None:
-        """Choose sizes for a launch beside what other buffers do on the GPU."""
-        share = self._share
-        limit = share.limit(stream, is_capturing)
-        if is_capturing:
-            share.in_graphs = True
-        width = ready.fit(*limit)
-        if not is_capturing:
-            ready.fits_at = share.seen, stream
-        share.stream = stream
-        if width > share.width:
-            share.widen(width)
 
     # --- view, reports, end ---------------------------------------------------------------------------------------
 

@@ -144,23 +144,18 @@ class Machine:
         if is_first and not self.is_capturing:
             self.num_calls += 1
         beside = self._is_alone, self.max_sms
-        if stage.beside != beside:
-            self._fit(stage)
-            stage.beside = beside
         grid, block, shared_bytes = stage.sizes
+        if stage.beside != beside:
+            mode, at_once = stage.mode, grid
+            if mode == "early":
+                if self._is_alone or 2 * grid <= self.max_sms:
+                    at_once *= 2  # the next kernel's blocks start beside this one's
+                else:
+                    mode = "plain"
+            if self._share.width < at_once:
+                self._share.widen(at_once)
+            stage.mode_beside, stage.beside = mode, beside
         stage.kernel(grid, block, shared_bytes, stream, stage.mode_beside)
-
-    def _fit(self, stage: Stage) -> None:
-        """Choose the mode of a launch beside what other buffers do on the GPU, which are told of its width."""
-        mode, at_once = stage.mode, stage.sizes[0]
-        if mode == "early":
-            if self._is_alone or 2 * at_once <= self.max_sms:
-                at_once *= 2  # the next kernel's blocks start beside this one's
-            else:
-                mode = "plain"
-        stage.mode_beside = mode
-        if self._share.width < at_once:
-            self._share.widen(at_once)
 
     def barrier(self, timeout_s: float) -> None:
         """Let all ranks meet on the device, on the streams of the calls that have begun; the CPU waits for no rank."""

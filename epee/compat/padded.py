@@ -223,7 +223,7 @@ class PaddedCalls:
             return None
         of_call = sizes[0], core.config.hidden, sizes[1]
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
-        if got.hook is when_received is None and not ways.async_finish:
+        if got.hook is None and when_received is None and not ways.async_finish:
             return got.x, got.num_tokens_per_expert, handle, no_event(), None
         return got.x, got.num_tokens_per_expert, handle, *_ends(core, got, ways, when_received)
 
@@ -252,7 +252,7 @@ class PaddedCalls:
             got = again.combine_async(None, *given)
         if got is None:
             return None
-        if got.hook is when_received is None and not ways.async_finish:
+        if got.hook is None and when_received is None and not ways.async_finish:
             return got.x, no_event(), None
         return got.x, *_ends(known.core, got, ways, when_received)
 

@@ -25,6 +25,7 @@ from epee.backend.cuda import params as collectives
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.errors import ResourceError
 from epee.gpu import params as throughput_params
+from epee.gpu.hosts import HOST_KERNELS
 from epee.gpu.shapes import Limits
 from epee.jit.params import NAMESPACE
 from epee.jit.source import CSRC, flatten
@@ -81,7 +82,7 @@ def _compile_family(path: str, general: str) -> None:
 
     The ranks of a test come here together, so they share the work.
     """
-    for family in (throughput_params.KERNELS, latency_kernels.KERNELS, collectives.KERNELS):
+    for family in (throughput_params.KERNELS, latency_kernels.KERNELS, collectives.KERNELS, HOST_KERNELS):
         for other, params in family.items() if path in family else ():
             entries = entries_of(params)
             make = functools.partial(_compile, other, general, entries)

@@ -11,6 +11,7 @@ from epee.backend.cuda import params as collectives
 from epee.backend.cuda.messages import params as messages
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.gpu import params as throughput_params
+from epee.gpu.hosts import HOST_KERNELS
 from epee.gpu.layout import COUNT_KERNELS
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
@@ -18,7 +19,7 @@ from tests.csrc.emulated import build, has_compiler
 
 WORDS = ("dispatch", "combine", "barrier", "layout")
 COLLECTIVES = {**collectives.KERNELS, **collectives.DIRECT_KERNELS, **collectives.MASKED_KERNELS}
-ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS}
+ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS, **HOST_KERNELS}
 NAMES = [name for entries in ALL.values() for name in entries]
 
 

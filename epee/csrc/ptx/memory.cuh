@@ -61,6 +61,17 @@ DEVICE u32 ld_acquire_cta(const u32* p) {
   return v;
 }
 
+/// A counter in shared memory by which warps of a block hand over work: what was done before it is added to is visible
+/// to whoever takes it.
+DEVICE void red_add_release_cta(u32* p, u32 v) {
+  asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 atom_exch_acquire_cta(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.exch.acquire.cta.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
 /// Adds and returns the old value; orders the blocks of one grid that meet at the word.
 DEVICE u32 atom_add_acq_rel_gpu(u32* p, u32 v) {
   u32 old;
@@ -193,6 +204,8 @@ DEVICE u64 ld_acquire_gpu(const u64* p) { return ld_acquire_sys(p); }
 DEVICE void st_release_gpu(u64* p, u64 v) { st_release_sys(p, v); }
 DEVICE void st_release_cta(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE u32 ld_acquire_cta(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEVICE void red_add_release_cta(u32* p, u32 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+DEVICE u32 atom_exch_acquire_cta(u32* p, u32 v) { return __atomic_exchange_n(p, v, __ATOMIC_ACQUIRE); }
 DEVICE u32 atom_add_acq_rel_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE u32 atom_add_relaxed_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 atom_exch_relaxed_gpu(u64* p, u64 v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }

@@ -1,0 +1,283 @@
+// A combine between hosts: partial sums for each record go back to its source, which adds up those of all hosts.
+//
+//   partials  the gateway of a source: for each of its records the sum of its rows at the ranks of this host, in
+//             float32, ranks ascending, rounded to the payload, into the slots for that source. Rows of neighbours are
+//             loaded from their memory, as soon as these have said that they are there (`combine_ready`).
+//   summers   for each token of this rank: its own host's sum, made and rounded alike; then the sums of all hosts in
+//             float32, hosts ascending (by lowest rank); rounded once. Sums begin at -0, a token without rows is +0
+//             (`epee/reference/two_level.py`).
+//
+// A partial sum has one reader, the rank that owns the page (`FOR_ONE`). Tokens are summed in their order, so all
+// records of a chunk are read when the tokens up to its last one are. They wait for chunks of several hosts; these
+// leave their gateways each in its own flow, of which none waits for another (`flows.cuh`).
+#pragma once
+#include "../../common/lanes.cuh"
+#include "pack.cuh"
+
+typedef Lanes<kBf16> Sum;
+
+/// A row of the memory that a rank of this island has for a combine; null for none.
+DEVICE const u8* row_at(const HostCombineParams& p, int source, int position, i32 place) {
+  const i64 row = place < 0 ? -1
+                            : reinterpret_cast<const i32*>(p.host.row_base)[source * kNumRanks + position] +
+                                  static_cast<i64>(place);
+  return is_row(row, p.max_rows) ? reinterpret_cast<const u8*>(p.slots[position]) + row * p.row_bytes : nullptr;
+}
+
+/// This thread's row of a record of flow `served`: that of position `thread`.
+DEVICE const u8* served_row(const HostCombineParams& p, const Record& record, int position) {
+  if (position >= kNumRanks) return nullptr;
+  const i64 at = (static_cast<i64>(record.flow) * p.host.max_tokens + record.index) * kNumRanks + position;
+  return row_at(p, routes_of(p.host).served[record.flow], position,
+                reinterpret_cast<const i32*>(p.host.served_places)[at]);
+}
+
+DEVICE const u8* of_lane(const u8* address, int lane_id) {
+  return reinterpret_cast<const u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(address), lane_id));
+}
+
+/// Loads this thread's vectors of a row from vector `first` on.
+DEVICE void load_vectors(const HostCombineParams& p, const u8* row, int first, Vec16 (&to)[kSumVectors]) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) {
+    const int at = (first + 32 * u + lane_idx()) * 16;
+    if (at < p.row_bytes) to[u] = ld_vec16(row + at);
+  }
+}
+DEVICE void store_vectors(const HostCombineParams& p, u8* row, int first, const Vec16 (&from)[kSumVectors]) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) {
+    const int at = (first + 32 * u + lane_idx()) * 16;
+    if (at < p.row_bytes) st_vec16(row + at, from[u]);
+  }
+}
+
+DEVICE void begin_sums(Sum (&sums)[kSumVectors]) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) sums[u] = filled<kBf16>(-0.0f);
+}
+DEVICE void add_vectors(Sum (&sums)[kSumVectors], const Vec16 (&what)[kSumVectors]) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) add<kBf16>(sums[u], unpack<kBf16>(what[u]));
+}
+DEVICE void round_sums(const Sum (&sums)[kSumVectors], Vec16 (&to)[kSumVectors]) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) to[u] = pack<kBf16>(sums[u]);
+}
+
+/// The sum of the rows whose threads are in `ranks`, from vector `first` on, rounded.
+DEVICE void sum_here(const HostCombineParams& p, const u8* row, u32 ranks, int first, Vec16 (&to)[kSumVectors]) {
+  Sum sums[kSumVectors];
+  Vec16 vectors[kSumVectors];
+  begin_sums(sums);
+#pragma unroll 1
+  for (u32 left = ranks; left; left &= left - 1) {
+    load_vectors(p, of_lane(row, __ffs(static_cast<int>(left)) - 1), first, vectors);
+    add_vectors(sums, vectors);
+  }
+  round_sums(sums, to);
+}
+
+/// Partial sums of one row each, which are these rows: an island of one rank. See `packer`.
+struct RowCargo {
+  const HostCombineParams& p;
+  const Progress& progress;
+
+  DEVICE int num_pieces() const { return (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes; }
+  DEVICE u32 num_bytes(int piece) const {
+    return static_cast<u32>(min(p.piece_bytes, p.row_bytes - piece * p.piece_bytes));
+  }
+  DEVICE void load(const Record& record, int piece, u8* stage, u64* barrier) const {
+    if (lane_idx() != 0) return;
+    const u8* row = served_row(p, record, 0);
+    if (!row) row = reinterpret_cast<const u8*>(p.slots[0]);  // a place that no dispatch leaves behind
+    mbarrier_arrive_expect(barrier, num_bytes(piece));
+    bulk_load(stage, row + piece * static_cast<i64>(p.piece_bytes), num_bytes(piece), barrier);
+  }
+  DEVICE void store(const Record& record, int piece, const u8* stage) const {
+    const Flow& flow = progress.out[record.flow];
+    u8* to = record_at(p.host, routes_of(p.host).outlets[flow.link].data, flow, record.index, progress.out_unit);
+    if (lane_idx() == 0) bulk_store(to + piece * static_cast<i64>(p.piece_bytes), stage, num_bytes(piece));
+  }
+};
+
+/// Sums up the records of the sources that this rank serves. One warp.
+DEVICE void sum_records(const HostCombineParams& p, u64 tag, const Progress& progress) {
+  const HostCall& h = p.host;
+  Claims claims(h, progress);
+#pragma unroll 1
+  for (Record at = claims.await(h, tag, progress); at.flow >= 0; at = claims.await(h, tag, progress)) {
+    perhaps_stall(tag, h.call.rank, 7);
+    const u8* row = served_row(p, at, lane_idx());
+    const u32 ranks = __ballot_sync(~0u, row != nullptr);
+    const Flow& flow = progress.out[at.flow];
+    u8* to = record_at(h, routes_of(h).outlets[flow.link].data, flow, at.index, progress.out_unit);
+#pragma unroll 1
+    for (int first = 0; first * 16 < p.row_bytes; first += 32 * kSumVectors) {
+      Vec16 sum[kSumVectors];
+      sum_here(p, row, ranks, first, sum);
+      store_vectors(p, to, first, sum);
+    }
+    __syncwarp();
+    if (lane_idx() == 0) count_out(h, progress, at);
+  }
+}
+
+/// What the threads of a summer know of a token: thread j its row at position j of this island, thread i its sum of
+/// host i.
+struct Token {
+  const u8* row;
+  const u8* part;
+  u32 ranks, hosts;  // threads that have one; this host's sum is made here
+};
+
+/// Waits until the sums of a token have come, and finds its rows. The whole warp; false after a report.
+DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& progress, i64 token, u64& seen,
+                       Token& found) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  const int lane_id = lane_idx(), me = my_rank(h);
+  found = {nullptr, nullptr, 0, 0};
+  if (lane_id < kNumRanks) {
+    const int to = rank_at(routes, h.host, lane_id);
+    found.row = row_at(p, me, lane_id, reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to]);
+  }
+  const i32 record =
+      lane_id < h.num_hosts ? reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + lane_id] : -1;
+  const bool is_away = record >= 0 && lane_id != h.host;
+  if (is_away) {
+    const Flow& flow = progress.in[lane_id];
+    found.part = record_at(h, routes.inlets[flow.link].data, flow, record, progress.out_unit);
+  }
+  const auto has_come = [&] {
+    bool is_there = true;
+    if (is_away) {
+      const Flow& flow = progress.in[lane_id];
+      const u64 chunk = chunk_of(h, flow, record);
+      is_there = seen == chunk + 1 ||
+                 has_arrived(h, tag, flow, static_cast<i32>(chunk - flow.first), progress.out_unit, progress.flags);
+      if (is_there) seen = chunk + 1;
+    }
+    return __ballot_sync(~0u, is_there) == ~0u;
+  };
+  found.ranks = __ballot_sync(~0u, found.row != nullptr);
+  found.hosts = __ballot_sync(~0u, is_away);
+  if (has_come()) return true;
+  const int first = __ffs(static_cast<int>(found.hosts)) - 1;
+  return warp_wait(h, tag, routes.inlets[progress.in[first].link].rank, 41, has_come);
+}
+
+/// Adds up a token. The whole warp.
+DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
+  const int own = p.host.host, early = __ffs(static_cast<int>(at.hosts)) - 1;
+  const u32 hosts = at.hosts | (at.ranks ? 1u << own : 0);
+#pragma unroll 1
+  for (int first = 0; first * 16 < p.row_bytes; first += 32 * kSumVectors) {
+    Vec16 here[kSumVectors] = {}, away[kSumVectors] = {};
+    if (at.hosts) load_vectors(p, of_lane(at.part, early), first, away);  // under way while this host's rows are added
+    if (at.ranks) sum_here(p, at.row, at.ranks, first, here);
+    Sum sums[kSumVectors];
+    begin_sums(sums);
+#pragma unroll 1
+    for (u32 left = hosts; left; left &= left - 1) {
+      const int host = __ffs(static_cast<int>(left)) - 1;
+      if (host == own) {
+        add_vectors(sums, here);
+        continue;
+      }
+      if (host != early) load_vectors(p, of_lane(at.part, host), first, away);
+      add_vectors(sums, away);
+    }
+    if (hosts) round_sums(sums, here);  // else zeros
+    store_vectors(p, to, first, here);
+  }
+}
+
+/// Adds up the tokens of this rank. One warp.
+DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& progress) {
+  const HostCall& h = p.host;
+  const auto take = [&] {
+    u32* counter = reinterpret_cast<u32*>(state_counters(h, kStateNextUnitOffset));
+    return lane_idx() == 0 ? static_cast<i32>(atom_add_relaxed_gpu(counter, 1)) : 0;
+  };
+  u64 seen = 0;
+  i32 upcoming = take();
+#pragma unroll 1
+  for (i32 token = __shfl_sync(~0u, upcoming, 0); token < h.num_tokens; token = __shfl_sync(~0u, upcoming, 0)) {
+    upcoming = take();
+    perhaps_stall(tag, h.call.rank, 8);
+    Token found;
+    if (!find_token(p, tag, progress, token, seen, found)) return;
+    sum_token(p, found, reinterpret_cast<u8*>(p.out) + token * static_cast<i64>(p.row_bytes));
+    __syncwarp();
+    if (found.hosts >> lane_idx() & 1) count_in(h, progress, lane_idx(), seen - 1, 1);
+  }
+}
+
+/// Waits until the rows of all ranks of this island are there. The whole warp; false after a report.
+DEVICE bool await_rows(const HostCombineParams& p, u64 tag) {
+  const int position = lane_idx();
+  bool is_there = true;
+  if (position < kNumRanks)
+    is_there = wait_word(p.host, tag, state_words(p.host, kStateCombineReadyOffset) + position, tag,
+                         rank_at(routes_of(p.host), p.host.host, position), 42);
+  fence_proxy_async();
+  return __ballot_sync(~0u, is_there) == ~0u;
+}
+
+namespace epee {
+
+__global__ void __launch_bounds__(512, 1) combine_hosts_bf16(const __grid_constant__ HostCombineParams p) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  __shared__ u64 barriers[2 * kMaxWorkers];
+  const int num_workers = p.num_pack_warps + p.num_sum_warps, warp = warp_idx(), me = my_rank(h);
+  init_barriers(barriers, 2 * p.num_pack_warps);
+  wait_previous_kernel();
+  const u64 tag = current_tag(h.call);
+  const i32* records = reinterpret_cast<const i32*>(h.records);
+  const auto back = [&](int position, int host) { return routes.return_inlet[position * kMaxHosts + host]; };
+  Progress progress = make_progress(h, routes.num_served, h.num_hosts, num_workers, [&](bool is_out, int i) {
+    const int link = is_out ? routes.served_outlet[i] : back(h.call.rank, i);
+    const u64* next = state_words(h, is_out ? kStateNextOutOffset : kStateNextInOffset);
+    if (link < 0) return Flow{0, 0, -1};
+    return Flow{next[link], is_out ? records[routes.served[i] * h.num_hosts + h.host] : records[me * h.num_hosts + i],
+                link};
+  });
+  progress.out_unit = static_cast<u32>(p.row_bytes);
+  progress.flags = kForOne;
+  __syncthreads();
+  const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
+  const bool has_begun = !is_broken && reinterpret_cast<const i32*>(h.info)[kInfoState] == kHandleGood;
+  if (!has_begun && threadIdx.x == 0 && blockIdx.x == 0)
+    report_failure(h.call, tag, {kRefused, me, 0, is_broken ? kBrokenStreamsCode : kBadHandleCode, 43});
+  const i64 stage_bytes = min(p.piece_bytes, p.row_bytes);
+  u8* stages = dynamic_shared() + progress_bytes(h, progress.num_out, progress.num_in) + 2 * warp * stage_bytes;
+  if (warp < num_workers) {
+    const bool has_rows = has_begun && await_rows(p, tag);
+    if (has_rows && warp >= p.num_pack_warps)
+      sum_tokens(p, tag, progress);
+    else if (has_rows && kNumRanks == 1)
+      packer(h, tag, progress, RowCargo{p, progress}, stages, stage_bytes, barriers + 2 * warp);
+    else if (has_rows)
+      sum_records(p, tag, progress);
+    end_worker(progress);
+  } else if (warp == num_workers) {
+    const auto num_sent = [&](bool is_out, int i) {
+      const int rank = is_out ? routes.outlets[i].rank : routes.inlets[i].rank, host = routes.host_of[rank];
+      const int position = is_out ? 0 : routes.inlets[i].position, source = rank_at(routes, h.host, position);
+      const bool is_used = is_out ? routes.served_idx[rank] >= 0 : back(position, host) == i;
+      const i32 count = is_out ? records[rank * h.num_hosts + h.host] : records[source * h.num_hosts + host];
+      return is_used ? (count + h.chunk_records - 1) / h.chunk_records : 0;
+    };
+    if (announcer(h, tag, progress)) end_call(h, tag, progress, has_begun, kControlCombineDoneOffset, num_sent);
+  } else {
+    const int is_mine = lane_idx() == 0 && is_watching(h, tag);
+    if (!__shfl_sync(~0u, is_mine, 0)) return;
+    if (has_begun && lane_idx() < kNumRanks)
+      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, tag);
+    watcher(h, tag);
+  }
+}
+
+}  // namespace epee

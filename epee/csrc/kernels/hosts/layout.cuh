@@ -1,0 +1,369 @@
+// The first kernel of a dispatch between hosts: counts, places, and the exchange of counts between all ranks.
+//
+// One block, so that nothing but its own barrier orders the steps; a warp looks at 32 tokens at a time, a thread at
+// one.
+//   1. each warp counts its tokens for every rank and host; a scan over warps gives the number of earlier tokens;
+//   2. each thread writes its token's place among this rank's tokens for each rank, and its record's number for each
+// host;
+//   3. the row of counts goes to the ranks of the island (`rows` of this rank's state, announced in `row_ready` of
+// theirs)
+//      and by the proxy to the gateway on each other host, whose neighbours read it there;
+//   4. the rows of all ranks are awaited, checked and copied into the handle; sums say where rows begin. All ranks see
+//      the same rows, so they come to the same verdict: refused, differing, too many rows.
+//
+// A row: signature, refusal, tokens, 0; tokens for each rank; records for each host; (token, k) pairs for each expert.
+// Two copies by the parity of the row's number: a rank sends row r after it has read row r - 1 of all others, each of
+// which has sent that after it had read row r - 2. A row also says that this rank's memory for the result is free.
+#pragma once
+#include "words.cuh"
+
+/// Where a token goes.
+struct Goes {
+  u64 ranks;
+  u32 hosts;
+
+  /// Column c: rank c, or behind the ranks a host.
+  DEVICE bool to(const HostCall& h, int c) const {
+    return c < h.num_ranks ? ranks >> c & 1 : hosts >> (c - h.num_ranks) & 1;
+  }
+};
+
+/// What the warps share: counts by column for each warp and in all, by expert, and of bad ids.
+struct Counters {
+  i32 *warps, *totals, *experts, *num_bad;
+  int num_columns;
+};
+
+/// Reads the ids of a token. With `counters` it counts them, writes the handle's experts and reports ids that do not
+/// exist.
+DEVICE Goes read_token(const HostLayoutParams& p, u64 tag, int token, const Counters* counters) {
+  Goes goes = {0, 0};
+  const HostRoutes& routes = routes_of(p.host);
+  const int num_local = p.host.num_experts / p.host.num_ranks;
+#pragma unroll 1
+  for (int k = 0; token < p.host.num_tokens && k < p.host.num_topk; ++k) {
+    const i64 at = static_cast<i64>(token) * p.host.num_topk + k;
+    const i64 id = reinterpret_cast<const i64*>(p.topk_idx)[at];
+    const bool is_expert = id >= 0 && id < p.host.num_experts;
+    if (counters) {
+      reinterpret_cast<i32*>(p.host.expert_of)[at] = is_expert ? static_cast<i32>(id) : -1;
+      if (is_expert) red_add_shared(counters->experts + id, 1);
+      if (!is_expert && id != -1) {
+        red_add_shared(counters->num_bad, 1);
+        report_failure(
+            p.host.call, tag,
+            {kBadExpert, my_rank(p.host), static_cast<u64>(token), static_cast<u64>(id), static_cast<u64>(k)});
+      }
+    }
+    if (!is_expert) continue;
+    const int rank = static_cast<int>(id) / num_local;
+    goes.ranks |= 1ull << rank;
+    goes.hosts |= 1u << routes.host_of[rank];
+  }
+  return goes;
+}
+
+/// Step 1: this warp's counts.
+DEVICE void count_tokens(const HostLayoutParams& p, u64 tag, Range tokens, const Counters& counters) {
+  i32* mine = counters.warps + warp_idx() * counters.num_columns;
+#pragma unroll 1
+  for (int first = tokens.begin; first < tokens.end; first += 32) {
+    const int token = first + lane_idx();
+    const Goes goes = read_token(p, tag, token < tokens.end ? token : p.host.num_tokens, &counters);
+#pragma unroll 1
+    for (int c = 0; c < counters.num_columns; ++c) {
+      const u32 going = __ballot_sync(~0u, goes.to(p.host, c));
+      if (lane_idx() == c % 32) mine[c] += __popc(going);
+    }
+  }
+}
+
+/// Turns the warps' counts into the numbers of earlier tokens, and sums them up. All threads.
+DEVICE void scan_counts(const Counters& counters) {
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  __syncthreads();
+#pragma unroll 1
+  for (int c = static_cast<int>(threadIdx.x); c < counters.num_columns; c += static_cast<int>(blockDim.x)) {
+    i32 sum = 0;
+#pragma unroll 1
+    for (int w = 0; w < num_warps; ++w) {
+      const i32 count = counters.warps[w * counters.num_columns + c];
+      counters.warps[w * counters.num_columns + c] = sum;
+      sum += count;
+    }
+    counters.totals[c] = sum;
+  }
+  __syncthreads();
+}
+
+/// Step 2: places and records of this warp's tokens.
+DEVICE void assign_places(const HostLayoutParams& p, u64 tag, Range tokens, const Counters& counters) {
+  i32* mine = counters.warps + warp_idx() * counters.num_columns;
+  const int num_ranks = p.host.num_ranks;
+  i32* rank_places = reinterpret_cast<i32*>(p.host.rank_places);
+  i32* host_records = reinterpret_cast<i32*>(p.host.host_records);
+  i32* record_tokens = reinterpret_cast<i32*>(p.host.record_tokens);
+#pragma unroll 1
+  for (int first = tokens.begin; first < tokens.end; first += 32) {
+    const i64 token = first + lane_idx();
+    const bool is_one = token < tokens.end;
+    const Goes goes = read_token(p, tag, is_one ? static_cast<int>(token) : p.host.num_tokens, nullptr);
+#pragma unroll 1
+    for (int c = 0; c < counters.num_columns; ++c) {
+      const bool is_going = goes.to(p.host, c);
+      const u32 going = __ballot_sync(~0u, is_going);
+      const i32 place = is_going ? mine[c] + __popc(going & lanes_below()) : -1;
+      __syncwarp();
+      if (lane_idx() == c % 32) mine[c] += __popc(going);
+      if (!is_one) continue;
+      const int host = c - num_ranks;
+      if (host < 0) rank_places[token * num_ranks + c] = place;
+      if (host >= 0) host_records[token * p.host.num_hosts + host] = place;
+      if (host >= 0 && is_going)
+        record_tokens[static_cast<i64>(host) * p.host.max_tokens + place] = static_cast<i32>(token);
+    }
+    __syncwarp();
+  }
+}
+
+DEVICE i32* row_copy(const HostCall& h, int position, u64 row) {
+  return reinterpret_cast<i32*>(state_words(h, position, kStateRowsOffset)) + row % 2 * kRowRoom;
+}
+
+DEVICE int num_row_words(const HostCall& h) { return kRowCounts + h.num_ranks + h.num_hosts + h.num_experts; }
+
+/// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call.
+DEVICE void send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  __shared__ u32 is_free;  // a bit for each host
+  if (threadIdx.x == 0) is_free = 0;
+  __syncthreads();
+  const u64 slot = row % kRowSlots;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < h.num_hosts && routes.gateway_outlet[thread] >= 0) {
+    const Outlet& outlet = routes.outlets[routes.gateway_outlet[thread]];
+    const u64* freed = reinterpret_cast<const u64*>(outlet.rows_freed) + slot;
+    if (row < routes.first + kRowSlots || wait_word(h, tag, freed, row + 1 - kRowSlots, outlet.rank, 32, outlet.inlet))
+      red_or_shared(&is_free, 1u << thread);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < num_row_words(h); i += static_cast<int>(blockDim.x)) {
+    const int column = i - kRowCounts;
+    const i32 value = i == kRowSignature              ? static_cast<i32>(p.signature)
+                      : i == kRowRefusal              ? refusal
+                      : i == kRowTokens               ? h.num_tokens
+                      : column < 0                    ? 0
+                      : column < counters.num_columns ? counters.totals[column]
+                                                      : counters.experts[column - counters.num_columns];
+    row_copy(h, h.call.rank, row)[i] = value;
+#pragma unroll 1
+    for (int host = 0; host < h.num_hosts; ++host)
+      if (is_free >> host & 1)
+        reinterpret_cast<i32*>(routes.outlets[routes.gateway_outlet[host]].rows + slot * routes.row_bytes)[i] = value;
+  }
+  __syncthreads();
+  perhaps_stall(tag, h.call.rank, 11);
+  if (thread < kNumRanks) st_release_sys(state_words(h, thread, kStateRowReadyOffset) + h.call.rank, row + 1);
+  if (thread < h.num_hosts && is_free >> thread & 1)
+    st_release_sys(reinterpret_cast<u64*>(routes.outlets[routes.gateway_outlet[thread]].rows_posted) + slot,
+                   chunk_word(row, routes.row_bytes, 0));
+}
+
+/// Where the row of a rank is to be read.
+DEVICE const i32* row_of(const HostCall& h, int rank, u64 row) {
+  const HostRoutes& routes = routes_of(h);
+  if (routes.host_of[rank] == h.host) return row_copy(h, routes.position[rank], row);
+  return reinterpret_cast<const i32*>(routes.inlets[routes.source_inlet[rank]].rows +
+                                      row % kRowSlots * routes.row_bytes);
+}
+
+/// Waits for the row of a rank. False after a report.
+DEVICE bool await_row(const HostCall& h, u64 tag, int rank, u64 row) {
+  const HostRoutes& routes = routes_of(h);
+  if (routes.host_of[rank] == h.host)
+    return wait_word(h, tag, state_words(h, kStateRowReadyOffset) + routes.position[rank], row + 1, rank, 33);
+  const u64* arrived = reinterpret_cast<const u64*>(routes.inlets[routes.source_inlet[rank]].rows_arrived);
+  return wait_word(h, tag, arrived + row % kRowSlots, chunk_word(row, routes.row_bytes, 0), rank, 33,
+                   routes.source_inlet[rank]);
+}
+
+/// Checks the head of a rank's row. False after a report.
+DEVICE bool check_head(const HostLayoutParams& p, u64 tag, int rank, const i32* from) {
+  const i32 signature = ld_relaxed_sys(from + kRowSignature), refusal = ld_relaxed_sys(from + kRowRefusal);
+  const i32 tokens = ld_relaxed_sys(from + kRowTokens);
+  Failure failure = {kBadCount, rank, static_cast<u64>(p.host.max_tokens), static_cast<u64>(tokens), 1};
+  const bool has_tokens = tokens >= 0 && tokens <= p.host.max_tokens;
+  if (signature != static_cast<i32>(p.signature))
+    failure = {kMismatch, rank, static_cast<u32>(p.signature), static_cast<u32>(signature), kRowSignature};
+  if (refusal) failure = {kRefused, rank, 0, static_cast<u64>(refusal), 0};
+  if (has_tokens && !refusal && signature == static_cast<i32>(p.signature)) return true;
+  report_failure(p.host.call, tag, failure);
+  return false;
+}
+
+/// Copies a rank's counts into the handle, each checked. One warp for each rank in turn; false after a report.
+DEVICE bool copy_counts(const HostLayoutParams& p, u64 tag, int rank, const i32* from) {
+  bool is_good = true;
+  const HostCall& h = p.host;
+  const i32 most = ld_relaxed_sys(from + kRowTokens);
+#pragma unroll 1
+  for (int c = lane_idx(); c < h.num_ranks + h.num_hosts; c += 32) {
+    const i32 count = ld_relaxed_sys(from + kRowCounts + c);
+    if (count < 0 || count > most) {
+      report_failure(h.call, tag, {kBadCount, rank, static_cast<u64>(most), static_cast<u64>(count), 2});
+      is_good = false;
+    }
+    if (c < h.num_ranks) reinterpret_cast<i32*>(h.counts)[rank * h.num_ranks + c] = count;
+    if (c >= h.num_ranks) reinterpret_cast<i32*>(h.records)[rank * h.num_hosts + c - h.num_ranks] = count;
+  }
+  return is_good;
+}
+
+/// Sums the counts of all ranks: where the rows of each begin at the ranks of this island, and how many there are at
+/// any rank. False, on every rank, when these are too many somewhere. All threads.
+DEVICE bool sum_counts(const HostLayoutParams& p, u64 tag) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  bool is_good = true;
+#pragma unroll 1
+  for (int to = static_cast<int>(threadIdx.x); to < h.num_ranks; to += static_cast<int>(blockDim.x)) {
+    const bool is_here = routes.host_of[to] == h.host;
+    i32* base = reinterpret_cast<i32*>(h.row_base) + routes.position[to];
+    i64 sum = 0;
+#pragma unroll 1
+    for (int source = 0; source < h.num_ranks; ++source) {
+      if (is_here) base[source * kNumRanks] = static_cast<i32>(sum);
+      sum += reinterpret_cast<const i32*>(h.counts)[source * h.num_ranks + to];
+    }
+    if (is_here) base[h.num_ranks * kNumRanks] = static_cast<i32>(sum);
+    if (sum <= p.max_recv_rows) continue;
+    report_failure(h.call, tag, {kOverflow, to, static_cast<u64>(p.max_recv_rows), static_cast<u64>(sum), 0});
+    is_good = false;
+  }
+  return is_good;
+}
+
+/// (token, k) pairs that this rank's experts receive. All threads; false after a report.
+DEVICE bool sum_experts(const HostLayoutParams& p, u64 tag, u64 row) {
+  const HostCall& h = p.host;
+  const int num_local = h.num_experts / h.num_ranks, first = my_rank(h) * num_local;
+  bool is_good = true;
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < num_local; e += static_cast<int>(blockDim.x)) {
+    i64 sum = 0;
+#pragma unroll 1
+    for (int source = 0; source < h.num_ranks; ++source) {
+      const i32 count = ld_relaxed_sys(row_of(h, source, row) + kRowCounts + h.num_ranks + h.num_hosts + first + e);
+      sum += count;
+      const i64 most = static_cast<i64>(h.max_tokens) * h.num_topk;
+      if (count >= 0 && count <= most) continue;
+      report_failure(h.call, tag, {kBadCount, source, static_cast<u64>(most), static_cast<u64>(count), 3});
+      is_good = false;
+    }
+    reinterpret_cast<i32*>(h.info)[kInfoCounts + e] = static_cast<i32>(sum);
+  }
+  return is_good;
+}
+
+/// Lists the chunks that come to this host in the order in which they are pulled: chunk k of all sources before chunk
+/// k + 1 of any. All ranks pack and pull in this order, so none waits in a circle: a chunk waits for a slot that is
+/// freed by chunks before it in the order of every other rank.
+DEVICE void list_chunks(const HostLayoutParams& p) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  const auto num_chunks = [&](int x) {
+    const i32 count = reinterpret_cast<const i32*>(h.records)[routes.sources[x] * h.num_hosts + h.host];
+    return (count + h.chunk_records - 1) / h.chunk_records;
+  };
+  i32 most = 0, total = 0;
+  for (int x = 0; x < routes.num_sources; ++x) {
+    most = max(most, num_chunks(x));
+    total += num_chunks(x);
+  }
+  if (threadIdx.x == 0) reinterpret_cast<i32*>(h.info)[kInfoChunks] = total;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < most * routes.num_sources; i += static_cast<int>(blockDim.x)) {
+    const int k = i / routes.num_sources, x = i % routes.num_sources;
+    if (k >= num_chunks(x)) continue;
+    i32 before = 0;
+    for (int other = 0; other < routes.num_sources; ++other)
+      before += min(num_chunks(other), k) + (other < x && num_chunks(other) > k);
+    reinterpret_cast<u32*>(h.pull_order)[before] = static_cast<u32>(x) << 16 | static_cast<u32>(k);
+  }
+}
+
+/// Step 4. All threads; true when the call may go on, which all ranks find alike.
+DEVICE bool receive_rows(const HostLayoutParams& p, u64 tag, u64 row) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  __shared__ u32 num_flaws;
+  const int thread = static_cast<int>(threadIdx.x), num_warps = static_cast<int>(blockDim.x / 32);
+  const auto note = [&](bool is_good) {
+    if (!is_good) red_or_shared(&num_flaws, 1);
+  };
+  const auto has_flaws = [&] {  // all threads find the same, before any can note what it finds behind
+    __syncthreads();
+    const bool has_any = num_flaws != 0;
+    __syncthreads();
+    return has_any;
+  };
+  if (thread == 0) num_flaws = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int rank = thread; rank < h.num_ranks; rank += static_cast<int>(blockDim.x)) note(await_row(h, tag, rank, row));
+  if (has_flaws()) return false;
+#pragma unroll 1
+  for (int rank = thread; rank < h.num_ranks; rank += static_cast<int>(blockDim.x))
+    note(check_head(p, tag, rank, row_of(h, rank, row)));
+  if (!has_flaws()) {
+#pragma unroll 1
+    for (int rank = warp_idx(); rank < h.num_ranks; rank += num_warps)
+      note(copy_counts(p, tag, rank, row_of(h, rank, row)));
+    note(sum_experts(p, tag, row));
+  }
+  const bool is_bad = has_flaws();
+  if (thread < routes.num_sources) {  // all of these rows have been read
+    const Inlet& from = routes.inlets[routes.source_inlet[routes.sources[thread]]];
+    st_release_sys(reinterpret_cast<u64*>(from.rows_taken) + row % kRowSlots * kNumRanks, row + 1);
+  }
+  if (is_bad) return false;
+  note(sum_counts(p, tag));
+  list_chunks(p);
+  return !has_flaws();
+}
+
+namespace epee {
+
+__global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ HostLayoutParams p) {
+  const HostCall& h = p.host;
+  const int num_warps = static_cast<int>(blockDim.x / 32), num_columns = h.num_ranks + h.num_hosts;
+  i32* shared = reinterpret_cast<i32*>(dynamic_shared());
+  i32* totals = shared + num_warps * num_columns;
+  const Counters counters = {shared, totals, totals + num_columns, totals + num_columns + h.num_experts, num_columns};
+  const int num_counters = (num_warps + 1) * num_columns + h.num_experts + 1;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) shared[i] = 0;
+  __syncthreads();
+  wait_previous_kernel();
+  const u64 tag = current_tag(h.call);
+  const u64 row = *state_words(h, kStateNextRowOffset);
+  const Range tokens = piece(h.num_tokens, num_warps, warp_idx());
+  count_tokens(p, tag, tokens, counters);
+  scan_counts(counters);
+  const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
+  send_row(p, tag, row, counters, is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused);
+  assign_places(p, tag, tokens, counters);
+  const bool is_good = receive_rows(p, tag, row);
+  if (threadIdx.x != 0) return;
+  i32* info = reinterpret_cast<i32*>(h.info);
+  info[kInfoState] = is_good ? kHandleGood : kHandleBad;
+  info[kInfoView] = static_cast<i32>(view_number(h.call));
+  info[kInfoRows] = is_good ? reinterpret_cast<const i32*>(h.row_base)[h.num_ranks * kNumRanks + h.call.rank] : 0;
+  info[kInfoCall] = static_cast<i32>(tag);
+  if (!is_good) mark_failed(h.call, tag);
+  *state_words(h, kStateNextRowOffset) = row + 1;
+}
+
+}  // namespace epee

@@ -1,0 +1,178 @@
+"""Kernels of calls between hosts, emulated, with the proxies' machines: bits as `epee.reference` says."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from epee import reference
+from epee.gpu.hosts import BROKEN_STREAMS_CODE
+from epee.link.proxy.words import ABORT, CHUNKS, KINDS, LOST
+from epee.reference import Routed
+from tests.csrc.emulated import has_compiler
+from tests.csrc.hosts_cases import HostsCase, HostsRank, HostsWorld, run_case
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+TWO = ((0, 1), (2, 3))
+CASES = {
+    "2 hosts of 1 rank": HostsCase(((0,), (1,)), (37, 23)),
+    "2 hosts of 2 ranks": HostsCase(TWO, (19, 30, 8, 25)),
+    "3 hosts": HostsCase(((0, 1), (2,), (3, 4)), (11, 9, 17, 6, 13), num_topk=4),
+    "1 + 3 ranks": HostsCase(((0,), (1, 2, 3)), (33, 12, 7, 20)),
+    "3 + 1 ranks": HostsCase(((0, 1, 2), (3,)), (13, 12, 7, 40)),
+    "interleaved": HostsCase(((0, 2), (1, 3)), (16, 21, 9, 14)),
+    "no tokens": HostsCase(TWO, (0, 0, 0, 0)),
+    "some without tokens": HostsCase(TWO, (0, 22, 5, 0)),
+    "all to one host": HostsCase(TWO, (24, 18, 11, 20), routing="one host"),
+    "nowhere": HostsCase(TWO, (9, 4, 0, 7), routing="nowhere"),
+    "without weights": HostsCase(TWO, (9, 14, 3, 7), has_weights=False),
+    "one slot": HostsCase(TWO, (70, 50, 64, 66), num_slots=1, chunk_records=1, num_calls=1),
+    "two slots, two warps of each kind": HostsCase(((0,), (1,)), (200, 180), num_slots=2, chunk_records=2, warps=2),
+    "rows in pieces": HostsCase(TWO, (19, 30, 8, 25), hidden=104, piece_bytes=96),
+    "a later epoch": HostsCase(TWO, (19, 30, 8, 25), first=1 << 33),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_and_sums_have_the_bits_of_the_reference(name: str) -> None:
+    run_case(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("stall_one_in", [0, 5])
+def test_a_thousand_chunks_pass_through_few_slots(num_slots: int, stall_one_in: int) -> None:
+    tokens = (1000,) * 2
+    run_case(
+        HostsCase(
+            ((0,), (1,)), tokens, num_slots, 1, num_calls=1, stall_one_in=stall_one_in, routing="all ranks", num_topk=2
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_warps_that_stand_still_change_no_bit(seed: int) -> None:
+    run_case(HostsCase(((0, 2), (1, 4), (3,)), (30, 21, 9, 40, 14), stall_one_in=3, seed=seed, num_topk=4))
+
+
+def test_many_hosts_whose_tokens_need_different_chunks_at_once_do_not_wait_in_a_circle() -> None:
+    run_case(
+        HostsCase(
+            ((0,), (1,), (2,)), (40, 40, 40), num_slots=1, chunk_records=1, routing="skewed", num_calls=1, num_topk=2
+        )
+    )
+
+
+LIMIT_S = 3.0
+WAITING = HostsCase(((0,), (1, 2)), (20, 14, 9), timeout_s=LIMIT_S)
+
+
+def reports_of(world: HostsWorld) -> list[list[int]]:
+    """The first report of each rank: code, and what it says of peer, expected, got and where."""
+    found = []
+    for rank in world.ranks:
+        rows = [row.tolist() for row in rank.reports.view(-1, 8) if row.any()]
+        found.append([rows[0][0], *rows[0][3:7]] if rows else [])
+        rank.reports.zero_()
+    return found
+
+
+def lay_out_all(world: HostsWorld, given: list[Routed]) -> None:
+    world.run(lambda rank: rank.dispatch(given[rank.rank]))
+
+
+def test_a_bad_id_is_refused_by_all_and_the_next_call_is_right() -> None:
+    world, given = HostsWorld(WAITING), WAITING.inputs(0)
+    wrong = WAITING.inputs(0)
+    assert wrong[1].topk_idx is not None
+    wrong[1].topk_idx[3, 1] = 1000
+    lay_out_all(world, wrong)
+    assert [report[:2] for report in reports_of(world)] == [[4, 1], [7, 1], [4, 1]]
+    received = reference.dispatch(given, WAITING.num_experts, layout="rank")
+    world.again()
+    lay_out_all(world, given)
+    for rank in world.ranks:
+        rank.check(received[rank.rank])
+
+
+def test_too_many_rows_fail_the_call_on_all_ranks() -> None:
+    world, given = HostsWorld(WAITING), WAITING.inputs(0)
+    counts = [len(there.src_rank) for there in reference.dispatch(given, WAITING.num_experts, layout="rank")]
+    for rank in world.ranks:
+        rank.kernels["layout_hosts"][1].max_recv_rows = max(counts) - 1
+    lay_out_all(world, given)
+    assert {(report[0], report[1]) for report in reports_of(world)} == {(5, counts.index(max(counts)))}
+    assert [int(rank.keep["info"][0]) for rank in world.ranks] == [2, 2, 2]
+
+
+def test_other_facts_are_named_by_all() -> None:
+    world, given = HostsWorld(WAITING), WAITING.inputs(0)
+    world.ranks[2].kernels["layout_hosts"][1].signature = 78
+    lay_out_all(world, given)
+    found = reports_of(world)
+    assert [report[0] for report in found] == [3, 3, 3]
+    assert [report[1] for report in found[:2]] == [2, 2]
+
+
+@pytest.mark.parametrize("what", ["size", "place"])
+def test_what_a_partner_says_is_checked_and_the_streams_serve_nobody_afterwards(what: str) -> None:
+    world, given = HostsWorld(WAITING), WAITING.inputs(0)
+    row = 2 * WAITING.hidden
+
+    def forge(kind: int, word: int, address: int) -> int:
+        if kind != CHUNKS:
+            return word
+        if what == "size":
+            return word - 16
+        ctypes.c_int32.from_address(address + row + 4).value = 10_000  # the first record's place at position 0
+        return word
+
+    world.wires[0, 1].forge = forge
+    lay_out_all(world, given)
+    found = reports_of(world)
+    assert found[1][:2] == [{"size": 3, "place": 8}[what], 0]
+    world.wires[0, 1].forge = lambda kind, word, address: word
+    world.again()
+    lay_out_all(world, given)
+    assert all(report[0] == 4 and report[3] == BROKEN_STREAMS_CODE for report in reports_of(world))
+
+
+@pytest.mark.parametrize("what", ["ABORT", "LOST"])
+@pytest.mark.parametrize("step", ["layout", "dispatch"])
+def test_the_end_of_a_proxy_or_partner_ends_the_kernels(what: str, step: str) -> None:
+    world, given = HostsWorld(replace(WAITING, timeout_s=30.0)), WAITING.inputs(0)
+    kept = world.wires[1, 0]  # nothing of rank 1 arrives any more: in the layout its row, later its chunks
+    kept.kinds = KINDS if step == "layout" else (CHUNKS,)
+    shape, words = world.ranks[0].shape, world.ranks[0].words
+
+    def end() -> None:
+        time.sleep(0.3)
+        if what == "ABORT":
+            words[ABORT] = 2
+        else:
+            words[shape.process_words(0) + LOST] = 1 << world.ranks[0].partners.index(1)
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    start = time.monotonic()
+    only = [rank for rank in world.ranks if rank.rank == 0]
+    others = [rank for rank in world.ranks if rank.rank != 0]
+
+    def calls(rank: HostsRank) -> None:
+        rank.dispatch(given[rank.rank])
+        if rank in only:
+            for other in others:
+                other.words[ABORT] = 1
+
+    world.run(calls)
+    ender.join()
+    assert time.monotonic() - start < 20
+    assert reports_of(world)[0][:2] == ([2, 0] if what == "ABORT" else [10, 1])

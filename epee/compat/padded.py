@@ -16,7 +16,7 @@ import torch
 from epee.compat.deep_ep.event import EventHandle, EventOverlap, no_event
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.compat.deep_ep.shared.rows import int64_routing
+from epee.compat.deep_ep.shared.rows import described, has_memory, int64_routing
 from epee.ep import (
     BufferPool,
     LatencyBuffer,
@@ -208,7 +208,7 @@ class PaddedCalls:
         Returns:
             None, without any effect, if it matches no earlier one (`LatencyBuffer.again`).
         """
-        if not type(x) is type(topk_idx) is torch.Tensor:
+        if not type(x) is type(topk_idx) is torch.Tensor or not type(sizes[0]) is type(sizes[1]) is int:
             return None
         core = self._lately.get((sizes, x.shape[1:], topk_idx.shape[1:]))
         if core is None or core.again is None:
@@ -304,9 +304,8 @@ def _event(got: LatencyDispatched | LatencyCombined, ways: CallOptions) -> Event
 
 def _check_sizes(x: object, max_tokens: object, num_experts: object) -> None:
     """Raise unless the sizes of a dispatch are such that memory for it can be looked for; the rest is checked there."""
-    if not isinstance(x, torch.Tensor) or x.dim() != 2:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InvalidArgument(f"x must be bfloat16 [num_tokens, hidden], got {got}")
+    if not has_memory(x) or x.dim() != 2:
+        raise InvalidArgument(f"x must be bfloat16 [num_tokens, hidden], got {described(x)}")
     for name, value in (("num_max_dispatch_tokens_per_rank", max_tokens), ("num_experts", num_experts)):
         if not is_whole(value, 1, _MOST):
             raise InvalidArgument(f"{name} must be a number from 1 to {_MOST}, got {shown(value)}")

@@ -17,11 +17,13 @@ from ..errors import InvalidArgument, InvalidState
 from ..jit.params import constants_source, struct_source
 from ..memory.fresh import Allocate, allocator
 from ..torch_private import current_index
+from ..values import shown
 from .platform import CudaPlatform, Platform
 from .turns import on_gpu
 
 MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
 MAX_EXPERTS = 8192  # as many counters as fit into the shared memory of any kernel
+MOST_EXPERTS = 1 << 20  # far above use: larger numbers would only take memory
 NUM_BLOCKS = 8  # the largest cluster that every GPU has room for
 NUM_THREADS = 1024
 _MOST_SIZES = 1024  # number of cached sizes: callers may bring new ones all the time
@@ -82,12 +84,14 @@ def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> Di
         InvalidArgument: `topk_idx` is no integer matrix, or the experts do not divide evenly among the ranks.
         InvalidState: a CUDA graph is being recorded, and nothing has been counted on this GPU before.
     """
-    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in _INDEX_DTYPES:
-        is_tensor = isinstance(topk_idx, torch.Tensor)
+    is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.layout is torch.strided
+    if not is_tensor or topk_idx.dim() != 2 or topk_idx.dtype not in _INDEX_DTYPES:
         got = f"{topk_idx.dtype} {list(topk_idx.shape)}" if is_tensor else type(topk_idx).__name__
         raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
-    if num_experts < 1 or num_experts % num_ranks:
-        raise InvalidArgument(f"num_experts must be a multiple of {num_ranks} ranks, got {num_experts}")
+    if type(num_experts) is not int or not 0 < num_experts <= MOST_EXPERTS or num_experts % num_ranks:
+        raise InvalidArgument(
+            f"num_experts must be a multiple of {num_ranks} ranks, at most {MOST_EXPERTS}, got {shown(num_experts)}"
+        )
     device = topk_idx.get_device()
     if device < 0 or topk_idx.shape[1] > MAX_TOPK or num_ranks > MAX_TOPK or num_experts > MAX_EXPERTS:
         return count_with_torch(topk_idx, num_ranks, num_experts)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.deep_ep import low_latency
-from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
+from epee.compat.deep_ep.config import Config, check_config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, cuda_event_of, no_event
 from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared import internode
@@ -38,6 +38,7 @@ from epee.ep import (
     MemoryBytes,
     NoRoomError,
     Payload,
+    Room,
     check_topk_idx,
     count_layout,
     group_of,
@@ -178,6 +179,10 @@ class Buffer(LowLatency, PoolOwner):
             `num_tokens_per_expert [num_experts]` int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
         pool = self.runtime or self._pool()
+        if not isinstance(topk_idx, torch.Tensor):
+            raise InvalidArgument(
+                f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {type(topk_idx).__name__}"
+            )
         waits_for = None if previous_event is None else cuda_event_of(previous_event)
         if topk_idx.is_cuda and waits_for is None and not async_finish and len(self.hosts) == 1:
             found = count_layout(topk_idx, self.group_size, num_experts)
@@ -286,7 +291,7 @@ class Buffer(LowLatency, PoolOwner):
         """Run a dispatch by a handle as an earlier one; None, without any effect, if that is not possible."""
         known = self._known(handle)
         room, again = known.room, known.room.core.again
-        if again is None or topk_idx is not None or topk_weights is not None:
+        if again is None or topk_idx is not None or topk_weights is not None or not isinstance(config, Config):
             return None
         others = None, known.handle, None
         got = again.dispatch(x, None, None, others, "rank", 1, room.num_sms(config.num_sms), True)
@@ -300,10 +305,13 @@ class Buffer(LowLatency, PoolOwner):
     def _dispatch_again(
         self, x: Payload, known: V1Handle, topk_idx: object, topk_weights: object, config: Config
     ) -> Dispatched:
-        if topk_idx is not None or topk_weights is not None:
-            error = InvalidArgument("topk_idx and topk_weights must be None beside a handle, which has the routing")
+        try:
+            check_config(config)
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument("topk_idx and topk_weights must be None beside a handle, which has the routing")
+        except expected(InvalidArgument) as error:
             known.room.core.refuse(error)
-            raise error
+            raise
         return known.room.core.dispatch(x, handle=known.handle, num_sms=known.room.num_sms(config.num_sms))
 
     def combine(
@@ -340,7 +348,7 @@ class Buffer(LowLatency, PoolOwner):
             num_recv = known.handle.num_recv
             rows, weights = cut(x, num_recv, known.num_rows), cut(topk_weights, num_recv, known.num_rows)
         again = known.room.core.again
-        num_sms = None if config is None else known.room.num_sms(config.num_sms)
+        num_sms = None if config is None else self._sms_of(config, known.room)
         is_at_once = not async_finish and (previous_event is None or cuda_event_of(previous_event) is None)
         if again is not None and bias is None and is_at_once:
             try:
@@ -362,6 +370,15 @@ class Buffer(LowLatency, PoolOwner):
                 return got.x, got.topk_weights, no_event()
             given = (x, topk_weights, bias, known.handle)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
+
+    def _sms_of(self, config: Config, room: Room) -> int | None:
+        """Return the multiprocessors of a combine; a refusal is sent to the peers."""
+        try:
+            check_config(config)
+        except expected(InvalidArgument) as error:
+            room.core.refuse(error)
+            raise
+        return room.num_sms(config.num_sms)
 
     def _known(self, handle: object) -> V1Handle:
         """Return the facts of a handle; a refusal is sent to the peers through the newest room."""

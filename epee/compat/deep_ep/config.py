@@ -5,7 +5,9 @@ from __future__ import annotations
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.ep import memory_for, network_bytes
 from epee.errors import InvalidArgument
+from epee.values import is_whole, shown
 
+_MOST = (1 << 31) - 1
 _HINT_TOKENS = 4096  # tokens of a rank, which are no argument of V1's size hint
 _ALIGN = 128
 _RANKS_PER_HOST = 8  # DeepEP's assumption, as its hint has no argument for it
@@ -40,9 +42,10 @@ class Config:
         self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
         self.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens
         self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
-        for name, value in vars(self).items():
-            if value < 1:
-                raise InvalidArgument(f"{name} must be at least 1, got {value}")
+        given = (*vars(self).items(), ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens))
+        for name, value in given:
+            if not is_whole(value, 1, _MOST):
+                raise InvalidArgument(f"{name} must be a number from 1 to {_MOST}, got {shown(value)}")
         if num_max_nvl_chunked_send_tokens >= num_max_nvl_chunked_recv_tokens:
             raise InvalidArgument(
                 "num_max_nvl_chunked_send_tokens must be below num_max_nvl_chunked_recv_tokens, got "
@@ -83,6 +86,14 @@ class Config:
         if num_hosts == 1:
             return 0
         return align_up(network_bytes(num_ranks, num_hosts, _HINT_TOKENS, -(-hidden_bytes // 16) * 8), _ALIGN)
+
+
+def check_config(config: object) -> None:
+    """Raise `InvalidArgument` unless it is a `Config`."""
+    if not isinstance(config, Config):
+        raise InvalidArgument(
+            f"config must be a Config, as of get_dispatch_config and get_combine_config, got {type(config).__name__}"
+        )
 
 
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:

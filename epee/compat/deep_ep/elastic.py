@@ -23,10 +23,12 @@ from epee.compat.deep_ep.experimental import Experimental
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
+    check_counters,
     column_major,
     cut,
     device_of,
     filled_up,
+    has_memory,
     int64_routing,
     padded,
     payload_filled_up,
@@ -267,6 +269,8 @@ class ElasticBuffer(Experimental, PoolOwner):
             if handle is not None:
                 got = self._dispatch_again((x, topk_idx, topk_weights), handle, stats is not None, options)
             else:
+                if stats is not None:
+                    self._check_stats(stats, num_experts, device_of(x))
                 got, handle = self._dispatch_fresh((x, topk_idx, topk_weights), options, run)
                 if stats is not None:
                     stats += handle.num_unaligned_recv_tokens_per_expert
@@ -335,7 +339,7 @@ class ElasticBuffer(Experimental, PoolOwner):
         elif not known.do_expand:
             if self.num_rdma_ranks == 1:
                 core = known.in_order(_LANE_ORDERS[bias is not None])
-            if isinstance(weights, torch.Tensor):
+            if has_memory(weights) and weights.device == device_of(x):
                 local = known.core.peek_topk_idx()
                 if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
                     weights = weights.masked_fill(local[: len(weights)] < 0, 0)
@@ -354,6 +358,15 @@ class ElasticBuffer(Experimental, PoolOwner):
         error = InvalidArgument(f"handle must be the EPHandle of a dispatch, got {type(handle).__name__}")
         pool.refuse(error)
         raise error
+
+    def _check_stats(self, stats: object, num_experts: object, device: torch.device) -> None:
+        """Check that counts can be added to `stats`; a refusal is sent to the peers."""
+        num_local = num_experts // self.num_ranks if isinstance(num_experts, int) else None
+        try:
+            check_counters("cumulative_local_expert_recv_stats", stats, num_local, device)
+        except expected(InvalidArgument) as error:
+            self._pool().refuse_first(error)
+            raise
 
     def _dispatch_fresh(self, given: _Given, options: _Options, run: Running) -> tuple[Dispatched, EPHandle]:
         """Dispatch with routing, in a room found by the call's cache key, or else by its sizes."""

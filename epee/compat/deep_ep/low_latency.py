@@ -14,9 +14,10 @@ import torch
 
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
+from epee.compat.deep_ep.shared.rows import check_counters, device_of
 from epee.compat.padded import CallOptions, Hook, PaddedCalls, PaddedHandle, size_hint
 from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload
-from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
+from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError, expected
 
 
 def unsupported(name: str, why: str) -> NoReturn:
@@ -97,14 +98,18 @@ class LowLatency:
         if use_nvfp4:
             unsupported("use_nvfp4", "epee casts rows to FP8 or sends bfloat16; leave it out and cast what arrives")
         sizes, count = (num_max_dispatch_tokens_per_rank, num_experts), None
+        cost = dispatch_wait_recv_cost_stats
         how = use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0
-        if cumulative_local_expert_recv_stats is not None or dispatch_wait_recv_cost_stats is not None:
+        if cumulative_local_expert_recv_stats is not None or cost is not None:
+            num_local = num_experts // self.group_size if isinstance(num_experts, int) else None
+            self._check_counters(x, "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local)
+            self._check_counters(x, "dispatch_wait_recv_cost_stats", cost, self.group_size)
 
             def count(got: LatencyDispatched) -> None:
                 """Add the received counts and the times of waiting to the caller's statistics."""
                 if cumulative_local_expert_recv_stats is not None:
                     cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
-                _add_cost(dispatch_wait_recv_cost_stats, got)
+                _add_cost(cost, got)
 
         try:
             ways = self._ways(x, async_finish, return_recv_hook)
@@ -162,6 +167,7 @@ class LowLatency:
             )
         count = None
         if combine_wait_recv_cost_stats is not None:
+            self._check_counters(x, "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.group_size)
 
             def count(got: LatencyCombined) -> None:
                 """Add the times of waiting to the caller's statistics."""
@@ -212,6 +218,14 @@ class LowLatency:
     def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
         return self._padded.next_combine_buffer(handle)
+
+    def _check_counters(self, x: object, name: str, value: object, count: int | None) -> None:
+        """Check that a call can add its numbers to a tensor; a refusal is sent to the peers."""
+        try:
+            check_counters(name, value, count, device_of(x))
+        except expected(InvalidArgument) as error:
+            self._padded.refuse(error)
+            raise
 
     def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> CallOptions:
         active = self._active_for(x) if self.enable_shrink else None

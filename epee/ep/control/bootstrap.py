@@ -163,12 +163,12 @@ def refuse_to_make(group: dist.ProcessGroup, refusal: Exception) -> None:
 
     For callers that find an error before they know the arguments of the buffer, and raise it afterwards.
     """
-    told = refusal if isinstance(refusal, EpeeError) else InvalidArgument(f"{type(refusal).__name__}: {refusal}")
+    reason = refusal if isinstance(refusal, EpeeError) else InvalidArgument(f"{type(refusal).__name__}: {refusal}")
     try:
         topology_of(group, size_of(group))
-        refuse(group, BufferConfig(size_of(group), 1, 1, 1, 1, torch.bfloat16), told)
+        refuse(group, BufferConfig(size_of(group), 1, 1, 1, 1, torch.bfloat16), reason)
     except expected(EpeeError, RuntimeError) as problem:
-        if problem is not told:
+        if problem is not reason:
             _log.warning("could not tell the peers about a refused buffer: %s", problem)
 
 

@@ -103,8 +103,13 @@ class Room:
         return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
 
     def num_sms(self, wanted: int) -> int | None:
-        """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
+        """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default.
+
+        Anything that is no number is returned as it is: the call refuses it.
+        """
         most = self._most_sms
+        if type(wanted) is not int:
+            return wanted
         return min(wanted, most) if wanted > 0 and most else None
 
 
@@ -352,6 +357,9 @@ class ThroughputRooms:
                 "this buffer must grow, which it cannot while a CUDA graph is recorded; make one call of this shape "
                 "before"
             )
+        first = next(iter(self._made.values()), None)
+        if first is not None:  # the same on all ranks: a rank that makes another call is noticed here, not in the group
+            first.core.all_gather_bytes(b"make")
         num_tokens, itemsize = num_tokens_made_for(need.num_tokens), need.itemsize
         if old is not None:
             num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)

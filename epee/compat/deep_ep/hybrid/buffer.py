@@ -17,7 +17,15 @@ import torch.distributed as dist
 from epee.compat.deep_ep.elastic import MAX_EXPERTS, ElasticBuffer
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.low_latency import unsupported
-from epee.compat.deep_ep.shared.rows import device_of, filled_up, int64_routing, payload_filled_up, values_of
+from epee.compat.deep_ep.shared.rows import (
+    described,
+    device_of,
+    filled_up,
+    has_memory,
+    int64_routing,
+    payload_filled_up,
+    values_of,
+)
 from epee.ep import (
     BufferPool,
     Payload,
@@ -226,23 +234,23 @@ class HybridEPBuffer:
         Returns:
             `[num_tokens, hidden_dim]`; `[num_tokens, num_of_experts]` float32, 0 for experts without a row, or None.
         """
-        known = self._known(handle)
-        core, rows = known.core.room.core, known.core.core.num_recv
+        made = self._checked(handle)
+        core, rows = made.core.room.core, made.core.core.num_recv
         try:
-            y, weights = _to_combine(hidden, probs, known)
+            y, weights = _to_combine(hidden, probs, made)
         except expected(InvalidArgument) as error:
             core.refuse(error)
             raise
         if len(y) != rows:  # rows that were dropped count as zeros
             num_there = min(rows, len(y))
-            y = core.combine_input(known.core.core, hidden.dtype)
+            y = core.combine_input(made.core.core, hidden.dtype)
             y[:num_there].copy_(hidden[:num_there])
             y[num_there:].zero_()
             weights = None if weights is None else filled_up(weights[:num_there], rows, 0)
-        got = core.combine(y, known.core.core, topk_weights=weights, num_sms=known.core.room.num_sms(self._sms[1]))
+        got = core.combine(y, made.core.core, topk_weights=weights, num_sms=made.core.room.num_sms(self._sms[1]))
         if got.topk_weights is None:
             return got.x, None
-        return got.x, dense_weights(known.topk_idx, got.topk_weights, known.num_of_experts)
+        return got.x, dense_weights(made.topk_idx, got.topk_weights, made.num_of_experts)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `UnsupportedError`: received rows are always grouped by expert."""
@@ -285,17 +293,17 @@ class HybridEPBuffer:
     def _dispatch_again(
         self, hidden: torch.Tensor, scaling_factor: torch.Tensor | None, handle: object
     ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, HybridEPHandle]:
-        known = self._known(handle)
+        made = self._checked(handle)
         try:
             x = _payload(hidden, scaling_factor)
         except expected(InvalidArgument) as error:
-            known.core.room.core.refuse(error)
+            made.core.room.core.refuse(error)
             raise
-        got = self._core.dispatch(x, handle=known.core, num_sms=self._sms[0])
-        rows, _, scales = _parts(payload_filled_up(_cut(got[0], known.num_permuted_tokens), known.num_permuted_tokens))
-        return rows, None, scales, None, known
+        got = self._core.dispatch(x, handle=made.core, num_sms=self._sms[0])
+        rows, _, scales = _parts(payload_filled_up(_cut(got[0], made.num_permuted_tokens), made.num_permuted_tokens))
+        return rows, None, scales, None, made
 
-    def _known(self, handle: object) -> HybridEPHandle:
+    def _checked(self, handle: object) -> HybridEPHandle:
         """Return a handle of this class; a refusal is sent to the peers."""
         if isinstance(handle, HybridEPHandle):
             return handle
@@ -333,13 +341,12 @@ class HybridEPBuffer:
 
 def _payload(hidden: torch.Tensor, scaling_factor: torch.Tensor | None) -> Payload:
     """Return the rows to send; `InvalidArgument` unless they are a matrix, of bytes if there are scales."""
-    is_matrix = isinstance(hidden, torch.Tensor) and hidden.dim() == 2
-    if scaling_factor is None:
+    if scaling_factor is None and not isinstance(hidden, (tuple, list)):
         return values_of(hidden)
-    if not is_matrix or hidden.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        got = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+    if not has_memory(hidden) or hidden.dim() != 2 or hidden.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise InvalidArgument(
-            f"hidden must be float8_e4m3fn (or uint8) [num_tokens, hidden_dim] beside a scaling_factor, got {got}"
+            "hidden must be float8_e4m3fn (or uint8) [num_tokens, hidden_dim] beside a scaling_factor, got "
+            f"{described(hidden)}"
         )
     return hidden.view(torch.float8_e4m3fn), scaling_factor
 
@@ -358,10 +365,11 @@ def _check_rows(
     for name, value, width in (("topk_weights", topk_weights, num_topk), ("probs", probs, num_experts)):
         if value is None or (topk_idx is None and name == "topk_weights"):
             continue  # of a map the weights are in probs
-        is_right = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device == hidden.device
+        is_right = has_memory(value) and value.is_floating_point() and value.device == hidden.device
         if not is_right or value.shape != (num_tokens, width):  # type: ignore[attr-defined]
-            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise InvalidArgument(f"{name} must be float32 [{num_tokens}, {width}] on {hidden.device}, got {got}")
+            raise InvalidArgument(
+                f"{name} must be float32 [{num_tokens}, {width}] on {hidden.device}, got {described(value)}"
+            )
 
 
 def _check_numbers(pad_multiple: object, num_permuted_tokens: object, non_blocking: bool) -> None:
@@ -372,17 +380,17 @@ def _check_numbers(pad_multiple: object, num_permuted_tokens: object, non_blocki
             raise InvalidArgument(f"{name} must be None or a whole number up to {MAX_ROWS}, got {shown(value)}")
 
 
-def _to_combine(hidden: object, probs: object, known: HybridEPHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _to_combine(hidden: object, probs: object, made: HybridEPHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the rows and probs of a combine; `InvalidArgument` unless there is one for each row of the dispatch."""
-    num_rows = known.num_permuted_tokens
-    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2 or len(hidden) != num_rows:
-        got = list(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
-        raise InvalidArgument(f"hidden must have the {num_rows} rows of the dispatch, [n, hidden_dim], got {got}")
+    num_rows = made.num_permuted_tokens
+    if not has_memory(hidden) or hidden.dim() != 2 or len(hidden) != num_rows:
+        raise InvalidArgument(
+            f"hidden must have the {num_rows} rows of the dispatch, [n, hidden_dim], got {described(hidden)}"
+        )
     if probs is None:
         return hidden, None
-    if not isinstance(probs, torch.Tensor) or not probs.is_floating_point() or probs.shape != (num_rows,):
-        got = f"{probs.dtype} {list(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
-        raise InvalidArgument(f"probs must be float32 [{num_rows}], one for each row of hidden, got {got}")
+    if not has_memory(probs) or not probs.is_floating_point() or probs.shape != (num_rows,):
+        raise InvalidArgument(f"probs must be float32 [{num_rows}], one for each row of hidden, got {described(probs)}")
     return hidden, probs.to(torch.float32)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.ep import PAYLOAD_DTYPES, Payload
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, UnsupportedError
 
 _DTYPES = (*PAYLOAD_DTYPES, torch.float8_e4m3fn)  # dtypes of values
+_DEVICES = ("cpu", "cuda")  # types
 
 
 def values_of(x: object) -> torch.Tensor:
@@ -20,13 +21,46 @@ def values_of(x: object) -> torch.Tensor:
     Raises:
         InvalidArgument: it is neither, or the rows are not a matrix of a supported dtype.
     """
-    values = x[0] if isinstance(x, (tuple, list)) and x else x
-    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.dtype not in _DTYPES:
-        got = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+    values: Any = x[0] if isinstance(x, (tuple, list)) and x else x
+    is_tensor = isinstance(values, torch.Tensor)
+    if not is_tensor or values.layout is not torch.strided or values.dim() != 2 or values.dtype not in _DTYPES:
         raise InvalidArgument(
-            f"x must be [num_tokens, hidden] or a pair (float8_e4m3fn values, scales), of {_names()}, got {got}"
+            f"x must be [num_tokens, hidden] or a pair (float8_e4m3fn values, scales), of {_names()}, got "
+            f"{described(values)}"
         )
-    return values
+    if values.device.type not in _DEVICES:
+        raise UnsupportedError(f"x must be on the CPU or a GPU, got a tensor on the device {values.device}")
+    found: torch.Tensor = values
+    return found
+
+
+def has_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a dense tensor on the CPU or a GPU."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in _DEVICES
+
+
+def check_counters(name: str, value: object, count: object, device: torch.device) -> None:
+    """Raise `InvalidArgument` unless a call can add its numbers to a caller's tensor, if there is one.
+
+    Args:
+        name: of the argument.
+        value: None, or integers `[count]`.
+        count: of numbers; anything that is no number is refused elsewhere.
+        device: of the call's rows.
+    """
+    if value is None or not isinstance(count, int):
+        return
+    is_right = has_memory(value) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    if not is_right or value.shape != (count,) or value.device != device:  # type: ignore[attr-defined]
+        raise InvalidArgument(f"{name} must be integers [{count}] on {device}, got {described(value)}")
+
+
+def described(value: object) -> str:
+    """Return a value's dtype, shape and place for a message; of anything else its type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    place = "" if has_memory(value) else f" ({value.layout}, {value.device})"
+    return f"{value.dtype} {list(value.shape)}{place}"
 
 
 def device_of(x: object) -> torch.device:
@@ -45,14 +79,13 @@ def int64_routing(topk_idx: object) -> torch.Tensor:
     Raises:
         InvalidArgument: it is no integer matrix.
     """
-    if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
+    if has_memory(topk_idx) and topk_idx.dim() == 2:
         dtype = topk_idx.dtype
         if dtype is torch.int64:
             return topk_idx
         if dtype is torch.int32:
             return topk_idx.to(torch.int64)
-    got = f"{topk_idx.dtype} {list(topk_idx.shape)}" if isinstance(topk_idx, torch.Tensor) else type(topk_idx).__name__
-    raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
+    raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {described(topk_idx)}")
 
 
 _Rows = TypeVar("_Rows", torch.Tensor, "torch.Tensor | None")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from epee.compat.deep_ep.config import Config
+from epee.compat.deep_ep.config import Config, check_config
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, Running
 from epee.compat.deep_ep.shared.rows import device_of, int64_routing
@@ -29,7 +29,7 @@ Asked: TypeAlias = "tuple[int, int, Config]"
 
 def asked_of(expert_alignment: int, num_worst_tokens: int, config: Config) -> tuple[int, int, int] | None:
     """Return the cache key of options; None if only the checks can determine it."""
-    num_sms = config.num_sms
+    num_sms: Any = getattr(config, "num_sms", None)
     are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
     return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
 
@@ -116,8 +116,9 @@ class FreshDispatches:
         pool = self._pool
         device = device_of(x)
         is_gpu = pool.is_gpu(device)
-        is_blind = num_worst_tokens > 0 and is_gpu  # then the cpu waits for no rank
+        is_blind = is_gpu and num_worst_tokens != 0  # then the cpu waits for no rank
         try:
+            check_config(config)
             routing = None if topk_idx is None else int64_routing(topk_idx)
             as_sent = x, counts, routing, topk_weights
             wish, need = self._wishes.find(as_sent, num_worst_tokens, device, is_gpu)

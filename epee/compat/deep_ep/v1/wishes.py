@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from epee.compat.deep_ep.shared.rows import values_of
+from epee.compat.deep_ep.shared.rows import has_memory, values_of
 from epee.ep import Need, Payload, Wish, check_topk_idx, count_layout
 from epee.errors import InvalidArgument
+from epee.values import is_whole, shown
 
+_MOST_TOKENS = (1 << 31) - 1
 _MOST_WISHES = 1024  # number of cached requests
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -68,18 +70,21 @@ class Wishes:
         x, counts, routing, topk_weights = given
         values = values_of(x)
         num_tokens, hidden = values.shape
-        per_rank, is_token_in_rank, per_expert = counts
-        if per_rank is None or is_token_in_rank is None or per_expert is None:
+        _, is_token_in_rank, per_expert = counts
+        if not all(map(has_memory, counts)):
             raise InvalidArgument(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: give those of "
                 "get_dispatch_layout, or a handle"
             )
         if (routing is None) != (topk_weights is None):
             raise InvalidArgument("topk_idx and topk_weights must be given both or neither")
-        if num_worst_tokens < 0 or (num_worst_tokens and routing is None):
+        if not is_whole(num_worst_tokens, 0, _MOST_TOKENS) or (num_worst_tokens and routing is None):
             raise InvalidArgument(
-                f"num_worst_tokens must be at least 0 and needs topk_idx and topk_weights, got {num_worst_tokens}"
+                f"num_worst_tokens must be a number from 0 to {_MOST_TOKENS} and needs topk_idx and topk_weights, got "
+                f"{shown(num_worst_tokens)}"
             )
+        assert is_token_in_rank is not None
+        assert per_expert is not None
         num_experts = per_expert.numel()
         if num_experts < 1 or num_experts % self._num_ranks:
             raise InvalidArgument(

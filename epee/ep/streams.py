@@ -93,11 +93,14 @@ class _OwnLane(Lane):
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
         """Record inputs for the buffer's stream and results for the caller's; returns the caller's raw stream."""
-        for tensors, stream in ((inputs, self._own), (results, self._caller)):
-            for tensor in {id(tensor): tensor for tensor in tensors if tensor is not None}.values():
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
-        return [self._caller.cuda_stream]
+        own, caller = self._own, self._caller
+        for tensor in inputs:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(own)
+        for tensor in results:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(caller)
+        return [caller.cuda_stream]
 
     def event(self, device: torch.device, stream: int) -> Event:
         """Return the event of the work on the buffer's stream; recorded now, as the caller will wait on another."""

@@ -27,6 +27,7 @@ from epee.compat.deep_ep.shared.rows import (
     cut,
     device_of,
     filled_up,
+    parts_of,
     payload_filled_up,
 )
 from epee.compat.deep_ep.v1.dispatch import FreshDispatches
@@ -261,15 +262,16 @@ class Buffer(LowLatency, PoolOwner):
                 rows = payload_filled_up(again.x, known.num_rows)
                 if run is GPU_AT_ONCE:
                     return rows, None, None, None, None, no_event()
-                event = run.event((x, known.handle), (again.x, rows), again)
+                event = run.event((*parts_of(x), *known.handle.tensors), (*parts_of(again.x), *parts_of(rows)), again)
                 return rows, None, None, None, None, event
             fresh = self._fresh.run(given, options, run, may_stand)
             got = fresh[0]
             results = self._results(*fresh, topk_idx, num_worst_tokens)
             if run is GPU_AT_ONCE:
                 return *results, no_event()
-            inputs = (x, is_token_in_rank, topk_idx, topk_weights)
-            event = run.event(inputs, (got.x, got.handle, *results[:3]), got)
+            inputs = (*parts_of(x), is_token_in_rank, topk_idx, topk_weights)
+            filled = () if results[0] is got.x else parts_of(results[0])
+            event = run.event(inputs, (*parts_of(got.x), *filled, *results[1:3], *got.handle.tensors), got)
         return *results, event
 
     def _results(
@@ -368,7 +370,7 @@ class Buffer(LowLatency, PoolOwner):
             )
             if run is GPU_AT_ONCE:
                 return got.x, got.topk_weights, no_event()
-            given = (x, topk_weights, bias, known.handle)
+            given = (x, topk_weights, *parts_of(bias), *known.handle.tensors)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
     def _sms_of(self, config: Config, room: Room) -> int | None:

@@ -31,6 +31,7 @@ from epee.compat.deep_ep.shared.rows import (
     has_memory,
     int64_routing,
     padded,
+    parts_of,
     payload_filled_up,
     values_of,
 )
@@ -282,8 +283,10 @@ class ElasticBuffer(Experimental, PoolOwner):
             recv_weights = None if topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
             if run is GPU_AT_ONCE:
                 return recv_x, recv_idx, recv_weights, handle, no_event()
-            results = (got.x, recv_x, recv_idx, recv_weights, handle.given_idx)
-            event = run.event((x, topk_idx, topk_weights, stats, handle.core), (results, handle.core), got)
+            kept = handle.core.tensors
+            filled = () if recv_x is got.x else parts_of(recv_x)
+            results = (*parts_of(got.x), *filled, recv_idx, recv_weights, handle.given_idx, *kept)
+            event = run.event((*parts_of(x), topk_idx, topk_weights, stats, *kept), results, got)
         return recv_x, recv_idx, recv_weights, handle, event
 
     def combine(
@@ -322,7 +325,7 @@ class ElasticBuffer(Experimental, PoolOwner):
             got = self._combine(x, known, topk_weights, bias, num_sms)
             if run is GPU_AT_ONCE:
                 return got.x, got.topk_weights, no_event()
-            given = (x, topk_weights, bias, known.given_idx, known.core)
+            given = (x, topk_weights, *parts_of(bias), known.given_idx, *known.core.tensors)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
     def _combine(

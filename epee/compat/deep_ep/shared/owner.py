@@ -7,7 +7,7 @@ allocator, so that nothing is reused too early on either stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
-from epee.ep import BufferPool, Dispatched, Handle, Lane, current_stream, wait_on
+from epee.ep import BufferPool, Dispatched, Lane, current_stream, wait_on
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
@@ -107,17 +107,22 @@ class Running:
         """Whether the call runs on the communication stream."""
         return self._lane is not None and self._lane.is_own
 
-    def event(self, inputs: object, results: object, got: Dispatched | None = None) -> EventOverlap:
+    def event(
+        self,
+        inputs: Iterable[torch.Tensor | None],
+        results: Iterable[torch.Tensor | None],
+        got: Dispatched | None = None,
+    ) -> EventOverlap:
         """Return the caller's event, when everything is on the stream.
 
         Args:
-            inputs, results: tensors, handles, or nested tuples, lists and None.
+            inputs, results: tensors of the call, those of its handle among them.
             got: the core's result, whose slot the caller's stream will read.
         """
         if self._lane is None:
             return EventOverlap()
         if self._lane.is_own:
-            readers = self._lane.keep(_tensors(inputs), _tensors(results))
+            readers = self._lane.keep(inputs, results)
             if got is not None:
                 got.readers.extend(readers)
         return after(self._is_async)
@@ -132,17 +137,3 @@ def advise(error: BaseException) -> None:
     """Add advice to the error of a call on a GPU, after which buffers wait for a `sync`: alternatives to that call."""
     if isinstance(error, (PeerError, MismatchError)) and not isinstance(error, (EvictedError, NoQuorumError)):
         add_advice(error, NORMAL)
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    left: list[object] = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, torch.Tensor):
-            found.append(part)
-        elif isinstance(part, (tuple, list)):
-            left.extend(part)
-        elif part is not None and isinstance(part, Handle):  # an abstract class, which costs more to ask
-            left.extend(part.tensors)
-    return found

@@ -69,6 +69,11 @@ def device_of(x: object) -> torch.device:
     return values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
 
 
+def parts_of(given: Any) -> tuple[Any, ...]:
+    """Return the tensors of a payload or a bias: a tensor, a pair, or None."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
 def _names() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 

@@ -6,7 +6,8 @@ have read all records and wait for words. So all ranks fail at once and name the
 wait. Errors that all ranks find in the records by themselves (another version, another host) are not reported again.
 
 An error record is JSON of three fields, of bounded length, checked before use; a fourth one names the ranks that have
-died, where that is the error, so that ranks which cannot see it (those of other hosts) raise the same. Writers race and
+died, or that did not come in time, where that is the error, so that ranks which cannot see it (those of other hosts),
+or whose time is not up yet, raise the same. Writers race and
 may overwrite each other's error or a good record of the same attempt; that is harmless, because this attempt is lost on
 all ranks. It needs no proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of
 it.
@@ -211,6 +212,8 @@ class BootstrapAttempt:
         }
         if isinstance(error, RankFailedError):
             record["dead"] = list(error.ranks)
+        elif isinstance(error, CommTimeoutError):
+            record["late"] = list(error.ranks)
         with ignored(RuntimeError):  # the store no longer exists: the error itself counts
             for rank in range(self.num_ranks):
                 for what in WHATS:
@@ -302,10 +305,11 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
 def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
     """Return the error to raise on `rank` for a peer's error record."""
     failed, kind, reason = (fields.get(name) for name in ("failed", "kind", "reason"))
-    dead = fields.get("dead", [])
+    dead, late = fields.get("dead", []), fields.get("late", [])
     good = type(failed) is int and 0 <= failed < num_ranks and isinstance(kind, str) and isinstance(reason, str)
-    good = good and isinstance(dead, list) and all(type(one) is int and 0 <= one < num_ranks for one in dead)
-    if not good or len(fields) != 3 + ("dead" in fields):
+    for ranks in (dead, late):
+        good = good and isinstance(ranks, list) and all(type(one) is int and 0 <= one < num_ranks for one in ranks)
+    if not good or len(fields) != 3 + len({"dead", "late"} & fields.keys()):
         return ProtocolError(
             f"an error record in the store cannot be read (fields {list(fields)[:9]}); does another program use this "
             "store?"
@@ -321,6 +325,8 @@ def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
         return RankFailedError(
             f"{where}: no group was made, as rank {failed} reports: {cause}", dead, "init", cause=cause
         )
+    if late and rank not in late:
+        return CommTimeoutError(f"{where}: no group was made, as rank {failed} reports: {cause}", late, has_job=False)
     told = f"{where}: rank {failed} could not make its part, so no group was made: {cause}"
     return PeerError(told, [failed], "init", cause=cause)
 

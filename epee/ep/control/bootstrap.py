@@ -22,6 +22,7 @@ from ...errors import (
     EpeeError,
     InvalidArgument,
     MismatchError,
+    PeerError,
     ProtocolError,
     UnsupportedError,
     expected,
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 3
 TEXT_BYTES = 400
+GROUP_FAILED = "the process group failed"
 _RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{KEY_DIGITS}s{BLOB_BYTES}s{TEXT_BYTES}s")
 
 
@@ -115,11 +117,25 @@ def _torch_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
-    """Gather equally long byte strings from all ranks of `group`, in rank order."""
+    """Gather equally long byte strings from all ranks of `group`, in rank order.
+
+    Raises:
+        PeerError: another backend's group could not do it, as a rank has ended or is silent (cause `GROUP_FAILED`).
+    """
     device = _group_device(group)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = [torch.empty_like(mine) for _ in range(size_of(group))]
-    dist.all_gather(parts, mine, group=group)
+    try:
+        dist.all_gather(parts, mine, group=group)
+    except expected(RuntimeError) as error:
+        if isinstance(error, EpeeError):
+            raise
+        raise PeerError(
+            f"Buffer: the ranks' exchange over the process group has failed: {str(error).splitlines()[0]}; a rank has "
+            "ended or is silent: see the output of all, and make the group again",
+            op="Buffer",
+            cause=GROUP_FAILED,
+        ) from error
     return [part.cpu().numpy().tobytes() for part in parts]
 
 

@@ -48,12 +48,14 @@ from ...errors import (
     CommTimeoutError,
     EpeeError,
     MismatchError,
+    PeerError,
     RankFailedError,
     ResourceError,
     UnsupportedError,
     expected,
 )
 from ...memory.claim import OwnerEndedError, has_ended
+from ...memory.shared import process_start_time
 from ...view.founding import GroupHandle, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
@@ -61,7 +63,16 @@ from ...view.process.machine import KEY_DIGITS
 from ...view.protocol.messages import DEAD, EXITED
 from ...view.transport.wire import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
-from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
+from ..control.bootstrap import (
+    GROUP_FAILED,
+    TEXT_BYTES,
+    BufferRecord,
+    all_gather_bytes,
+    gather_present,
+    host_id,
+    judge,
+    pack,
+)
 from .group_view import Roster, job_handle_at, job_handle_of, process_of
 from .registry import NUMBER, Line, Registry, find
 
@@ -164,12 +175,14 @@ def begin(
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
     if not job_handle.slots:
-        place = _find_place(group, config)
-        try:
-            there = job_handle_at(place, config.fault_mode, config.on_stall)
-            return _make(group, there, config, timeout_s, enter, has_calls)
-        finally:
-            place.job_handle.job.release()  # the buffer owns it now, or creation failed
+        processes = _compare(group, config)
+        with _naming_ended(processes):
+            place = _find_place(group, len(processes))
+            try:
+                there = job_handle_at(place, config.fault_mode, config.on_stall)
+                return _make(group, there, config, timeout_s, enter, has_calls)
+            finally:
+                place.job_handle.job.release()  # the buffer owns it now, or creation failed
     if not config.takes_replacements:
         if job_handle.is_joiner:
             _refuse_to_join(group, job_handle, config)
@@ -203,20 +216,44 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
     return _registries.get(group) if found is None else found()
 
 
-def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupHandle:
-    """Compare the arguments of the ranks of another backend's group, and find their slots in a job."""
-    host, refusal = bytes(KEY_DIGITS), None
+def _compare(group: dist.ProcessGroup, config: BufferConfig) -> list[tuple[int, int]]:
+    """Compare the arguments of the ranks of another backend's group; return their processes (pid, start time), by rank.
+
+    (0, 0) stands for those of other hosts.
+    """
+    host, refusal, process = bytes(KEY_DIGITS), None, b""
     try:
         host = host_id()
+        process = _EXTRA.pack(os.getpid(), process_start_time(os.getpid()))
     except expected(EpeeError) as exc:
         refusal = exc
-    records = [BufferRecord(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
+    records = [BufferRecord(data) for data in all_gather_bytes(group, pack(config, host, process, refusal))]
     if refusal is not None:
         raise refusal
     judge(dict(enumerate(records)))
+    return [_EXTRA.unpack_from(record.blob) if record.host == host else (0, 0) for record in records]
+
+
+def _find_place(group: dist.ProcessGroup, num_ranks: int) -> GroupHandle:
+    """Find the slots of the ranks of another backend's group in a job."""
     with _lock:
         known = _known_registry(group)
-    return find_place(group.rank(), len(records), partial(all_gather_bytes, group), 0 if known is None else known.lane)
+    return find_place(group.rank(), num_ranks, partial(all_gather_bytes, group), 0 if known is None else known.lane)
+
+
+@contextlib.contextmanager
+def _naming_ended(processes: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Raise that ranks are dead where that is why another backend's group has failed."""
+    try:
+        yield
+    except expected(PeerError) as error:
+        until = time.monotonic() + _DYING_S
+        while error.cause == GROUP_FAILED and time.monotonic() < until:
+            ended = [rank for rank, process in enumerate(processes) if process[0] and has_ended(*process)]
+            if ended:
+                raise death_in_birth(ended) from error
+            time.sleep(1e-3)
+        raise
 
 
 def _make(
@@ -295,7 +332,8 @@ def _naming_deaths(begun: Begun | None) -> Iterator[None]:
     try:
         yield
     except expected(RuntimeError) as error:
-        is_groups = not isinstance(error, EpeeError) or (isinstance(error, RankFailedError) and error.op != _OP)
+        is_groups = not isinstance(error, EpeeError) or (isinstance(error, PeerError) and error.cause == GROUP_FAILED)
+        is_groups = is_groups or (isinstance(error, RankFailedError) and error.op != _OP)
         if is_groups and begun is not None and (dead := begun.deaths()):
             raise death_in_birth(dead) from error
         raise

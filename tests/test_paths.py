@@ -20,9 +20,13 @@ CEILINGS = {
         "all_reduce 16 B cpu": (12, 28),
         "all_reduce 16 MiB cpu": (24, 85),
     },
+    "engine": {
+        "dispatch engine": (30, 140),
+        "combine engine": (29, 120),
+    },
     "hosts": {
-        "dispatch hosts": (48, 220),
-        "combine hosts": (44, 174),
+        "dispatch hosts": (47, 220),
+        "combine hosts": (43, 174),
         "all_reduce 16 B hosts": (17, 42),
         "all_reduce 16 MiB hosts": (32, 141),
     },

@@ -86,7 +86,8 @@ class CallAttempt:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if error is None:
-            self._exchange.membership.hide()
+            if self._exchange.membership.has_shown:
+                self._exchange.membership.hide()
             return False
         if isinstance(error, Moved):
             self._move()

@@ -23,10 +23,9 @@ from .control.header import OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlane, ControlPlaneOver
 from .control.words import inbox_layout
-from .hosts.direct import DirectExchange
+from .hosts.direct import DirectExchange, EngineMembership
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
-from .membership.engine_members import EngineMembership
 from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import epee
-from epee.ep.control.words import InboxWords
-from tests.ep.moments import when_it_waits
+from tests.ep.moments import inside_an_announcement, when_it_waits
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -121,17 +120,13 @@ def _interrupted_announcement(rank: int, num_ranks: int, folder: str, others_com
     with _buffer(num_ranks) as buffer:
         buffer.dispatch(x.bfloat16(), idx)
         if rank == 0:
-            store = InboxWords.store
 
-            def interrupted(words: InboxWords, parity: int, mark: int, row: bytes, ranks: tuple[int, ...]) -> None:
-                store(words, parity, mark, row, ranks[:1])
-                if len(ranks) > 1:  # the others' inboxes; its own comes before them
-                    raise KeyboardInterrupt
+            def interrupt() -> None:
+                raise KeyboardInterrupt
 
-            InboxWords.store = interrupted  # type: ignore[method-assign, assign]
+            inside_an_announcement(buffer, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 buffer.dispatch(x.bfloat16(), idx)
-            InboxWords.store = store  # type: ignore[method-assign]
             stages.reach(folder, "left")
         else:
             if others_come == "later":

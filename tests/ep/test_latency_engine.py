@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.hosts.step import RowsPlan
+from epee.ep.hosts.rows import RowsPlan
 from epee.ep.latency.one_host.members import EpochMembers, MemberExchange
 from epee.errors import MismatchError
 from tests.ep import test_latency_lane as lane

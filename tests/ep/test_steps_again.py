@@ -309,7 +309,7 @@ def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
     seen = []
     for attempt in range(3):
         if rank == 0 and not attempt:
-            moments.before_a_wake_up(interrupt)
+            moments.before_a_wake_up(buffer, interrupt)
         try:
             buffer.combine(d.x if rank == 0 or attempt else d.x[:, :4], d.handle)
             seen.append("result")
@@ -326,12 +326,12 @@ def test_a_refused_call_that_is_interrupted_elsewhere_leaves_nothing_open() -> N
 
 
 def _no_quorum(rank: int, num_ranks: int) -> str:
-    """Rank 0 has all rows of a combine when an agreement begins that finds no quorum."""
+    """Rank 0 does not know yet how its combine ends when an agreement begins that finds no quorum."""
     buffer = _buffer(num_ranks, timeout=500.0)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks), torch.ones(1, 2))
     assert isinstance(d.x, torch.Tensor)
     if rank == 0:
-        moments.before_it_goes_on(buffer, lambda: moments.an_agreement_without_a_quorum(buffer))
+        moments.before_it_knows_the_end(buffer, lambda: moments.an_agreement_without_a_quorum(buffer))
     try:
         buffer.combine(d.x, d.handle, timeout=1.0)
         told = ""
@@ -342,4 +342,6 @@ def _no_quorum(rank: int, num_ranks: int) -> str:
 
 
 def test_a_call_without_a_quorum_ends_at_its_own_time_out() -> None:
-    assert run_ranks(_no_quorum, 2, timeout_s=40) == ["NoQuorumError", ""]
+    first, second = run_ranks(_no_quorum, 2, timeout_s=40)
+    assert first == "NoQuorumError"
+    assert second in ("", "CommTimeoutError"), "it has all rows, or is told that the other has given up"

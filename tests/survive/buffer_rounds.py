@@ -18,7 +18,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.control.header import OP_NAMES
 from epee.ep.hosts.direct import DirectExchange
-from epee.ep.hosts.step import RowsPlan
+from epee.ep.hosts.rows import RowsPlan
 from epee.errors import EpeeError, EvictedError, PeerError, StaleHandleError
 from tests.ep.moments import after_publishing
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from epee.ep.membership.registry import MAX_BUFFERS, Registry
 from epee.errors import RankFailedError
+from tests.ep import moments
 from tests.harness import DEAD, run_mortal
 from tests.survive import stages
 from tests.survive.buffer_rounds import arm, die, make_buffer, make_step, routing, rows, start
@@ -24,15 +25,8 @@ def closes_soon(rank: int, num_ranks: int, folder: str, on_stall: str) -> Any:
     if rank == 1:
         stages.wait_for(folder, "begun")
         die()
-    survivor: Any = buffer._exchange.membership
     if rank == 2:
-        decide = survivor.decide
-
-        def late(*args: Any) -> Any:
-            stages.wait_for(folder, "closed")
-            return decide(*args)
-
-        survivor.decide = late
+        moments.before_it_learns_of_a_loss(buffer, lambda: stages.wait_for(folder, "closed"))
         stages.reach(folder, "begun")
     with pytest.raises(RankFailedError) as caught:
         make_step(buffer, 1, "rank")
@@ -61,7 +55,10 @@ def finishes_and_closes(rank: int, num_ranks: int, folder: str, mode: str) -> An
     survivor: Any = buffer._exchange.membership
     if rank == 1:
         arm(buffer, "combine: pulled", lambda: (stages.wait_for(folder, "closed"), die()))
-    if rank == 2:
+    if rank == 2 and moments.has_engine(buffer):
+        # the combine of the second step; while a call goes on, the ranks of an engine cannot agree on its death
+        moments.in_a_combine(buffer, lambda: stages.wait_for(folder, "closed"))
+    elif rank == 2:
         gather = survivor.gather
 
         def late(seq: int, note: Any) -> bool:

@@ -14,12 +14,18 @@ import torch
 
 from epee.ep.membership import epochs
 from epee.errors import EpeeError, EvictedError, ResourceError
+from tests.ep import moments
 from tests.harness import DEAD, run_mortal
 
 from . import stages
 from .buffer_rounds import arm, die, make_buffer, make_step, routing, rows, start
 
 OK = "ok"
+
+
+def on_engine() -> bool:
+    """Return whether the buffers of the ranks have engines."""
+    return os.environ.get("EPEE_TEST_ENGINE") == "1"
 
 
 def tried(call: Callable[[], object]) -> str:
@@ -94,6 +100,8 @@ def test_two_losses_behind_a_call_that_was_given_up(mode: str) -> None:
 def late_in_two_epochs(rank: int, num_ranks: int, folder: str) -> Any:
     """At 0's time-out 1 and 2 are behind; before 0 accuses them, 2 dies and is out of the view. 1 comes a bit later."""
     buffer = begin(rank, num_ranks, folder, "mask", 2.0, "evict")
+    if moments.has_engine(buffer):
+        return None
     if rank:
         stages.wait_for(folder, "late")
         if rank == 2:
@@ -114,8 +122,10 @@ def late_in_two_epochs(rank: int, num_ranks: int, folder: str) -> Any:
 
 
 def test_who_is_behind_in_an_epoch_that_is_over_is_not_accused_in_the_next() -> None:
-    first, second, _ = run_mortal(late_in_two_epochs, 3, dead={2})
-    assert first == second == OK
+    results = run_mortal(late_in_two_epochs, 3, dead={2} if not on_engine() else set())
+    if results == [None] * 3:
+        pytest.skip("the ranks cannot agree while a call of an engine looks whom to accuse")
+    assert results[0] == results[1] == OK
 
 
 def evicted(rank: int, num_ranks: int, folder: str) -> Any:
@@ -178,16 +188,13 @@ def test_nobody_is_voted_out_because_others_kept_the_ranks_waiting() -> None:
 def stands_still(rank: int, num_ranks: int, folder: str, is_interrupted: bool) -> Any:
     """3 stands still behind its own row, 2 dies with its rows out: 0 and 1 cannot know how the call ends."""
     buffer = begin(rank, num_ranks, folder, "mask", 2.0)
-    exchange = buffer._exchange
     if rank == 3:
-        store = exchange._store_row
 
         def late() -> None:
             stages.wait_for(folder, "through-0")
             stages.wait_for(folder, "through-1")
-            store()
 
-        exchange._store_row = late
+        moments.before_its_row(buffer, late)
     if rank == 2:
         arm(buffer, "dispatch: rows", lambda: (time.sleep(0.5), die()))
     if is_interrupted and rank == 0:
@@ -219,13 +226,11 @@ def interrupted(rank: int, num_ranks: int, folder: str) -> Any:
         time.sleep(1.0)
         die()
     if rank == 0:
-        copy = buffer._exchange._copy_rows
 
-        def fails(parties: object) -> None:
-            buffer._exchange._copy_rows = copy
+        def interrupt() -> None:
             raise KeyboardInterrupt
 
-        buffer._exchange._copy_rows = fails
+        moments.when_it_has_all_rows(buffer, interrupt)
     told = [tried(lambda: buffer.combine(got.x, got.handle))]
     stages.meet(folder, "combined", rank, (0, 1))
     told.append(tried(lambda: make_step(buffer, 2, "rank")))
@@ -254,6 +259,8 @@ def fails_once(owner: Any, name: str, before: Callable[[], object]) -> None:
 def cannot_enter(rank: int, num_ranks: int, folder: str) -> Any:
     """Rank 0 lacks something when 2 has died and its dispatch moves to another epoch."""
     buffer = begin(rank, num_ranks, folder, "mask", 8.0)
+    if moments.has_engine(buffer):
+        return None
     if rank == 2:
         time.sleep(1.0)
         die()
@@ -265,7 +272,10 @@ def cannot_enter(rank: int, num_ranks: int, folder: str) -> Any:
 
 
 def test_who_cannot_enter_an_epoch_refuses_the_call() -> None:
-    first, second, _ = run_mortal(cannot_enter, 3, dead={2})
+    results = run_mortal(cannot_enter, 3, dead={2} if not on_engine() else set())
+    if results == [None] * 3:
+        pytest.skip("an engine that has lost a rank makes no memory to go on")
+    first, second, _ = results
     assert first == (["ResourceError", OK, OK], second[1])
     assert second[0] == ["MismatchError", OK, OK]
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.hosts.direct import EngineMembership
 from epee.ep.membership.call_course import CallCourse
-from epee.ep.membership.engine_members import EngineMembership
 from epee.ep.membership.epochs import EpochLane
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.lane import Sync

@@ -1,7 +1,7 @@
 """An engine of processes that already share a job, and tell each other of their outboxes by themselves.
 
 Without a store: the caller has an epoch of the job's view which all members know, and carries the blob of each rank's
-outbox to the others (a buffer: in the lines of its registry, `ep/membership/engine_members.py`).
+outbox to the others (a buffer: in the lines of its registry, `ep/hosts/direct.py`).
 
     1. Each member takes part in the control plane under the group's id, with the members of that epoch; so it receives
        every later decision. Then it makes its outbox (`EngineMeeting`), and its blob may be given to the others.
@@ -9,9 +9,11 @@ outbox to the others (a buffer: in the lines of its registry, `ep/membership/eng
     3. It makes no call before all members have published that (`awaited`): else a rank that dies early would have a
        part in a call for the ranks that had mapped its outbox, and none for the others.
 
-A member that has left the view since is never ready. A blank outbox stands for it, which no process writes, and a later
-decision removes it, as any rank that is lost. A rank of the group that is no member of the epoch takes no part at all,
-whichever process has its slot: the members change by losses alone. Such an engine has no messages between two ranks.
+A member that cannot map the others says so in its outbox (`fail`) where nobody will make a call, as in the construction
+of a buffer: then the others do not wait for it. A member that has left the view since is never ready. A blank outbox
+stands for it, which no process writes, and a later decision removes it, as any rank that is lost. A rank of the group
+that is no member of the epoch takes no part at all, whichever process has its slot: the members change by losses alone.
+Such an engine has no messages between two ranks.
 
 Each rank writes its own outbox. A crash before step 3 is over leaves a rank that is lost in a later epoch; the others
 have made no call yet.
@@ -32,7 +34,7 @@ from ..engine import Engine
 from ..limits import MIN_STAGING_BYTES
 from ..membership.group_membership import GroupMembership
 from ..membership.members import make_blank
-from ..outbox import LIFE, LIFE_BORN, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
+from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from .creation import keep
 
 
@@ -127,6 +129,12 @@ class EngineMeeting:
         keep(engine)
         peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
         return engine
+
+    def fail(self) -> None:
+        """Publish that this rank will not come: the others need not wait for it. Before there is an engine."""
+        words = self.region.words(0, LIFE + 1)
+        words[LIFE] = LIFE_FAILED
+        words.release()
 
     def close(self) -> None:
         """Give up before there is an engine; idempotent, and without effect once there is one."""

@@ -13,18 +13,21 @@ from operator import le
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
 from ...gpu.payload import DTYPE_CODES, LAYOUTS
 from ...memory.arena import num_pool_slots
 from ...memory.shared import BLOB_BYTES
 from ...memory.signals import SEQ_BITS
+from ..checks import CombineCall, DispatchCall
 from ..config import MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
 from ..throughput.placement import Ints
 
 OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
 REASON_BYTES = 248
+_SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
 
 
@@ -57,22 +60,60 @@ class Header(NamedTuple):
     op: int
     layout: int
     dtype: int
-    handle: int
-    with_topk: int
-    with_weights: int
-    scale_words: int
-    scale_kind: int
-    expert_alignment: int
-    capacity: int
-    arena_alignment: int
-    refused: int
-    num_tokens: int
-    slot: int
-    rank: int
+    handle: int = 0
+    with_topk: int = 0
+    with_weights: int = 0
+    scale_words: int = 0
+    scale_kind: int = 0
+    expert_alignment: int = 1
+    capacity: int = 0
+    arena_alignment: int = 0
+    refused: int = 0
+    num_tokens: int = 0
+    slot: int = 0
+    rank: int = 0
 
     def of_absent(self, rank: int) -> Header:
         """Return the header that replaces the row of a rank without a part in this call."""
         return self._replace(num_tokens=0, slot=0, refused=0, rank=rank)
+
+
+def dispatch_header(call: DispatchCall, rank: int, slot: int, arena_alignment: int) -> Header:
+    """Return what a rank announces of a dispatch."""
+    payload = call.payload
+    return Header(
+        op=OP_DISPATCH,
+        layout=LAYOUTS.index(call.layout),
+        dtype=DTYPE_CODES.index(payload.dtype),
+        handle=call.handle.seq if call.handle is not None else 0,
+        with_topk=int(call.topk_idx is not None),
+        with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
+        scale_words=payload.scales.shape[1] if payload.scales is not None else 0,
+        scale_kind=_SCALE_KINDS[payload.scale_dtype],
+        expert_alignment=call.expert_alignment,
+        capacity=call.capacity or 0,
+        arena_alignment=arena_alignment,
+        num_tokens=payload.rows.shape[0],
+        slot=slot,
+        rank=rank,
+    )
+
+
+def combine_header(call: CombineCall, rank: int, slot: int, arena_alignment: int) -> Header:
+    """Return what a rank announces of a combine."""
+    handle = call.handle
+    return Header(
+        op=OP_COMBINE,
+        layout=LAYOUTS.index(handle.layout),
+        dtype=DTYPE_CODES.index(call.y.dtype),
+        handle=handle.seq,
+        with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
+        expert_alignment=handle.expert_alignment,
+        arena_alignment=arena_alignment,
+        num_tokens=handle.num_tokens,
+        slot=slot,
+        rank=rank,
+    )
 
 
 NUM_AGREED = 10

@@ -53,13 +53,14 @@ class Membership:
         raises: whether a loss is an error.
         takes_replacements: whether a process that replaces a lost rank is admitted.
         inbox_bytes: of this rank's inbox.
+        has_shown: whether the ranks for which a call waits are published, so that `hide` has something to do.
         has_turned: whether the view has changed since it was queried for the last call, or is about to.
         must_turn: whether `turn` has something to do before the next call.
     """
 
-    raises = True  # these are properties where members change
+    raises = True
     takes_replacements = False
-    has_turned = must_turn = counts_entering = False
+    has_turned = must_turn = counts_entering = has_shown = False
 
     def __init__(self, inbox_bytes: int) -> None:
         self.inbox_bytes = inbox_bytes

@@ -64,8 +64,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
 
     def _bare_header(self, op: int) -> Header:
         """Return the header of a call that moves no rows."""
-        dtype = DTYPE_CODES.index(torch.bfloat16)
-        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, self.rank)
+        return Header(op, 0, DTYPE_CODES.index(torch.bfloat16), rank=self.rank)
 
 
 ControlPlane = ControlPlaneOver[Exchange]  # of a buffer on one host

@@ -6,7 +6,7 @@ and under a prefix with that number: outboxes, mirrors of them on other hosts, l
 calls of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will
 do.
 
-The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`step.py`). A
+The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`exchange.py`). A
 `LatencyBuffer` uses it in `sync` alone, which continues with the remaining ranks.
 
 A process that replaces a lost rank in the group takes part in a running buffer (`notices.py`): it requests admission to

@@ -6,9 +6,22 @@ it makes sure that a call which one rank aborts ends in the same way on all, so 
 call moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all
 ranks.
 
-The engine determines the members, call by call; `step.py` defines what that means for a buffer's call of several ones.
-Rows count for and from members only: counts of rows for lost ranks are taken as zeros, by all alike, so it does not
-matter which losses a rank knew of when it counted.
+The engine determines the members, call by call; `rows.py` defines what that means for the rows.
+
+A **step** is planned for its members: those of the engine call that has exchanged its rows, in their epoch
+(`MemberRows`). All that follows from the rows (offsets, which rank serves which, what is lost) is a function of rows
+and members, so it is the same on all ranks. Then its second call moves the data.
+
+The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the rows
+once more**, instead of the data, and the step is planned anew. The members in whose outboxes an engine call ends are
+the same on all ranks (`engine/membership/group_membership.py`), so they all do one or the other, under the same number.
+Members are queried when the engine plans a call (`Make`), which it does again whenever it moves it.
+
+    mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by the remaining ranks. Data: as above.
+    mode "raise"    a loss fails the call that it hits, on all ranks: the step raises once, and is over.
+
+A rank that had put its whole part before it died has it in the call, which then stays in its epoch. An exception on one
+rank between the two calls is announced as the refusal of the second (`HostsPath._planned`), whichever it is.
 
 A crash leaves rows that some ranks have and others have not. Those that have them wait in the next call of the engine,
 which continues without the lost rank, or ends with its name; no rank has a result.
@@ -18,19 +31,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ...engine import Engine
 from ...engine.operation import Operation
 from ...engine.outbox import PeerRegions
-from ...engine.plan import Make
-from ...errors import NoQuorumError, ProtocolError, context, ignored
+from ...engine.plan import Make, Plan
+from ...errors import NoQuorumError, ignored
 from ..config import BufferConfig
 from ..control.exchanging import LastCall
-from ..control.header import OP_GATHER, ExchangedRows, Header, Moved, RowFormat, check_agreed, limits_of, parse_header
+from ..control.header import OP_GATHER, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .step import MARK_BYTES, CallPatience, MemberRows, OwnRow, Step
+from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
 
 
 def _nothing() -> None:
@@ -46,66 +57,32 @@ class NothingOpen:
         """Do nothing."""
 
 
-class RowsOverEngine:
-    """The rows of a buffer's calls, as calls of an engine carry them.
+class Step:
+    """A step between its first call and its last.
 
     Args:
-        config: of the buffer.
-        rank: this rank.
-        interrupt: raises once the buffer is to be closed.
+        run: makes an engine call.
+        read: reads and checks the rows of a call that has ended; raises what all ranks raise.
+        row: of this rank.
 
     Attributes:
-        epoch: handles of another one are stale.
-        is_dropped: the buffer ends without having been closed.
+        met: the current input of its plan.
     """
 
-    epoch = 0
-    is_dropped = False
+    def __init__(
+        self, run: Callable[[Make], Operation], read: Callable[[OwnRow, Operation], MemberRows], row: OwnRow
+    ) -> None:
+        self._run, self._read, self._row = run, read, row
+        self.met = read(row, run(row.plan))
 
-    def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
-        self.config = config
-        self.rank = rank
-        self._interrupt = interrupt
-        self._format = RowFormat(config)
-        self._limits = limits_of(config)
-        ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
-        self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
-
-    @property
-    def seq(self) -> int:
-        """Number of the last call; equal on all ranks in the same call."""
-        raise NotImplementedError
-
-    def _row(self, header: Header, counts: Ints | None, text: bytes, mark: int = 0) -> OwnRow:
-        """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""
-        data = mark.to_bytes(MARK_BYTES, "little") + self._format.pack(header, text, counts)
-        return OwnRow(data, self.config.num_ranks)
-
-    def _read(self, row: OwnRow, op: Operation) -> MemberRows:
-        """Return the rows of the members of a call, checked and agreed on."""
-        members, seq = op.peer_regions.members, op.seq
-        if row.found[self.rank, MARK_BYTES:].tobytes() != row.data[MARK_BYTES:]:
-            raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
-        raw, texts, told = self._format.split(row.found.tobytes())
-        mine = parse_header(raw[self.rank], self.rank, self._limits)
-        headers = [
-            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
-            for src, words in enumerate(raw)
-        ]
-        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
-        told = told[:, : len(self._owners)]
-        if len(members) < self.config.num_ranks:
-            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
-            told = told.copy()
-            told[lost] = 0
-            told[:, np.isin(self._owners, lost)] = 0
-        return MemberRows(
-            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
-        )
-
-    def where(self, op: str) -> str:
-        """Return the context of a message about the current call."""
-        return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)
+    def move(self, plan: Plan) -> bool:
+        """Run a plan that was made by `met`; False: the members have changed, `met` is another, plan anew."""
+        met, row = self.met, self._row
+        op = self._run(lambda peer_regions: plan if met.serves(peer_regions) else row.plan(peer_regions))
+        if op.plan is plan:
+            return True
+        self.met = self._read(row, op)
+        return False
 
 
 class HostsExchange(RowsOverEngine):

@@ -6,7 +6,7 @@ describe what each call writes and reads, and what a crash leaves; between two o
 wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it refuses
 that part.
 
-The effect of a loss, the same on all ranks (`step.py`):
+The effect of a loss, the same on all ranks (`exchange.py`):
 
     dispatch    "mask": it ends over the remaining ranks; a rank whose records were whole before it died is included.
     combine     "mask": the same: of the ranks in the dispatch, over the remaining ones, without what the lost had.
@@ -50,8 +50,7 @@ from ...memory.arena import Arena
 from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig, round_up
-from ..control.announce import combine_header, dispatch_header
-from ..control.header import ExchangedRows
+from ..control.header import ExchangedRows, combine_header, dispatch_header
 from ..control.messages import ControlPlaneOver
 from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
 from ..paths import PathOverHosts
@@ -67,7 +66,7 @@ from .host_records import HostRecords, Records, sent_records
 from .layout import Chunks, dispatch_length
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
-from .step import MemberRows
+from .rows import MemberRows
 
 Planned = TypeVar("Planned")
 

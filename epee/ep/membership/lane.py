@@ -265,6 +265,7 @@ class BufferLane(Membership):
     ) -> None:
         config, rank = exchange.config, exchange.rank
         self.roster = begun.roster
+        self.raises = begun.roster.job_handle.raises
         self.forget = _nothing
         self._config = config
         self._rank = rank
@@ -278,16 +279,11 @@ class BufferLane(Membership):
         look = self._look_between_calls
         self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, look, nbytes)
         self._op = ""  # of the call under way, for hang reports
-        self._has_shown = False
+        self.has_shown = False
         # agreements up to this epoch have been returned, or did not concern this rank
         self._agreed = begun.roster.view.epoch
         self._is_closed = False
         self._pid = os.getpid()
-
-    @property
-    def raises(self) -> bool:  # type: ignore[override]
-        """Whether a loss is an error."""
-        return self.roster.job_handle.raises
 
     @property
     def takes_replacements(self) -> bool:  # type: ignore[override]
@@ -348,7 +344,7 @@ class BufferLane(Membership):
         """
         self.roster.show(op, seq, ranks)
         self._line.blame(ranks)
-        self._has_shown = True
+        self.has_shown = True
 
     def call_it(self, text: str) -> None:
         """Show the buffer's name in hang reports."""
@@ -356,8 +352,8 @@ class BufferLane(Membership):
 
     def hide(self) -> None:
         """Publish that no call waits; costs nothing if none has."""
-        if self._has_shown:
-            self._has_shown = False
+        if self.has_shown:
+            self.has_shown = False
             self.roster.hide()
             self._line.blame(())
 

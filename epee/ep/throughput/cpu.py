@@ -35,8 +35,7 @@ from ...errors import (
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
-from ..control.announce import combine_header, dispatch_header
-from ..control.header import ExchangedRows, Moved
+from ..control.header import ExchangedRows, Moved, combine_header, dispatch_header
 from ..handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from ..membership import path_lane
 from ..paths import Making, Path

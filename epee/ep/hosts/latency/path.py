@@ -12,8 +12,8 @@ did, ahead of it.
 `sync` lets the living ranks meet, admits processes that replace lost ranks (`assembly.py`), and begins an epoch with
 them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks present,
 and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same members
-(`step.py`). Until then a death changes nothing for the others' calls except that its rank, and on a host those ranks
-whose gateway it was there, send nothing.
+(`exchange.py`). Until then a death changes nothing for the others' calls except that its rank, and on a host those
+ranks whose gateway it was there, send nothing.
 
 After a crash see `wire.py`; the rows of a rank that dies between its rows and its gateway's sums are in them or not,
 for all tokens of a source alike.

@@ -58,7 +58,7 @@ from ...control.membership import Agreed, Membership
 from ...hosts.exchange import HostsExchange
 from ...hosts.member_sync import MemberSync, SyncRow
 from ...hosts.notices import present_ranks
-from ...hosts.step import CallPatience, OwnRow, RowsPlan
+from ...hosts.rows import CallPatience, OwnRow, RowsPlan
 from ...membership.birth import death_in_birth
 from ...membership.memory import Memory
 from ...throughput.placement import Ints
@@ -101,7 +101,7 @@ class MemberExchange(HostsExchange):
 
     def gather(self, row: SyncRow, data: bytes, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
         """Exchange the rows of a `sync` among all members of the engine, and return them and the data by rank."""
-        header = Header(OP_GATHER, 0, 0, _SYNC, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, self.rank)
+        header = Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank)
         own = self._row(header, None, _ROW.pack(*row) + data)
         self._open = own, len(data)
         try:
@@ -159,7 +159,7 @@ class MemberExchange(HostsExchange):
 
 
 def _is_of(op: Operation, own: OwnRow) -> bool:
-    return isinstance(op.plan, RowsPlan) and op.plan.row == own.data
+    return isinstance(op.plan, RowsPlan) and op.plan.own.data == own.data
 
 
 class NextEpoch(NamedTuple):
@@ -364,12 +364,14 @@ class EpochMembers(Membership):
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
         """Publish in hang reports that a call waits for ranks."""
+        self.has_shown = True
         self._engine.membership.show_wait(op, seq, ranks)
 
     def hide(self) -> None:
         """Publish that no call waits."""
         if not self._is_out:
             self._engine.membership.hide()
+        self.has_shown = False
 
     # ---- epochs
 

@@ -1,0 +1,197 @@
+"""The rows of a buffer's calls, as calls of an engine carry them: one row of each rank, for all ranks.
+
+`direct.py` exchanges them where all ranks share a host, `exchange.py` over several. Every rank puts its own row into
+its outbox and reads those of the members. The members of an engine call are the same on all ranks, so all read the same
+rows, check them alike, and come to the same result or error. Rows count for and from members only: counts of rows for
+lost ranks are taken as zeros, by all alike, so it does not matter which losses a rank knew of when it counted.
+
+A crash leaves rows that some ranks have and others have not: an engine call ends with a rank's whole part or without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import numpy as np
+
+from ...backend.collectives.rounds import cut, lay_out
+from ...engine.limits import MIN_STAGING_BYTES
+from ...engine.operation import Operation
+from ...engine.outbox import PeerRegions
+from ...engine.plan import Plan, Sink
+from ...engine.signature import OP_CODE
+from ...engine.signature import pack as pack_signature
+from ...engine.tensors import Array
+from ...errors import ProtocolError, context
+from ..config import BufferConfig
+from ..control.header import ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
+from ..throughput.placement import Ints
+
+_BYTE = np.dtype(np.uint8)
+_ROWS = "rows of a buffer's call"
+MARK_BYTES = 8  # at the beginning of a row: what its writer knows, which is no part of the call
+
+
+class CallPatience(NamedTuple):
+    """The options of a call that the engine reads from torch."""
+
+    timeout: timedelta
+
+    @classmethod
+    def until(cls, deadline: float) -> CallPatience:
+        """Return it for a call that begins now; `deadline` is a `time.monotonic()` value."""
+        return cls(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+
+
+class OwnRow:
+    """This rank's row of a call, and the array for all rows.
+
+    Args:
+        data: its bytes.
+        num_ranks: of the buffer.
+        signature: of the engine's call that exchanges rows of this length.
+
+    Attributes:
+        data: its bytes.
+        found: `[num_ranks, bytes]` uint8, zeros for rows that have not arrived.
+    """
+
+    def __init__(self, data: bytes, num_ranks: int, signature: int) -> None:
+        self.data = data
+        self.signature = signature
+        self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
+
+    def marks(self, members: Sequence[int]) -> list[int]:
+        """Return the marks of the rows of these ranks."""
+        return [int.from_bytes(self.found[rank, :MARK_BYTES].tobytes(), "little") for rank in members]
+
+    def plan(self, peer_regions: PeerRegions, name: str = _ROWS) -> RowsPlan:
+        """Plan their exchange; `name`: of the call, for messages."""
+        return RowsPlan(self, peer_regions, name)
+
+
+class RowsPlan(Plan):
+    """The rows of all ranks for all. The repetition of a call that was broken off is one with the same row, its mark
+    aside.
+
+    `own.found` belongs to the call alone, so rows are read straight into it, also round by round: who gets an error
+    does not look at it.
+    """
+
+    def __init__(self, own: OwnRow, peer_regions: PeerRegions, name: str) -> None:
+        self.own = own
+        self.put_bytes = self.read_bytes = self._length = length = len(own.data)
+        super().__init__(name, own.signature)
+        if length > MIN_STAGING_BYTES:
+            rounds = cut(length, 1, peer_regions.staging_bytes)
+            if rounds.num_rounds > 1:
+                lay_out(self, rounds, rounds.length, 0, True)
+                self._length = rounds.length  # of a round
+
+    def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
+        """Write round `k` of this rank's row."""
+        part = np.frombuffer(self.own.data, dtype=_BYTE)[k * self._length : (k + 1) * self._length]
+        peer_regions.views[_BYTE][peer_regions.rank][offset : offset + len(part)] = part
+
+    def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
+        """Copy round `k` of every member's row."""
+        first, views = k * self._length, peer_regions.views[_BYTE]
+        found = self.own.found[:, first : first + self._length]
+        for view, offset, rank in zip(views, offsets, peer_regions.members, strict=True):
+            found[rank] = view[offset : offset + found.shape[1]]
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the destination of the rows."""
+        return (Sink(self.own.found),)
+
+    def is_like(self, other: Plan) -> bool:
+        """As `Plan.is_like`."""
+        return isinstance(other, RowsPlan) and other.own.data[MARK_BYTES:] == self.own.data[MARK_BYTES:]
+
+
+class MemberRows(NamedTuple):
+    """The input of a step's plan.
+
+    Attributes:
+        rows: of all members, checked and agreed on.
+        members: ascending.
+        epoch: of the view.
+        seq: number of the engine call that has exchanged them; it names the step.
+        peer_regions: the outboxes with which that call ran; they contain the placement of the ranks.
+    """
+
+    rows: ExchangedRows
+    members: tuple[int, ...]
+    epoch: int
+    seq: int
+    peer_regions: PeerRegions
+
+    def serves(self, peer_regions: PeerRegions) -> bool:
+        """Return whether a call with these outboxes belongs to the step as it is planned."""
+        return peer_regions.epoch == self.epoch and peer_regions.members == self.members
+
+
+class RowsOverEngine:
+    """The rows of a buffer's calls, as calls of an engine carry them.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        interrupt: raises once the buffer is to be closed.
+
+    Attributes:
+        epoch: handles of another one are stale.
+        is_dropped: the buffer ends without having been closed.
+    """
+
+    epoch = 0
+    is_dropped = False
+
+    def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
+        self.config = config
+        self.rank = rank
+        self._interrupt = interrupt
+        self._format = RowFormat(config)
+        self._limits = limits_of(config)
+        self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
+        ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
+        self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
+
+    @property
+    def seq(self) -> int:
+        """Number of the last call; equal on all ranks in the same call."""
+        raise NotImplementedError
+
+    def _row(self, header: Header, counts: Ints | None, text: bytes, mark: int = 0) -> OwnRow:
+        """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""
+        data = mark.to_bytes(MARK_BYTES, "little") + self._format.pack(header, text, counts)
+        return OwnRow(data, self.config.num_ranks, self._signature)
+
+    def _read(self, row: OwnRow, op: Operation) -> MemberRows:
+        """Return the rows of the members of a call, checked and agreed on."""
+        members, seq = op.peer_regions.members, op.seq
+        if row.found[self.rank, MARK_BYTES:].tobytes() != row.data[MARK_BYTES:]:
+            raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
+        raw, texts, told = self._format.split(row.found.tobytes())
+        mine = parse_header(raw[self.rank], self.rank, self._limits)
+        headers = [
+            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
+            for src, words in enumerate(raw)
+        ]
+        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
+        told = told[:, : len(self._owners)]
+        if len(members) < self.config.num_ranks:
+            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
+            told = told.copy()
+            told[lost] = 0
+            told[:, np.isin(self._owners, lost)] = 0
+        return MemberRows(
+            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
+        )
+
+    def where(self, op: str) -> str:
+        """Return the context of a message about the current call."""
+        return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)

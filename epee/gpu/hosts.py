@@ -196,7 +196,7 @@ def move_shared_bytes(num_flows: int, num_slots: int, num_staged_warps: int, sta
         num_staged_warps: warps that move rows by bulk copies.
         stage_bytes: a piece of a row, and what is behind it.
     """
-    return align_up(num_flows * (16 + 4 * num_slots) + 4, 128) + 2 * num_staged_warps * stage_bytes
+    return align_up(num_flows * (32 + 4 * num_slots) + 4, 128) + 2 * num_staged_warps * stage_bytes
 
 
 def layout_shared_bytes(num_threads: int, num_ranks: int, num_hosts: int, num_experts: int) -> int:

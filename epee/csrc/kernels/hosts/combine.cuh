@@ -96,7 +96,7 @@ struct RowCargo {
   }
   DEVICE void store(const Record& record, int piece, const u8* stage) const {
     const Flow& flow = progress.out[record.flow];
-    u8* to = record_at(p.host, routes_of(p.host).outlets[flow.link].data, flow, record.index, progress.out_unit);
+    u8* to = record_at(p.host, progress, flow, record.index);
     if (lane_idx() == 0) bulk_store(to + piece * static_cast<i64>(p.piece_bytes), stage, num_bytes(piece));
   }
 };
@@ -111,7 +111,7 @@ DEVICE void sum_records(const HostCombineParams& p, u64 tag, const Progress& pro
     const u8* row = served_row(p, at, lane_idx());
     const u32 ranks = __ballot_sync(~0u, row != nullptr);
     const Flow& flow = progress.out[at.flow];
-    u8* to = record_at(h, routes_of(h).outlets[flow.link].data, flow, at.index, progress.out_unit);
+    u8* to = record_at(h, progress, flow, at.index);
 #pragma unroll 1
     for (int first = 0; first * 16 < p.row_bytes; first += 32 * kSumVectors) {
       Vec16 sum[kSumVectors];
@@ -131,41 +131,62 @@ struct Token {
   u32 ranks, hosts;  // threads that have one; this host's sum is made here
 };
 
-/// Waits until the sums of a token have come, and finds its rows. The whole warp; false after a report.
-DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& progress, i64 token, u64& seen,
-                       Token& found) {
-  const HostCall& h = p.host;
-  const HostRoutes& routes = routes_of(h);
-  const int lane_id = lane_idx(), me = my_rank(h);
-  found = {nullptr, nullptr, 0, 0};
-  if (lane_id < kNumRanks) {
-    const int to = rank_at(routes, h.host, lane_id);
-    found.row = row_at(p, me, lane_id, reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to]);
+/// The numbers by which a thread finds its part of a token: its rank's place, its host's record.
+struct Numbers {
+  i32 place, record;
+};
+
+/// Finds the rows of the tokens of this rank. One warp.
+struct TokenFinder {
+  const HostCombineParams& p;
+  const Progress& progress;
+  u64 tag;
+  int to;    // the rank at this thread's position of the island
+  i32 base;  // this rank's first row there
+  u32 seen;  // behind the last chunk of this thread's host that has come
+
+  DEVICE TokenFinder(const HostCombineParams& params, const Progress& shared, u64 call)
+      : p(params), progress(shared), tag(call), to(0), base(0), seen(0) {
+    if (lane_idx() >= kNumRanks) return;
+    to = rank_at(routes_of(p.host), p.host.host, lane_idx());
+    base = reinterpret_cast<const i32*>(p.host.row_base)[my_rank(p.host) * kNumRanks + lane_idx()];
   }
-  const i32 record =
-      lane_id < h.num_hosts ? reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + lane_id] : -1;
-  const bool is_away = record >= 0 && lane_id != h.host;
-  if (is_away) {
-    const Flow& flow = progress.in[lane_id];
-    found.part = record_at(h, routes.inlets[flow.link].data, flow, record, progress.out_unit);
+
+  /// Starts the loads of a token's numbers; nothing waits for them here.
+  DEVICE Numbers read(i64 token) const {
+    const HostCall& h = p.host;
+    Numbers numbers = {-1, -1};
+    if (token >= h.num_tokens) return numbers;
+    if (lane_idx() < kNumRanks) numbers.place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
+    if (lane_idx() < h.num_hosts && lane_idx() != h.host)
+      numbers.record = reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + lane_idx()];
+    return numbers;
   }
-  const auto has_come = [&] {
+
+  DEVICE bool has_come(const Numbers& numbers) {
     bool is_there = true;
-    if (is_away) {
-      const Flow& flow = progress.in[lane_id];
-      const u64 chunk = chunk_of(h, flow, record);
-      is_there = seen == chunk + 1 ||
-                 has_arrived(h, tag, flow, static_cast<i32>(chunk - flow.first), progress.out_unit, progress.flags);
-      if (is_there) seen = chunk + 1;
+    if (numbers.record >= 0) {
+      const u32 k = chunk_of(p.host, numbers.record);
+      is_there = seen == k + 1 || has_arrived(p.host, tag, progress, progress.in[lane_idx()], k);
+      if (is_there) seen = k + 1;
     }
     return __ballot_sync(~0u, is_there) == ~0u;
-  };
-  found.ranks = __ballot_sync(~0u, found.row != nullptr);
-  found.hosts = __ballot_sync(~0u, is_away);
-  if (has_come()) return true;
-  const int first = __ffs(static_cast<int>(found.hosts)) - 1;
-  return warp_wait(h, tag, routes.inlets[progress.in[first].link].rank, 41, has_come);
-}
+  }
+
+  /// Waits until the sums of a token have come, and finds its rows. The whole warp; false after a report.
+  DEVICE bool find(const Numbers& numbers, Token& found) {
+    const i64 row = numbers.place < 0 ? -1 : static_cast<i64>(base) + numbers.place;
+    found = {nullptr, nullptr, 0, 0};
+    if (is_row(row, p.max_rows)) found.row = reinterpret_cast<const u8*>(p.slots[lane_idx()]) + row * p.row_bytes;
+    if (numbers.record >= 0) found.part = record_at(p.host, progress, progress.in[lane_idx()], numbers.record);
+    found.ranks = __ballot_sync(~0u, found.row != nullptr);
+    found.hosts = __ballot_sync(~0u, found.part != nullptr);
+    if (has_come(numbers)) return true;
+    const int first = __ffs(static_cast<int>(found.hosts)) - 1;
+    const int rank = routes_of(p.host).inlets[progress.in[first].link].rank;
+    return warp_wait(p.host, tag, rank, 41, [&] { return has_come(numbers); });
+  }
+};
 
 /// Adds up a token. The whole warp.
 DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
@@ -200,17 +221,22 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
     u32* counter = reinterpret_cast<u32*>(state_counters(h, kStateNextUnitOffset));
     return lane_idx() == 0 ? static_cast<i32>(atom_add_relaxed_gpu(counter, 1)) : 0;
   };
-  u64 seen = 0;
-  i32 upcoming = take();
+  TokenFinder finder(p, progress, tag);
+  i32 token = __shfl_sync(~0u, take(), 0), ahead = take();
+  Numbers numbers = finder.read(token);
 #pragma unroll 1
-  for (i32 token = __shfl_sync(~0u, upcoming, 0); token < h.num_tokens; token = __shfl_sync(~0u, upcoming, 0)) {
-    upcoming = take();
+  while (token < h.num_tokens) {
+    const i32 next = __shfl_sync(~0u, ahead, 0);
+    ahead = take();
+    const Numbers next_numbers = finder.read(next);  // a step ahead of their use
     perhaps_stall(tag, h.call.rank, 8);
     Token found;
-    if (!find_token(p, tag, progress, token, seen, found)) return;
+    if (!finder.find(numbers, found)) return;
     sum_token(p, found, reinterpret_cast<u8*>(p.out) + token * static_cast<i64>(p.row_bytes));
     __syncwarp();
-    if (found.hosts >> lane_idx() & 1) count_in(h, progress, lane_idx(), seen - 1, 1);
+    if (found.part) count_in(h, progress, lane_idx(), chunk_of(h, numbers.record), 1);
+    token = next;
+    numbers = next_numbers;
   }
 }
 
@@ -237,13 +263,12 @@ __global__ void __launch_bounds__(512, 1) combine_hosts_bf16(const __grid_consta
   const u64 tag = current_tag(h.call);
   const i32* records = reinterpret_cast<const i32*>(h.records);
   const auto back = [&](int position, int host) { return routes.return_inlet[position * kMaxHosts + host]; };
-  Progress progress = make_progress(h, routes.num_served, h.num_hosts, num_workers, [&](bool is_out, int i) {
-    const int link = is_out ? routes.served_outlet[i] : back(h.call.rank, i);
-    const u64* next = state_words(h, is_out ? kStateNextOutOffset : kStateNextInOffset);
-    if (link < 0) return Flow{0, 0, -1};
-    return Flow{next[link], is_out ? records[routes.served[i] * h.num_hosts + h.host] : records[me * h.num_hosts + i],
-                link};
-  });
+  Progress progress =
+      make_progress(h, routes.num_served, h.num_hosts, num_workers, [&](bool is_out, int i, Flow& flow) {
+        flow.link = is_out ? routes.served_outlet[i] : back(h.call.rank, i);
+        if (flow.link >= 0)
+          flow.total = is_out ? records[routes.served[i] * h.num_hosts + h.host] : records[me * h.num_hosts + i];
+      });
   progress.out_unit = static_cast<u32>(p.row_bytes);
   progress.flags = kForOne;
   __syncthreads();

@@ -39,7 +39,7 @@ DEVICE void deliver_meta(const HostDispatchParams& p, u8* slot, int to, i64 row,
 struct TokenCargo {
   const HostDispatchParams& p;
   const Progress& progress;
-  int me;
+  i32 base;  // of thread j: this rank's first row at position j
 
   DEVICE int num_pieces() const { return (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes; }
   DEVICE i32 token_of(const Record& record) const {
@@ -84,21 +84,24 @@ struct TokenCargo {
     const u32 num_bytes = piece_bytes(p, piece);
     const i64 offset = piece * static_cast<i64>(p.piece_bytes);
     if (flow.link >= 0) {
-      u8* to = record_at(h, routes_of(h).outlets[flow.link].data, flow, record.index, progress.out_unit);
+      u8* to = record_at(h, progress, flow, record.index);
       if (lane_idx() == 0) bulk_store(to + offset, stage, num_bytes + (is_last ? static_cast<u32>(p.meta_bytes) : 0));
       return;
     }
-    const i64 token = token_of(record);
+    const HostRoutes& routes = routes_of(h);
+    const i32* meta = reinterpret_cast<const i32*>(stage + num_bytes);
 #pragma unroll 1
     for (int i = 1; i <= kNumRanks; ++i) {  // each rank begins behind itself, so that no inlet is crowded
-      const int position = (h.call.rank + i) % kNumRanks;
-      const int to = rank_at(routes_of(h), h.host, position);
-      const i32 place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
+      const int position = h.call.rank + i < kNumRanks ? h.call.rank + i : h.call.rank + i - kNumRanks;
+      const int to = rank_at(routes, h.host, position);
+      const i32 place =
+          is_last ? meta[kMetaPlaces + position]
+                  : reinterpret_cast<const i32*>(h.rank_places)[static_cast<i64>(token_of(record)) * h.num_ranks + to];
       if (place < 0) continue;
-      const i64 row = reinterpret_cast<const i32*>(h.row_base)[me * kNumRanks + position] + place;
+      const i64 row = __shfl_sync(~0u, base, position) + place;
       u8* slot = reinterpret_cast<u8*>(p.slots[position]);
       if (lane_idx() == 0) bulk_store(slot + row * p.row_bytes + offset, stage, num_bytes);
-      if (is_last) deliver_meta(p, slot, to, row, reinterpret_cast<const i32*>(stage + num_bytes));
+      if (is_last) deliver_meta(p, slot, to, row, meta);
     }
   }
 };
@@ -112,11 +115,11 @@ struct Puller {
   int upcoming;       // thread 0: the unit after this one, taken ahead of its use
   int flow, k;        // of the unit at hand
   i32 first, length;  // its records; length 0: none at hand
-  i32 place;          // this thread's record's at this rank
+  i32 row;            // of this thread's record at this rank, -1 for none
   u32 mine;           // threads whose records are still to be pulled
 
   DEVICE Puller(const HostDispatchParams& params, const Progress& shared, u64 call)
-      : p(params), progress(shared), tag(call), flow(0), k(0), first(0), length(0), place(-1), mine(0) {
+      : p(params), progress(shared), tag(call), flow(0), k(0), first(0), length(0), row(-1), mine(0) {
     units_per_chunk = (p.host.chunk_records + kPullRecords - 1) / kPullRecords;
     num_units = reinterpret_cast<const i32*>(p.host.info)[kInfoChunks] * units_per_chunk;
     upcoming = 0;
@@ -145,14 +148,10 @@ struct Puller {
   }
 
   DEVICE bool look() {
-    const bool is_there =
-        lane_idx() == 0 && has_arrived(p.host, tag, progress.in[flow], k, progress.out_unit, progress.flags);
+    const bool is_there = lane_idx() == 0 && has_arrived(p.host, tag, progress, progress.in[flow], static_cast<u32>(k));
     return __shfl_sync(~0u, static_cast<int>(is_there), 0) != 0;
   }
-  DEVICE const u8* record(i32 index) const {
-    const Flow& from = progress.in[flow];
-    return record_at(p.host, routes_of(p.host).inlets[from.link].data, from, index, progress.out_unit);
-  }
+  DEVICE const u8* record(i32 index) const { return record_at(p.host, progress, progress.in[flow], index); }
   DEVICE i32 num_rows(int source, int position) const {
     const i32* base = reinterpret_cast<const i32*>(p.host.row_base) + source * kNumRanks + position;
     return base[kNumRanks] - base[0];
@@ -163,7 +162,7 @@ struct Puller {
     const HostCall& h = p.host;
     const HostRoutes& routes = routes_of(h);
     const int source = routes.sources[flow], served = routes.served_idx[source];
-    place = -1;
+    row = -1;
     if (lane_idx() < length) {
       const i32* places = reinterpret_cast<const i32*>(record(first + lane_idx()) + p.row_bytes) + kMetaPlaces;
       const auto read = [&](int position) {
@@ -174,22 +173,21 @@ struct Puller {
                         static_cast<u64>(static_cast<i64>(found)), static_cast<u64>(first + lane_idx())});
         return -1;
       };
-      place = read(h.call.rank);
+      const i32 place = read(h.call.rank);
+      if (place >= 0) row = reinterpret_cast<const i32*>(h.row_base)[source * kNumRanks + h.call.rank] + place;
       i32* kept = reinterpret_cast<i32*>(h.served_places) +
                   (static_cast<i64>(served) * h.max_tokens + first + lane_idx()) * kNumRanks;
       if (served >= 0)
         for (int position = 0; position < kNumRanks; ++position)
           kept[position] = position == h.call.rank ? place : read(position);
     }
-    mine = __ballot_sync(~0u, place >= 0);
-    if (lane_idx() == 0)
-      count_in(h, progress, flow, progress.in[flow].first + static_cast<u32>(k),
-               static_cast<u32>(length - __popc(mine)));
+    mine = __ballot_sync(~0u, row >= 0);
+    if (lane_idx() == 0) count_in(h, progress, flow, static_cast<u32>(k), static_cast<u32>(length - __popc(mine)));
     length = 0;
   }
 
   /// The next record of this rank, and its final row; `flow` is -1 when there is none, or (`must_wait`) none has come.
-  DEVICE Record next(bool& must_wait, i64& row) {
+  DEVICE Record next(bool& must_wait, i64& to) {
     must_wait = false;
     while (!mine) {
       if (length == 0 && !advance()) return {-1, 0};
@@ -199,11 +197,10 @@ struct Puller {
       }
       open();
     }
-    const int lane_id = __ffs(static_cast<int>(mine)) - 1;
+    const int next_one = __ffs(static_cast<int>(mine)) - 1;
     mine &= mine - 1;
-    const i32* base = reinterpret_cast<const i32*>(p.host.row_base);
-    row = base[routes_of(p.host).sources[flow] * kNumRanks + p.host.call.rank] + __shfl_sync(~0u, place, lane_id);
-    return {flow, first + lane_id};
+    to = __shfl_sync(~0u, row, next_one);
+    return {flow, first + next_one};
   }
 };
 
@@ -235,8 +232,7 @@ DEVICE void pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
   const auto load = [&](const Pulled& at, u32 use) {
     const u32 meta = at.piece + 1 == num_pieces ? static_cast<u32>(p.meta_bytes) : 0;
     const u32 num_bytes = piece_bytes(p, at.piece) + meta;
-    const Flow& from = progress.in[at.record.flow];
-    const u8* record = record_at(h, routes_of(h).inlets[from.link].data, from, at.record.index, progress.out_unit);
+    const u8* record = record_at(h, progress, progress.in[at.record.flow], at.record.index);
     if (lane_id == 0) {
       bulk_wait_read<0>();
       fence_proxy_async();  // behind the word of the chunk
@@ -261,8 +257,7 @@ DEVICE void pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
     const u8* stage = stages + (use & 1) * stage_bytes;
     const u32 num_bytes = piece_bytes(p, at.piece);
     if (lane_id == 0) {
-      const Flow& from = progress.in[at.record.flow];
-      if (is_last) count_in(h, progress, at.record.flow, chunk_of(h, from, at.record.index), 1);
+      if (is_last) count_in(h, progress, at.record.flow, chunk_of(h, at.record.index), 1);
       bulk_store(slot + at.row * p.row_bytes + at.piece * static_cast<i64>(p.piece_bytes), stage, num_bytes);
       bulk_commit();
     }
@@ -288,12 +283,11 @@ __global__ void __launch_bounds__(512, 1) dispatch_hosts(const __grid_constant__
   wait_previous_kernel();
   const u64 tag = current_tag(h.call);
   const i32* records = reinterpret_cast<const i32*>(h.records);
-  Progress progress = make_progress(h, h.num_hosts, routes.num_sources, num_workers, [&](bool is_out, int i) {
-    const int link = is_out ? routes.gateway_outlet[i] : routes.source_inlet[routes.sources[i]];
-    const u64* next = state_words(h, is_out ? kStateNextOutOffset : kStateNextInOffset);
-    const i32 total = is_out ? records[me * h.num_hosts + i] : records[routes.sources[i] * h.num_hosts + h.host];
-    return Flow{link < 0 ? 0 : next[link], total, link};
-  });
+  Progress progress =
+      make_progress(h, h.num_hosts, routes.num_sources, num_workers, [&](bool is_out, int i, Flow& flow) {
+        flow.link = is_out ? routes.gateway_outlet[i] : routes.source_inlet[routes.sources[i]];
+        flow.total = is_out ? records[me * h.num_hosts + i] : records[routes.sources[i] * h.num_hosts + h.host];
+      });
   progress.out_unit = static_cast<u32>(p.row_bytes + p.meta_bytes);
   progress.flags = 0;
   __syncthreads();
@@ -301,8 +295,10 @@ __global__ void __launch_bounds__(512, 1) dispatch_hosts(const __grid_constant__
   const i64 stage_bytes = min(p.piece_bytes, p.row_bytes) + p.meta_bytes;
   u8* stages = dynamic_shared() + progress_bytes(h, progress.num_out, progress.num_in) + 2 * warp * stage_bytes;
   if (warp < num_workers) {
+    const i32* base = reinterpret_cast<const i32*>(h.row_base) + me * kNumRanks;
+    const i32 first = has_begun && lane_idx() < kNumRanks ? base[lane_idx()] : 0;
     if (has_begun && warp < p.num_pack_warps)
-      packer(h, tag, progress, TokenCargo{p, progress, me}, stages, stage_bytes, barriers + 2 * warp);
+      packer(h, tag, progress, TokenCargo{p, progress, first}, stages, stage_bytes, barriers + 2 * warp);
     else if (has_begun)
       pull_records(p, tag, progress, stages, stage_bytes, barriers + 2 * warp);
     end_worker(progress);

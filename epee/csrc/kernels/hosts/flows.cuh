@@ -19,11 +19,15 @@
 #include "../../common/load.cuh"
 #include "words.cuh"
 
-/// One flow of a call: number of its first chunk, records, and its outlet or inlet (-1: rows for this island).
+/// One flow of a call: number of its first chunk and that chunk's slot, where the slots lie, records, and its outlet or
+/// inlet (-1: rows for this island).
 struct Flow {
   u64 first;
+  u64 data;
   i32 total;
   i32 link;
+  u32 first_slot;
+  u32 num_chunks;
 };
 
 /// What the warps of a block share, in its dynamic memory.
@@ -33,6 +37,7 @@ struct Progress {
   u32* ended;               // workers
   int num_out, num_in, num_workers;
   u32 out_unit, flags;  // bytes of an outgoing record; of the chunk words
+  u64 slot_bytes, epoch_first;
 };
 
 /// Bytes of `Progress` in front of the stages; equal to `progress_bytes` in `epee/gpu/hosts.py`.
@@ -46,7 +51,10 @@ DEVICE u32 progress_bytes(const HostCall& h, int num_out, int num_in) {
 /// threads.
 template <class Fill>
 DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int num_workers, Fill fill) {
+  const HostRoutes& routes = routes_of(h);
   Progress progress;
+  progress.slot_bytes = routes.slot_bytes;
+  progress.epoch_first = routes.first;
   progress.out = reinterpret_cast<Flow*>(dynamic_shared());
   progress.in = progress.out + num_out;
   progress.out_rows = reinterpret_cast<u32*>(progress.in + num_in);
@@ -60,22 +68,33 @@ DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int nu
   for (int i = thread; i <= (num_out + num_in) * h.num_slots; i += static_cast<int>(blockDim.x))
     progress.out_rows[i] = 0;
 #pragma unroll 1
-  for (int i = thread; i < num_out + num_in; i += static_cast<int>(blockDim.x))
-    progress.out[i] = fill(i < num_out, i < num_out ? i : i - num_out);
+  for (int i = thread; i < num_out + num_in; i += static_cast<int>(blockDim.x)) {
+    Flow flow = {0, 0, 0, -1, 0, 0};
+    const bool is_out = i < num_out;
+    fill(is_out, is_out ? i : i - num_out, flow);
+    if (flow.link >= 0) {
+      flow.first = state_words(h, is_out ? kStateNextOutOffset : kStateNextInOffset)[flow.link];
+      flow.data = is_out ? routes.outlets[flow.link].data : routes.inlets[flow.link].data;
+      flow.first_slot = static_cast<u32>(flow.first % static_cast<u64>(h.num_slots));
+    }
+    flow.num_chunks = static_cast<u32>((flow.total + h.chunk_records - 1) / h.chunk_records);
+    progress.out[i] = flow;
+  }
   return progress;
 }
 
-DEVICE u64 chunk_of(const HostCall& h, const Flow& flow, i32 record) {
-  return flow.first + static_cast<u32>(record) / static_cast<u32>(h.chunk_records);
+/// The chunk of a flow that has a record, and the slot of a chunk; both counted from the beginning of the call. Numbers
+/// of 32 bits: a division of longer ones in each step would be among the longest things in it.
+DEVICE u32 chunk_of(const HostCall& h, i32 record) {
+  return static_cast<u32>(record) / static_cast<u32>(h.chunk_records);
 }
-DEVICE u64 slot_of(const HostCall& h, u64 chunk) { return chunk % static_cast<u64>(h.num_slots); }
+DEVICE u32 slot_of(const HostCall& h, const Flow& flow, u32 k) {
+  return (flow.first_slot + k) % static_cast<u32>(h.num_slots);
+}
 
 /// Records of chunk k of a flow.
 DEVICE i32 chunk_length(const HostCall& h, const Flow& flow, i32 k) {
   return min(h.chunk_records, flow.total - k * h.chunk_records);
-}
-DEVICE i32 num_chunks(const HostCall& h, const Flow& flow) {
-  return (flow.total + h.chunk_records - 1) / h.chunk_records;
 }
 
 DEVICE const u64* freed_copy(const HostCall& h, int outlet) {
@@ -85,28 +104,30 @@ DEVICE const u64* arrived_copy(const HostCall& h, int inlet) {
   return state_words(h, kStateCopiesOffset) + kMaxOutWords + inlet * h.num_slots;
 }
 
-/// Whether a chunk's slot may be filled: the proxy has read what lay there. What this thread stores then comes after.
-DEVICE bool is_free(const HostCall& h, const Flow& flow, u64 chunk) {
-  const u64 slots = static_cast<u64>(h.num_slots);
-  if (flow.link < 0 || chunk < routes_of(h).first + slots) return true;
-  return ld_acquire_gpu(freed_copy(h, flow.link) + slot_of(h, chunk)) == chunk + 1 - slots;
+/// Whether the slot of chunk k may be filled: the proxy has read what lay there. What this thread stores then comes
+/// after.
+DEVICE bool is_free(const HostCall& h, const Progress& progress, const Flow& flow, u32 k) {
+  const u64 slots = static_cast<u64>(h.num_slots), chunk = flow.first + k;
+  if (flow.link < 0 || chunk < progress.epoch_first + slots) return true;
+  return ld_acquire_gpu(freed_copy(h, flow.link) + slot_of(h, flow, k)) == chunk + 1 - slots;
 }
 
 /// Whether chunk k of a flow has come; its bytes may then be read. A chunk of another size fails the call.
-DEVICE bool has_arrived(const HostCall& h, u64 tag, const Flow& flow, i32 k, u32 unit, u32 flags) {
-  const u64 chunk = flow.first + static_cast<u32>(k);
-  const u64 want = chunk_word(chunk, static_cast<u64>(chunk_length(h, flow, k)) * unit, flags);
-  const u64 word = ld_acquire_gpu(arrived_copy(h, flow.link) + slot_of(h, chunk));
+DEVICE bool has_arrived(const HostCall& h, u64 tag, const Progress& progress, const Flow& flow, u32 k) {
+  const u64 chunk = flow.first + k;
+  const u64 num_bytes = static_cast<u64>(chunk_length(h, flow, static_cast<i32>(k))) * progress.out_unit;
+  const u64 want = chunk_word(chunk, num_bytes, progress.flags);
+  const u64 word = ld_acquire_gpu(arrived_copy(h, flow.link) + slot_of(h, flow, k));
   if (word != want && word >> kChunkSizeBits == chunk + 1)
     report_failure(h.call, tag, {kMismatch, routes_of(h).inlets[flow.link].rank, want, word, 34});
   return word == want;
 }
 
-/// Where a record lies in the slots of an outlet or inlet.
-DEVICE u8* record_at(const HostCall& h, u64 data, const Flow& flow, i32 record, u32 unit) {
-  const u64 slot = slot_of(h, chunk_of(h, flow, record));
-  return reinterpret_cast<u8*>(data + slot * routes_of(h).slot_bytes) +
-         record % h.chunk_records * static_cast<i64>(unit);
+/// Where a record lies in the slots of its flow.
+DEVICE u8* record_at(const HostCall& h, const Progress& progress, const Flow& flow, i32 record) {
+  const u32 k = chunk_of(h, record), within = static_cast<u32>(record) - k * static_cast<u32>(h.chunk_records);
+  return reinterpret_cast<u8*>(flow.data + slot_of(h, flow, k) * progress.slot_bytes) +
+         static_cast<u64>(within) * progress.out_unit;
 }
 
 /// Polls until `poll()`, which is the same in the whole warp. The whole warp; false after a report.
@@ -129,7 +150,7 @@ struct Record {
 /// The records that a warp has taken and not worked on yet: thread f holds that of flow f.
 struct Claims {
   i32 next;
-  u64 seen;  // the chunk that was last found to have a slot
+  u32 seen;  // behind the chunk that was last found to have a slot
   int last;  // flow
 
   /// Takes the first ones. The whole warp.
@@ -145,12 +166,12 @@ struct Claims {
   /// only such that must wait, or (`is_over`) no more records. The whole warp.
   DEVICE Record find(const HostCall& h, const Progress& progress, bool& is_over) {
     const int lane_id = lane_idx();
-    Flow flow = {0, 0, -1};
+    Flow flow = {0, 0, 0, -1, 0, 0};
     if (lane_id < progress.num_out) flow = progress.out[lane_id];
     const bool is_one = next < flow.total;
-    const u64 chunk = is_one ? chunk_of(h, flow, next) : 0;
-    const bool is_ready = is_one && (chunk + 1 == seen || is_free(h, flow, chunk));
-    if (is_ready) seen = chunk + 1;
+    const u32 k = is_one ? chunk_of(h, next) : 0;
+    const bool is_ready = is_one && (k + 1 == seen || is_free(h, progress, flow, k));
+    if (is_ready) seen = k + 1;
     is_over = __ballot_sync(~0u, is_one) == 0;
     const u32 here = __ballot_sync(~0u, is_ready && flow.link < 0);
     const u32 away = __ballot_sync(~0u, is_ready && flow.link >= 0);
@@ -181,11 +202,12 @@ struct Claims {
 /// Counts records whose stores, or loads, are complete. One thread, after the whole warp have come to a `__syncwarp`.
 DEVICE void count_out(const HostCall& h, const Progress& progress, const Record& record) {
   if (record.flow < 0 || progress.out[record.flow].link < 0) return;
-  const u64 slot = slot_of(h, chunk_of(h, progress.out[record.flow], record.index));
+  const u32 slot = slot_of(h, progress.out[record.flow], chunk_of(h, record.index));
   red_add_release_cta(progress.out_rows + record.flow * h.num_slots + slot, 1);
 }
-DEVICE void count_in(const HostCall& h, const Progress& progress, int flow, u64 chunk, u32 num_records) {
-  if (num_records) red_add_release_cta(progress.in_rows + flow * h.num_slots + slot_of(h, chunk), num_records);
+DEVICE void count_in(const HostCall& h, const Progress& progress, int flow, u32 k, u32 num_records) {
+  if (num_records)
+    red_add_release_cta(progress.in_rows + flow * h.num_slots + slot_of(h, progress.in[flow], k), num_records);
 }
 
 /// A worker's end. The whole warp; its bulk stores are complete.
@@ -199,9 +221,9 @@ DEVICE bool add_rows(const HostCall& h, const Flow& flow, u32 slot, u32* rows, u
   const u32 count = atom_exch_acquire_cta(rows, 0);
   if (!count) return false;
   const i32 now = static_cast<i32>(atom_add_acq_rel_gpu(counter, count) + count);
-  const u64 slots = static_cast<u64>(h.num_slots);
+  const u32 slots = static_cast<u32>(h.num_slots);
   const i32 use = (now - 1) / h.chunk_records;
-  k = static_cast<i32>((slot + slots - flow.first % slots) % slots) + use * h.num_slots;
+  k = static_cast<i32>((slot + slots - flow.first_slot) % slots) + use * h.num_slots;
   return now - use * h.chunk_records == chunk_length(h, flow, k);
 }
 

@@ -47,7 +47,7 @@ MAX_FACTS = 512
 _NO_KEY = (AttributeError, TypeError, RuntimeError)  # raised for a value that is no tensor, or has no strides
 
 
-class _Like(NamedTuple):
+class _LatencyLike(NamedTuple):
     """The entry of calls that are alike, and a comparison of tensors with theirs."""
 
     looks: MetadataCheck
@@ -71,8 +71,8 @@ class LatencyPlans:
         self._looks_at_ids = config.device == CPU  # where kernels do not check ids, or are emulated
         self._dispatches: dict[Hashable, LatencyDispatchFacts] = {}
         self._combines: dict[Hashable, LatencyCombineFacts] = {}
-        self._like_dispatches: dict[Hashable, _Like] = {}  # the same by less, for `find_dispatch`
-        self._like_combines: dict[Hashable, _Like] = {}
+        self._like_dispatches: dict[Hashable, _LatencyLike] = {}  # the same by less, for `find_dispatch`
+        self._like_combines: dict[Hashable, _LatencyLike] = {}
 
     def dispatch(
         self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool, timeout_s: float
@@ -269,4 +269,4 @@ def _note(known: dict[Hashable, Any], key: Hashable, facts: object, tensors: Seq
     """Cache an entry under the properties of a call's tensors, if these can be compared."""
     looks = metadata_check_of(*tensors)
     if looks is not None:
-        _remember(known, key, _Like(looks, facts))
+        _remember(known, key, _LatencyLike(looks, facts))

@@ -10,7 +10,7 @@ from ..gpu.layout import COUNT_KERNELS, count_head
 from ..gpu.params import KERNELS, kernel_head
 from ..gpu.ranks import MAX_LOCAL
 from ..gpu.shapes import Limits
-from ..jit.kernel import cubin_of
+from ..jit.kernel import cubins_of
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 
@@ -34,5 +34,5 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
     wanted += [(path, count_head()) for path in COUNT_KERNELS]
     for path, head in wanted:
         for target in architectures:
-            cubin_of(path, head, target)
+            cubins_of([path], head, target)
     return len(wanted) * len(architectures)

@@ -188,9 +188,7 @@ class GpuDevice:
         num_reports: int = NUM_REPORTS,
     ) -> None:
         self.platform = platform
-        self.kernels: dict[str, Launcher] = {}
-        for path, params in kernels.items():
-            self.kernels.update(platform.kernels(path, head, params))
+        self.kernels: dict[str, Launcher] = dict(platform.kernels(kernels, head))
         self.report = platform.mapped_words(num_reports * REPORT_WORDS)
         self.codes = self.report.words[::REPORT_WORDS]
         self.no_reports = NO_REPORTS if num_reports == NUM_REPORTS else memoryview(bytes(8 * num_reports)).cast("Q")

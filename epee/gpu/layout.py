@@ -136,8 +136,7 @@ class LayoutCounter:
     """
 
     def __init__(self, platform: Platform, num_threads: int = NUM_THREADS) -> None:
-        ((path, params),) = COUNT_KERNELS.items()
-        self._kernel = platform.kernels(path, count_head(), params)["layout_count"]
+        self._kernel = platform.kernels(COUNT_KERNELS, count_head())["layout_count"]
         self._args = self._kernel.args
         self._platform = platform
         self._num_threads = num_threads

@@ -78,8 +78,8 @@ class Platform(Protocol):
     def attach(self, blob: bytes) -> LentRegion:
         """Map a peer's memory."""
 
-    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:
-        """Compile and load the kernels of one file."""
+    def kernels(self, files: Mapping[str, Mapping[str, type[ctypes.Structure]]], head: str) -> Mapping[str, Launcher]:
+        """Compile and load the kernels of some files, each with the struct of its arguments."""
 
     def mapped_words(self, count: int) -> MappedWords:
         """Allocate 64-bit words that the device can write and the cpu can poll, all zero."""
@@ -161,9 +161,9 @@ class CudaPlatform:
         """Map a peer's GPU memory."""
         return CudaRegion.attach(blob, self.device.index)
 
-    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:
-        """Compile and load the kernels of one file."""
-        return load_kernels(path, head, self.device.index, params, self.limits.shared_bytes)
+    def kernels(self, files: Mapping[str, Mapping[str, type[ctypes.Structure]]], head: str) -> Mapping[str, Launcher]:
+        """Compile and load the kernels of some files."""
+        return load_kernels(files, head, self.device.index, self.limits.shared_bytes)
 
     def mapped_words(self, count: int) -> MappedWords:
         """Allocate pinned 64-bit words, all zero."""

@@ -8,11 +8,14 @@ process. Missing folders on its path are made for this user alone. It is opened 
 that descriptor, so a folder that is exchanged after the check does no harm. An entry is opened without following links,
 checked for owner and mode, and its hash is compared; an entry that fails is ignored, and the kernel is compiled.
 Entries are written to a temporary file, synced and renamed, so two jobs at once, or a crash, leave complete files only.
+Who compiles a text holds a lock on a file named after its key meanwhile, which ends with the process (`claimed`).
 When the folder grows over its cap, the least recently used entries are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -22,6 +25,7 @@ import stat
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import env
@@ -96,6 +100,29 @@ class CubinCache:
             with ignored(OSError):
                 os.unlink(temporary, dir_fd=self._fd)
 
+    @contextlib.contextmanager
+    def claimed(self, key: str) -> Iterator[bool]:
+        """Whether nobody else compiles the text of a key, so that this process may in the block.
+
+        The file is removed by its holder. Who has opened it before, and locks it after that, finds the entry. True also
+        where nothing can be locked: then a text may be compiled twice.
+        """
+        name, claim, is_held, is_mine = f".claim-{key[:32]}", None, False, True
+        try:
+            claim = Descriptor(os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=self._fd))
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = True
+        except expected(OSError) as exc:
+            is_mine = not isinstance(exc, BlockingIOError)
+        try:
+            yield is_mine
+        finally:
+            if is_held:
+                with ignored(OSError):
+                    os.unlink(name, dir_fd=self._fd)
+            if claim is not None:
+                claim.close()
+
     def _trim(self) -> None:
         entries = []
         for name in os.listdir(self._fd):
@@ -103,7 +130,7 @@ class CubinCache:
                 status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
                 if name.endswith(".cubin"):
                     entries.append((status.st_mtime, status.st_size, name))
-                elif name.startswith(".new-") and time.time() - status.st_mtime > _STALE_S:
+                elif name.startswith((".new-", ".claim-")) and time.time() - status.st_mtime > _STALE_S:
                     os.unlink(name, dir_fd=self._fd)  # left by a writer that was killed
         total = sum(size for _, size, _ in entries)
         for _, size, name in sorted(entries):

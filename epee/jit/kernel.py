@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import env
@@ -21,6 +23,8 @@ from .driver import check, device_architecture, driver
 from .params import kernel_symbol
 from .source import flatten
 
+SHARE_S = 60.0  # how long another process may take to compile a file, before this one does it as well
+_NAP_S = 0.02
 _STATIC_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this must be requested explicitly
 
 
@@ -29,29 +33,56 @@ def _cache() -> CubinCache:
     return CubinCache()
 
 
-def cubin_of(path: str, head: str, architecture: str) -> bytes:
-    """Return the compiled kernel file `path`, from the cache or from the compiler.
+def cubins_of(paths: Sequence[str], head: str, architecture: str) -> list[bytes]:
+    """Return compiled kernel files, from the cache or from the compiler.
+
+    The ranks of a group need the same files at the same time, so processes with one cache share the work: each compiles
+    a file that no other one is compiling, and takes from the cache what others have compiled. A process that ends
+    meanwhile gives its file up; one that is stopped delays the others by `SHARE_S` at most.
 
     Args:
-        path: relative to `epee/csrc`.
+        paths: relative to `epee/csrc`.
         head: generated constants and structs.
         architecture: such as `sm_90a`.
     Raises:
-        CompileError: it does not compile, or it is not cached and `EPEE_JIT_COMPILE=0`.
+        CompileError: one does not compile, or it is not cached and `EPEE_JIT_COMPILE=0`.
     """
-    text = flatten(path, head)
-    key = cache_key(text, options(architecture), compiler_version())
-    cached = _cache().load(key)
+    first = os.getpid() % max(1, len(paths))  # processes begin with different files
+    missing = {path: flatten(path, head) for path in (*paths[first:], *paths[:first])}
+    found: dict[str, bytes] = {}
+    until = time.monotonic() + SHARE_S
+    while True:
+        num_missing = len(missing)
+        for path, text in list(missing.items()):
+            cubin = _cubin_of(path, text, architecture, is_patient=time.monotonic() < until)
+            if cubin is not None:
+                found[path] = cubin
+                del missing[path]
+        if not missing:
+            return [found[path] for path in paths]
+        if len(missing) == num_missing:
+            time.sleep(_NAP_S)
+
+
+def _cubin_of(path: str, text: str, architecture: str, is_patient: bool) -> bytes | None:
+    """Return a compiled text; None if `is_patient` and another process is compiling it."""
+    cache, key = _cache(), cache_key(text, options(architecture), compiler_version())
+    cached = cache.load(key)
     if cached is not None:
         return cached
     if not env.get_bool("EPEE_JIT_COMPILE"):
         raise CompileError(
-            f"{path} for {architecture} is not in {_cache().folder} and EPEE_JIT_COMPILE is 0; "
+            f"{path} for {architecture} is not in {cache.folder} and EPEE_JIT_COMPILE is 0; "
             "run `epee warmup` once with EPEE_JIT_COMPILE=1"
         )
-    cubin = compile_source(text, architecture, path).cubin
-    _cache().store(key, cubin)
-    return cubin
+    with cache.claimed(key) as is_mine:
+        if is_patient and not is_mine:
+            return None
+        cached = cache.load(key)  # from another process that has just finished it
+        if cached is None:
+            cached = compile_source(text, architecture, path).cubin
+            cache.store(key, cached)
+    return cached
 
 
 class Kernel:
@@ -131,9 +162,8 @@ def _attributes(mode: str) -> list[Any]:
 class Module:
     """The kernels of one file, loaded on one device."""
 
-    def __init__(self, path: str, head: str, device: int) -> None:
+    def __init__(self, path: str, cubin: bytes) -> None:
         cu = driver()
-        cubin = cubin_of(path, head, device_architecture(device))
         self._path = path
         self._library = check(cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"load {path}")
 
@@ -150,8 +180,11 @@ class Module:
 
 
 def load_kernels(
-    path: str, head: str, device: int, params: Mapping[str, type[ctypes.Structure]], max_shared_bytes: int
+    files: Mapping[str, Mapping[str, type[ctypes.Structure]]], head: str, device: int, max_shared_bytes: int
 ) -> dict[str, Kernel]:
-    """Compile and load the entry points `params` names from one file."""
-    module = Module(path, head, device)
-    return {name: module.kernel(name, struct, max_shared_bytes) for name, struct in params.items()}
+    """Compile and load the entry points that `files` names, by file and kernel."""
+    found: dict[str, Kernel] = {}
+    for path, cubin in zip(files, cubins_of([*files], head, device_architecture(device)), strict=True):
+        module = Module(path, cubin)
+        found.update({name: module.kernel(name, struct, max_shared_bytes) for name, struct in files[path].items()})
+    return found

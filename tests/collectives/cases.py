@@ -481,7 +481,7 @@ def grown(rank: int, num_ranks: int, folder: str) -> None:
     """Half of the ranks make a group, which the others extend: kernels and memory of that size make the calls."""
     size = num_ranks // 2
     if rank >= size:
-        stages.wait_for(folder, "born")
+        stages.wait_for(folder, "born", 150.0)  # the others build kernels, on a machine that may be busy
     options = mooncake.MooncakeBackendOptions(size) if rank < size else None  # without any, a process joins here
     store, world_size = dist.FileStore(f"{folder}/store", -1), num_ranks if rank >= size else size
     dist.init_process_group("mooncake", store=store, rank=rank, world_size=world_size, pg_options=options)

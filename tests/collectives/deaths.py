@@ -177,8 +177,8 @@ def warm(platform: str, rank: int) -> None:
         torch.cuda.set_device(device_of(rank))
         gpu = CudaPlatform(device_of(rank))
         for kind in ((None, "sum"), (torch.float32, "sum")):
-            for path, params in {**KERNELS, **DIRECT_KERNELS, **MASKED_KERNELS}.items():
-                gpu.kernels(path, kernel_head(NUM_RANKS, *kind, CollectivePlan().pipeline), params)
+            files = {**KERNELS, **DIRECT_KERNELS, **MASKED_KERNELS}
+            gpu.kernels(files, kernel_head(NUM_RANKS, *kind, CollectivePlan().pipeline))
         torch.ones(4, device=gpu.device).cpu()
 
 

@@ -205,11 +205,17 @@ class EmulatedPlatform:
     def attach(self, blob: bytes) -> EmulatedRegion:
         return EmulatedRegion(SharedRegion.attach(blob))
 
-    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
-        library = build(path, head, entries_of(params))
-        self._libraries[path] = library
-        self._builds.setdefault(path, []).append(library)
-        return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct()) for name, struct in params.items()}
+    def kernels(
+        self, files: Mapping[str, Mapping[str, type[ctypes.Structure]]], head: str
+    ) -> dict[str, EmulatedKernel]:
+        found = {}
+        for path, params in files.items():
+            library = build(path, head, entries_of(params))
+            self._libraries[path] = library
+            self._builds.setdefault(path, []).append(library)
+            for name, struct in params.items():
+                found[name] = EmulatedKernel(getattr(library, f"launch_{name}"), struct())
+        return found
 
     def mapped_words(self, count: int) -> EmulatedWords:
         return EmulatedWords(count)

@@ -167,8 +167,7 @@ def warm(platform: str, rank: int) -> None:
         torch.cuda.set_device(device_of(rank))
         gpu = CudaPlatform(device_of(rank))
         head = kernel_head(NUM_RANKS, gpu.limits.stall_one_in)
-        for path, params in KERNELS.items():
-            gpu.kernels(path, head, params)
+        gpu.kernels(KERNELS, head)
         torch.ones(4, device=gpu.device).to(torch.bfloat16).cpu()
     for number in range(NUM_SPECS):
         for is_in in (True, False):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -224,3 +228,33 @@ def test_a_folder_that_is_exchanged_later_is_not_used(tmp_path: Path) -> None:
     cache.store(KEY, b"newer")
     assert (cache.folder / f"{KEY}.cubin").read_bytes() == b"planted"
     assert make(tmp_path).load(KEY) is None
+
+
+def test_who_claims_a_key_is_alone_until_the_end_of_the_block_and_leaves_no_file(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    with first.claimed(KEY) as is_mine, second.claimed(KEY) as is_theirs, second.claimed("0" * 64) as is_another:
+        assert (is_mine, is_theirs, is_another) == (True, False, True)
+    with second.claimed(KEY) as is_mine:
+        assert is_mine
+    assert not list(first.folder.iterdir())
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    code = "import sys, os, signal; from pathlib import Path; from epee.jit.cache import CubinCache\n"
+    code += (
+        "with CubinCache(Path(sys.argv[1]), 1 << 20).claimed(sys.argv[2]) as it: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(cache.folder), KEY], check=False)
+    assert list(cache.folder.iterdir()), "killed before it could remove its file"
+    with cache.claimed(KEY) as is_mine:
+        assert is_mine
+
+
+def test_a_folder_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with make(tmp_path).claimed(KEY) as is_mine:
+        assert is_mine

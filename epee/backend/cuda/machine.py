@@ -150,8 +150,8 @@ class Collectives:
                     f"the kernels of {kind[1]} of {kind[0]} are not loaded yet; make one such call before the graph is "
                     "recorded"
                 )
-            for path in self._files.keys() - self._loaded.get(kind, set()):
-                self._add(kind, [path], self.platform.kernels(path, head, self._files[path]))
+            missing = {path: self._files[path] for path in self._files.keys() - self._loaded.get(kind, set())}
+            self._add(kind, missing, self.platform.kernels(missing, head))
             kernels = self._kernels[kind]
         return kernels
 

@@ -16,6 +16,7 @@ says, and the first one without the victim has the same number on both survivors
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -29,7 +30,7 @@ from epee.backend.cuda.params import DIRECT_KERNELS, KERNELS, MASKED_KERNELS, ke
 from epee.backend.cuda.plan import CollectivePlan
 from epee.errors import PeerError, RankFailedError
 from epee.gpu.platform import CudaPlatform
-from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, take_in
+from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, Sign, device_of, is_last, take_in
 from tests.harness import tell
 
 ALL, SURVIVORS = tuple(range(NUM_RANKS)), tuple(range(NUM_RANKS - 1))
@@ -52,6 +53,8 @@ def row_of(rank: int, count: int, number: int) -> torch.Tensor:
 
 class Player:
     """One rank's end of the group."""
+
+    sign: Any = contextlib.nullcontext()
 
     def __init__(self, rank: int, platform: str, fault_mode: str = "raise") -> None:
         self.rank, self.platform, self.is_masked = rank, platform, fault_mode == "mask"
@@ -159,9 +162,10 @@ class Player:
         """Make one call to its end; raises what has become of it, with the times."""
         started = time.monotonic_ns()
         try:
-            make()
-            if self.platform == "cuda":
-                torch.cuda.synchronize()
+            with self.sign:
+                make()
+                if self.platform == "cuda":
+                    torch.cuda.synchronize()
             self.half.check()
         except RankFailedError as error:
             if self.is_masked or error.ranks != (VICTIM,):
@@ -200,6 +204,7 @@ def live(
     if first_life:
         dist.all_reduce(torch.ones(1))
     player = Player(rank, platform, fault_mode)
+    player.sign = Sign(folder, rank, first_life)
     for life in range(first_life, num_kills + 1):
         if has_pool:
             player.round(10_000 * life + 4000, ALL)
@@ -207,7 +212,7 @@ def live(
         for number in range(3):
             player.round(10_000 * life + number, ALL)
         tell(("ready", life))
-        if life == num_kills:
+        if is_last(folder, life, num_kills):
             break
         lost, number = until_lost(player, life)
         tell(("lost", life, *lost))

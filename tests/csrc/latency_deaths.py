@@ -9,18 +9,23 @@ that stay on the GPU, take the replacement in and compare the first rounds with 
 
 Replacements are processes that wait with torch, a CUDA context and loaded kernels. The owner measures how long each
 survivor's first call without the victim took to end: from the kill, or from its own begin where that was later, for
-what the program did before the call (it compares results, and meets the other one) is not the call's.
+what the program did before the call (it compares results, and meets the other one) is not the call's. Nine of ten kills
+are aimed: the owner waits until the victim is inside a call. What the victim's `Sign` says when it is dead is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import mmap
 import os
 import random
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +41,7 @@ NUM_RANKS, VICTIM = 3, 2
 TIMEOUT_S = 40.0  # of whatever should not happen
 NUM_SPECS = 6
 STOP_EVERY = 5  # each fifth victim is stopped first
+AIMED = 0.9  # of the kills: the victim is inside a call
 PLAN = Plan((Round((0, 0, 0)),), num_local_experts=4, num_topk=3, hidden=512, max_tokens=12)
 
 
@@ -64,6 +70,27 @@ def wanted_sums(number: int, heard: bool) -> list[torch.Tensor]:
     return expected_sums(PLAN, spec_of(number), inputs, packed, [[True, True, heard]] * NUM_RANKS)
 
 
+class Sign:
+    """Whether a process is inside a call: a byte that it shares with the owner, which outlives it."""
+
+    def __init__(self, folder: str, rank: int, life: int) -> None:
+        fd = os.open(f"{folder}/sign-{rank}-{life}", os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, 1)
+        self._byte = mmap.mmap(fd, 1)
+        os.close(fd)
+
+    def __enter__(self) -> None:
+        self._byte[0] = 1
+
+    def __exit__(self, *_: object) -> None:
+        self._byte[0] = 0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._byte[0] == 1
+
+
 class Call(NamedTuple):
     """A call that has ended: when it began and ended (`time.monotonic_ns`), and whether the victim counted."""
 
@@ -75,6 +102,8 @@ class Call(NamedTuple):
 
 class Player:
     """One rank's end of the buffer."""
+
+    sign: Any = contextlib.nullcontext()
 
     def __init__(self, rank: int, platform: str, group: Any) -> None:
         self.rank = rank
@@ -120,11 +149,12 @@ class Player:
     def call(self, op: str, dawdle_s: float, make: Any) -> tuple[Any, Call]:
         """Make one call to its end; takes the times."""
         started = time.monotonic_ns()
-        result = make()
-        if result.hook is not None:
-            self.dawdle(dawdle_s)
-            result.hook()
-        self.finish()
+        with self.sign:
+            result = make()
+            if result.hook is not None:
+                self.dawdle(dawdle_s)
+                result.hook()
+            self.finish()
         return result, Call(op, started, time.monotonic_ns(), bool(result.got[VICTIM]))
 
     def dawdle(self, most_s: float) -> None:
@@ -185,6 +215,11 @@ def join(rank: int, folder: str, first_life: int) -> Any:
     return dist.group.WORLD
 
 
+def is_last(folder: str, life: int, num_kills: int) -> bool:
+    """Whether nobody dies in a life, for which all are ready."""
+    return life == num_kills or Path(folder, f"last-{life}").exists()
+
+
 def take_in(group: Any) -> None:
     """Wait until the group has lost the victim, and take the next process into its place."""
     while int(group.active_ranks()[VICTIM]):
@@ -199,6 +234,7 @@ def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int)
         torch.cuda.set_device(device_of(rank))
     group = join(rank, folder, first_life)
     player = Player(rank, platform, group)
+    player.sign = Sign(folder, rank, first_life)
     for life in range(first_life, num_kills + 1):
         if life > first_life:
             assert player.buffer.sync(player.mask).tolist() == [1] * NUM_RANKS, f"life {life}: not taken in"
@@ -206,7 +242,7 @@ def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int)
             calls = player.round((life + number) % NUM_SPECS, (life + number) % 3 == 0, 0.0)
             assert all(call.came for call in calls), f"life {life}: the newcomer was lost"
         tell(("ready", life))
-        if life == num_kills:
+        if is_last(folder, life, num_kills):
             break
         tell(("lost", life, *until_lost(player, life)))
         for number in range(2):
@@ -246,12 +282,14 @@ class Deaths(NamedTuple):
         in_flight: of the calls that had begun before the kill, from the kill.
         later: of those that began afterwards, from their begin.
         later_in_all: the same, from the kill.
+        inside: for each victim, whether it was killed inside a call.
         wall_s: of the whole run.
     """
 
     in_flight: dict[int, list[float]]
     later: dict[int, list[float]]
     later_in_all: dict[int, list[float]]
+    inside: list[bool]
     wall_s: float
 
     def __str__(self) -> str:
@@ -263,7 +301,8 @@ class Deaths(NamedTuple):
         ):
             for rank, times in found.items():
                 lines.append(f"  rank {rank}, {name}: {spread(times)}")
-        return "\n".join([*lines, f"  {self.wall_s:.1f} s in all"])
+        inside = f"  {sum(self.inside)} of {len(self.inside)} victims were killed inside a call"
+        return "\n".join([*lines, inside, f"  {self.wall_s:.1f} s in all"])
 
 
 def spread(times: list[float]) -> str:
@@ -287,9 +326,18 @@ LATENCY = Play(warm, live)
 
 
 def run_deaths(
-    platform: str, num_kills: int, seed: int, num_spares: int, timeout_s: float, play: Play = LATENCY
+    platform: str,
+    num_kills: int,
+    seed: int,
+    num_spares: int,
+    timeout_s: float,
+    play: Play = LATENCY,
+    enough_s: float = math.inf,
 ) -> Deaths:
-    """Run it; raises `RankFailure` with what the processes said when anything goes wrong."""
+    """Run it; raises `RankFailure` with what the processes said when anything goes wrong.
+
+    When it has killed for `enough_s` nobody is killed any more.
+    """
     warm, live = play
     rng = random.Random(seed)
     started = time.monotonic()
@@ -303,9 +351,12 @@ def run_deaths(
             worker.start(warm, platform, VICTIM, timeout_s=timeout_s)
         for worker in survivors:
             _await(worker, [worker], deadline)
-        result = Deaths({0: [], 1: []}, {0: [], 1: []}, {0: [], 1: []}, 0.0)
+        result = Deaths({0: [], 1: []}, {0: [], 1: []}, {0: [], 1: []}, [], 0.0)
+        begun = time.monotonic()
         for life in range(num_kills + 1):
             victim = spares.popleft()
+            if time.monotonic() - begun > enough_s:
+                Path(folder, f"last-{life}").touch()  # before the victim, without whom nobody is ready
             _await(victim, [victim, *survivors], deadline)
             victim.start(live, VICTIM, platform, folder, life, num_kills, timeout_s=timeout_s)
             if life == 0:
@@ -313,9 +364,10 @@ def run_deaths(
                     worker.start(live, rank, platform, folder, 0, num_kills, timeout_s=timeout_s)
             team = [*survivors, victim]
             _until(team, lambda team=team, life=life: all(("ready", life) in worker.told for worker in team), deadline)
-            if life == num_kills:
+            if is_last(folder, life, num_kills):
                 break
-            killed_ns = _kill(victim, rng, life)
+            sign = Sign(folder, VICTIM, life)
+            killed_ns = _kill(victim, rng, life, sign)
             _until(survivors, lambda life=life: all(_loss(worker, life) for worker in survivors), deadline)
             for rank, worker in enumerate(survivors):
                 _, _, _, call_ns, ended_ns, _ = _loss(worker, life)
@@ -325,6 +377,7 @@ def run_deaths(
                     result.later[rank].append((ended_ns - call_ns) / 1e6)
                     result.later_in_all[rank].append((ended_ns - killed_ns) / 1e6)
             pool.release([victim])
+            result.inside.append(sign.is_set)
             if life + 1 + len(spares) <= num_kills:
                 spares.append(pool.hire(1)[0])
                 spares[-1].start(warm, platform, VICTIM, timeout_s=timeout_s)
@@ -336,9 +389,16 @@ def _loss(worker: Worker, life: int) -> Any:
     return next((told for told in worker.told if told[:2] == ("lost", life)), None)
 
 
-def _kill(victim: Worker, rng: random.Random, life: int) -> int:
-    """Kill it at a random moment, each fifth one stopped before; returns when."""
+def _kill(victim: Worker, rng: random.Random, life: int, sign: Sign) -> int:
+    """Kill it at a random moment, as a rule of a call, each fifth one stopped before; returns when."""
     time.sleep(rng.random() * 0.06)
+    if rng.random() < AIMED:
+        until, later_s = time.monotonic() + 1.0, rng.random() * 2e-4
+        while not sign.is_set and time.monotonic() < until:
+            pass
+        until = time.monotonic() + later_s
+        while time.monotonic() < until:
+            pass
     if life % STOP_EVERY == STOP_EVERY - 1:
         os.kill(victim.pid, signal.SIGSTOP)
         time.sleep(rng.random() * 0.03)

@@ -9,6 +9,7 @@ time at first without the victim, and they make rounds alone, else with its succ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -25,7 +26,7 @@ from epee import reference
 from epee.errors import RankFailedError
 from epee.gpu.params import KERNELS, kernel_head
 from epee.gpu.platform import CudaPlatform
-from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, join, take_in
+from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, Sign, device_of, is_last, join, take_in
 from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, send
 from tests.csrc.throughput_cases import Case, biases_of, expect_equal, expert_output, seen_by
 from tests.harness import tell
@@ -58,6 +59,8 @@ def _values(x: Any) -> torch.Tensor:
 
 class Player:
     """One rank's end of the buffer."""
+
+    sign: Any = contextlib.nullcontext()
 
     def __init__(self, rank: int, platform: str, group: Any) -> None:
         self.rank = rank
@@ -95,8 +98,9 @@ class Player:
         """Make one call to its end; raises what has become of it, with the times."""
         started = time.monotonic_ns()
         try:
-            result = make()
-            self.finish()
+            with self.sign:
+                result = make()
+                self.finish()
             self.buffer.check()
             return result
         except RankFailedError as error:
@@ -146,13 +150,14 @@ def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int)
         torch.cuda.set_device(device_of(rank))
     group = join(rank, folder, first_life)
     player = Player(rank, platform, group)
+    player.sign = Sign(folder, rank, first_life)
     for life in range(first_life, num_kills + 1):
         if life > first_life:
             assert player.buffer.sync().tolist() == [1] * NUM_RANKS, f"life {life}: not taken in"
         for number in range(2):  # of each layout one: the first of an epoch maps what combines read
             player.round((2 * life + number) % NUM_SPECS, ALL)
         tell(("ready", life))
-        if life == num_kills:
+        if is_last(folder, life, num_kills):
             break
         tell(("lost", life, *until_lost(player, life)))
         if life % 2 == 0:

@@ -24,7 +24,7 @@ from tests.survive import stages
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(580)]
 
-NUM_KILLS = 105
+NUM_KILLS = int(os.environ.get("EPEE_TEST_KILLS", "105"))
 
 
 def test_a_rank_dies_and_is_replaced_a_hundred_times() -> None:

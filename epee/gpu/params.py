@@ -26,6 +26,7 @@ MAX_FEW_TOKENS = 512  # tokens of a rank in the one-kernel dispatch
 MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
 NEWS_WORDS = 3  # in cpu memory: abort, dead ranks, and the word of waiting kernels (`csrc/common/wait.cuh`)
+COPIED_WORDS = 4  # of those that a GPU has in its own memory
 REMEMBERED_CALLS = 8  # calls of a peer whose words are kept while it makes later ones
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
@@ -180,7 +181,7 @@ def control_layout(num_ranks: int) -> Layout:
         Field("streams", _U64, (room, MAX_CHANNELS, 2), 128),
         Field("staged", _U64, (room, MAX_STAGED_CHUNKS), 128),
         Field("view", _U64, (2,), 128),
-        Field("news", _U64, (3,), 128),
+        Field("news", _U64, (COPIED_WORDS,), 128),
         Field("haunted", _U64, (HAUNTED_WORDS,), 128),
         Field("seq", _U64, (1,), 128),
         Field("failed", _U64, (2,), 128),

@@ -276,7 +276,7 @@ def successor(rank: int, num_ranks: int) -> None:
     late = 2**62 + time.monotonic_ns()  # another block has just renewed the copy, and goes on doing so
     for number in range(3):
         if rank == 0:
-            machine._store("news", 0, [late, 1 << 1 + 8, 0])
+            machine._store("news", 0, [late, 1 << 1, 0, 0])
         else:
             time.sleep(0.1)
         run_batch(machine, [Mail(1, 0, 3000, 6, number), Mail(0, 1, 6 * RING_BYTES, 7, 10 + number)])

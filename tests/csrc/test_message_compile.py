@@ -9,7 +9,6 @@ from epee.backend.cuda.messages.params import (
     BLOCKS_PER_SM,
     KERNELS,
     THREADS,
-    channels_of,
     config_of,
     kernel_head,
 )
@@ -26,9 +25,9 @@ H100_SMS = 132
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize(("architecture", "num_ranks"), [("sm_90a", 8), ("sm_100a", 8), ("sm_90a", MAX_LOCAL)])
-def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
-    compiled = compile_once(flatten(path, kernel_head(num_ranks)), architecture, path)
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_kernels_compile_without_spills(path: str, architecture: str) -> None:
+    compiled = compile_once(flatten(path, kernel_head()), architecture, path)
     found = resources(compiled.log)
     assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
     for name, needs in found.items():
@@ -43,13 +42,13 @@ def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks:
 def test_all_that_may_wait_at_once_has_its_place(num_ranks: int, num_sharing: int) -> None:
     plan = plan_of(num_ranks, num_sharing)
     beside = 2 * max(1, num_ranks - 1) * plan.beside
-    assert plan.alone + beside + max(plan.batch, channels_of(num_ranks)) <= H100_SMS * BLOCKS_PER_SM
+    assert plan.alone + beside + max(plan.batch, 2 * num_ranks) <= H100_SMS * BLOCKS_PER_SM
     assert min(plan.alone, plan.beside, plan.batch) >= 1
 
 
 def test_blocks_deal_out_all_lanes_evenly() -> None:
     for num_ranks in range(1, MAX_LOCAL + 1):
-        lanes = config_of(0, num_ranks, 64 << 20).num_lanes
+        lanes = config_of(0, num_ranks, 16 << 20).num_lanes
         assert lanes == 64
         plan = plan_of(num_ranks, 1)
         assert lanes % plan.alone == lanes % plan.beside == 0

@@ -60,6 +60,13 @@ def test_news_are_seen_and_looked_for_again_when_they_are_old() -> None:
     assert gpu.look(START + 40_000) == 0b100 << 8
 
 
+def test_the_copy_of_the_dead_has_64_ranks() -> None:
+    gpu = Gpu(START)
+    gpu.host[DEAD], gpu.host[ABORT] = 1 << 63 | 1, 1
+    gpu.look(START + 20_000)
+    assert 1 << 63 | 1 in [*gpu._news]
+
+
 def test_a_look_at_a_clock_that_is_behind_changes_nothing() -> None:
     gpu = Gpu(START)
     gpu.look(START)

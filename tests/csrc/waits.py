@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from epee.backend.cuda import moves
+from epee.gpu.params import COPIED_WORDS
 from epee.jit.source import flatten
 from tests.csrc import collective_cases, latency_cases, throughput_cases
 from tests.csrc.emulated import _FLAGS, EmulatedPlatform, _gxx
@@ -26,7 +27,10 @@ CASE = throughput_cases.Case((4, 4), hidden=64)
 SPLIT = Round((3, 2), is_split=True)
 
 _TEXT = r"""
-extern "C" u64 look(u64* host, u64* news, u64 start, u64 now) { return latest_news(host, news, start, now); }
+extern "C" u64 look(u64* host, u64* news, u64 start, u64 now) {
+  const HostState found = latest_news(host, news, start, now);
+  return found.dead << 8 | (found.aborted != 0);
+}
 
 struct Wait {
   unsigned come_at, end_at, idle_at, polls_again, polls, looks, has_come;
@@ -67,7 +71,7 @@ class Gpu:
 
     def __init__(self, start_ns: int) -> None:
         self.start_ns = start_ns
-        self.host, self._news = (ctypes.c_uint64 * 3)(), (ctypes.c_uint64 * 3)()
+        self.host, self._news = (ctypes.c_uint64 * 3)(), (ctypes.c_uint64 * COPIED_WORDS)()
 
     def look(self, now_ns: int) -> int:
         """Let a thread that waits look at the news."""

@@ -20,6 +20,7 @@ import epee
 import epee.compat.mooncake.pg as mooncake
 from tests.harness import DEAD, run_mortal, run_ranks
 from tests.messages import cases
+from tests.survive import stages
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
 
@@ -212,6 +213,26 @@ def test_who_waits_for_a_dead_rank_is_told_and_the_context_lives(num_ranks: int)
     results = run_ranks(_killed, num_ranks, 5_000_000, backend="epee", timeout_s=200, dead=(num_ranks - 1,))
     print("seconds from kill to error:", [round(result, 4) for result in results[:-1]])
     assert all(elapsed < 20 for elapsed in results[:-1]), "long before the time-out of 60 s"
+
+
+def _grown(rank: int, num_ranks: int, folder: str) -> None:
+    size = num_ranks // 2
+    group = cases.grown_group(rank, num_ranks, folder)
+    device, half = _begin(rank, 100.0)
+    to = lambda x: x.to(device)  # noqa: E731
+    if rank < size:
+        cases.ring(rank, size, to)
+        torch.cuda.synchronize()
+        stages.reach(folder, "sent")
+        group.extend_group_size_to(num_ranks, 100.0)
+    dist.all_reduce(torch.ones(1))
+    cases.grown_calls(rank, num_ranks, to)
+    _end(half)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 12])
+def test_a_group_that_has_grown_sends_from_gpu_to_gpu(num_ranks: int) -> None:
+    run_mortal(_grown, num_ranks, dead=set(), timeout_s=200)
 
 
 def _masked(rank: int, num_ranks: int, folder: str) -> list[int]:

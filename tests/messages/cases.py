@@ -402,6 +402,63 @@ def no_memory(rank: int, num_ranks: int) -> None:
     dist.barrier()
 
 
+def grown(rank: int, num_ranks: int, folder: str, is_early: bool) -> None:
+    """A group that half of the ranks make, and the others extend; with `is_early` its first half has sent before."""
+    size = num_ranks // 2
+    group = grown_group(rank, num_ranks, folder)
+    half = give_messages()
+    if rank < size:
+        if is_early:
+            ring(rank, size, on_gpu)
+            if rank == 0:
+                dist.send(on_gpu(values(100, 3)), 1)  # lies in a ring while the group grows
+        stages.reach(folder, "sent")
+        group.extend_group_size_to(num_ranks, 60.0)
+        if is_early and rank == 1:
+            dist.recv(got := on_gpu(torch.zeros(100)), 0)
+            assert same(got, values(100, 3))
+    dist.all_reduce(torch.ones(1))
+    grown_calls(rank, num_ranks, on_gpu)
+    with closed_at_end(half):
+        assert set(half._pairs.met) >= {*range(num_ranks)} - {rank}
+        assert not half._pairs.off
+
+
+def grown_group(rank: int, num_ranks: int, folder: str) -> Any:
+    """Make a group of half of the ranks, which the others join when that calls `extend_group_size_to`."""
+    size = num_ranks // 2
+    is_new = rank >= size
+    if is_new:
+        stages.wait_for(folder, "sent", 150.0)  # the others build kernels
+    options = epee.BackendOptions(is_extension=is_new)
+    store = dist.FileStore(f"{folder}/store", -1)
+    dist.init_process_group(
+        "epee", store=store, rank=rank, world_size=num_ranks if is_new else size, pg_options=options
+    )
+    return dist.group.WORLD
+
+
+def ring(rank: int, num_ranks: int, to: To) -> None:
+    """Messages of some sizes around the ranks."""
+    for count in (1, 500, 20_000):
+        batch([(r, (r + 1) % num_ranks, count, r) for r in range(num_ranks)], rank, num_ranks, to)
+
+
+def grown_calls(rank: int, num_ranks: int, to: To) -> None:
+    """Messages between all ranks of a group that has grown: batches, single ones, and from any source."""
+    ring(rank, num_ranks, to)
+    batch([(src, dst, 30, src * 20 + dst) for src in range(num_ranks) for dst in range(num_ranks)], rank, num_ranks, to)
+    any_source(rank, num_ranks, to)
+    first, last = 0, num_ranks - 1
+    if rank in (first, last):
+        for count in (3, 40_000):
+            if rank == first:
+                dist.send(to(values(count, 1)), last)
+            else:
+                dist.recv(got := to(torch.zeros(count)), first)
+                assert same(got, values(count, 1))
+
+
 def first_never_comes(rank: int, num_ranks: int) -> str:
     """Who waits for a peer's first message gives up after the time-out, and may try again."""
     half = give_messages()

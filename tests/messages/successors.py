@@ -15,6 +15,7 @@ import epee
 import epee.compat.mooncake.pg as mooncake
 from tests.backend.test_staging import on_gpu
 from tests.messages.cases import batch, give_messages, same, values
+from tests.survive import stages
 
 VICTIM, NUM_RANKS = 2, 3
 
@@ -73,8 +74,10 @@ def any_source(rank: int, num_ranks: int, folder: str) -> None:
     dist.init_process_group("mooncake", store=store, rank=rank, world_size=num_ranks, pg_options=options)
     half = give_messages(30.0)
     batch([(r, (r + 1) % num_ranks, 20, r) for r in range(num_ranks)], rank, num_ranks, on_gpu)
+    stages.reach(folder, f"met-{rank}")
     if rank == VICTIM:
         dist.send(on_gpu(values(40, 5)), 0, tag=9)
+        stages.wait_for(folder, "met-0")  # which maps the memory of this process
         die()
     elif rank == 0:
         time.sleep(0.5)

@@ -68,6 +68,11 @@ def test_both_ends_take_the_way_through_the_host_when_one_has_no_memory() -> Non
     run_ranks(cases.no_memory, 3, backend="epee", timeout_s=200)
 
 
+@pytest.mark.parametrize(("num_ranks", "is_early"), [(4, True), (4, False), (12, True)])
+def test_a_group_that_has_grown_sends_from_gpu_to_gpu(num_ranks: int, is_early: bool) -> None:
+    run_mortal(cases.grown, num_ranks, is_early, dead=set(), timeout_s=200)
+
+
 def test_a_peer_that_never_comes_to_its_first_message_is_named() -> None:
     told = run_ranks(cases.first_never_comes, 2, backend="epee", timeout_s=200)[0]
     assert "rank 1" in told

@@ -64,7 +64,8 @@ class MeetingRow(NamedTuple):
 
     Attributes:
         phase: 0 before it has mapped the others' memory, 1 after that.
-        pool: bytes with which others map the rank's pool; empty if it has none.
+        pool: bytes with which others map the rank's pool; empty if it has none. In a row of messages: with which the
+            other maps its ring there, if that has a region of its own.
         no_pools: in phase 1, why this rank reads no pools, though all may have one; empty if it does.
     """
 

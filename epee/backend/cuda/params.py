@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidArgument
-from ...gpu.params import NUM_REPORTS
+from ...gpu.params import COPIED_WORDS, NUM_REPORTS
 from ...gpu.ranks import MAX_LOCAL, room_of
 from ...jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
 from ...memory.layout import Field, Layout
@@ -292,7 +292,7 @@ def control_fields(num_ranks: int) -> tuple[Field, ...]:
         Field("peers", _U64, (room,), 128),
         Field("tags", _U64, (MAX_BLOCKS,), 128),
         Field("view", _U64, (1,), 128),
-        Field("news", _U64, (3,), 128),
+        Field("news", _U64, (COPIED_WORDS,), 128),
         Field("failed", _U64, (2,), 128),
         Field("out", _U64, (1,), 128),
         Field("settled", _U64, (1,), 128),

@@ -16,12 +16,10 @@
 #include "../ptx/memory.cuh"
 
 enum HostWord : int { kHostAbort = 0, kHostDead, kHostWaiting };
-enum NewsWord : int { kNewsLooked = 0, kNewsSeen, kNewsTold };  // all near; the first and the last are times
+enum NewsWord : int { kNewsLooked = 0, kNewsDead, kNewsTold, kNewsAborted };  // all near; the first and third are times
 
 constexpr u64 kNewsPeriodNs = 20000;  // between two looks of a GPU into the host's memory
 constexpr u64 kLongWaitNs = 1000000;  // a wait that the host hears of; also the least time between two such words
-constexpr u64 kNewsAborted = 1;       // in what was seen; the dead ranks stand above
-constexpr int kNewsDeadShift = 8;
 
 /// Between two polls of memory that another block, GPU or process writes: in the emulation the writer must run.
 DEVICE void poll_pause() {
@@ -35,9 +33,15 @@ DEVICE bool has_passed_since(u64 then, u64 now, u64 period_ns) {
   return static_cast<i64>(now - then) >= static_cast<i64>(period_ns);
 }
 
-/// What the host has said of late: `kNewsAborted`, and the dead ranks above. For a thread that has waited since
-/// `start`; the host hears of it when that is long ago. `host` are its words, `news` this GPU's.
-DEVICE u64 latest_news(u64* host, u64* news, u64 start, u64 now) {
+/// What the host has said of late; a bit for each rank that is dead, of 64.
+struct HostState {
+  u64 dead;
+  u64 aborted;
+};
+
+/// What the host has said of late. For a thread that has waited since `start`; the host hears of it when that is long
+/// ago. `host` are its words, `news` this GPU's.
+DEVICE HostState latest_news(u64* host, u64* news, u64 start, u64 now) {
   const auto is_mine = [&](u64* time, u64 period_ns) {  // one thread at a time
     const u64 last = ld_relaxed_sys(time);
     return has_passed_since(last, now, period_ns) && atom_cas_relaxed_gpu(time, last, now) == last;
@@ -45,13 +49,14 @@ DEVICE u64 latest_news(u64* host, u64* news, u64 start, u64 now) {
   if (has_passed_since(start, now, kLongWaitNs) && is_mine(news + kNewsTold, kLongWaitNs))
     st_relaxed_sys(host + kHostWaiting, now);
   if (is_mine(news + kNewsLooked, kNewsPeriodNs)) {
-    const u64 aborted = ld_relaxed_sys(host + kHostAbort) ? kNewsAborted : 0;
-    st_relaxed_sys(news + kNewsSeen, aborted | ld_relaxed_sys(host + kHostDead) << kNewsDeadShift);
+    st_relaxed_sys(news + kNewsAborted, ld_relaxed_sys(host + kHostAbort));
+    st_relaxed_sys(news + kNewsDead, ld_relaxed_sys(host + kHostDead));
   }
-  return ld_relaxed_sys(news + kNewsSeen);
+  return {ld_relaxed_sys(news + kNewsDead), ld_relaxed_sys(news + kNewsAborted)};
 }
-DEVICE bool is_aborted(u64 news) { return news & kNewsAborted; }
-DEVICE u32 dead_ranks(u64 news) { return static_cast<u32>(news >> kNewsDeadShift); }
+DEVICE bool is_aborted(const HostState& news) { return news.aborted; }
+/// Those of this NVLink domain.
+DEVICE u32 dead_ranks(const HostState& news) { return static_cast<u32>(news.dead); }
 
 /// What a wait does when it is told to end. This thread may have stood still since its last poll, so where all that
 /// came in time counts it polls once more.

@@ -342,7 +342,7 @@ class LostMessages:
             raise errors[0]
 
     def _error_of(self, machine: Messages, report: KernelReport) -> EpeeError:
-        if report.peer >= machine.config.num_ranks:
+        if report.peer >= MAX_LOCAL:
             return error_of(report, self._rank)  # a receive from any source: no pair has lost a message
         self._pairs.lost.add(report.peer)
         if report.code in (TIMEOUT, PEER_GAVE_UP):
@@ -363,7 +363,7 @@ class LostMessages:
             return None
         if not is_any and not machine.is_lost(peer, is_send, queued.ticket):
             return None
-        name, who = "send" if is_send else "recv", range(machine.config.num_ranks) if is_any else (peer,)
+        name, who = "send" if is_send else "recv", range(MAX_LOCAL) if is_any else (peer,)
         dead = [rank for rank in who if machine.device.is_marked(rank)]
         text = f"{name}: the message {'to' if is_send else 'from'} {'any rank' if is_any else f'rank {peer}'} was lost"
         if dead:
@@ -608,7 +608,7 @@ class MessageHalf:
             return
         if is_aborted:
             machine.device.abort()
-        ways = [(rank, is_send) for rank in range(machine.config.num_ranks) for is_send in (False, True)]
+        ways = [(rank, is_send) for rank in range(MAX_LOCAL) for is_send in (False, True)]
         if not streams.drain(ways, min(self._engine.timeout_s, CLOSE_S)):
             machine.device.abort()
             streams.drain(ways, CLOSE_S)

@@ -9,6 +9,9 @@ are read from memory.
 A pair of ranks exists from `connect` on, with all words zero; `reset` clears it, while nothing of the pair is
 unfinished on either rank (`pairs.py` ensures that).
 
+Ranks may join: the words of pairs have room for all ranks of an NVLink domain, and for a rank beyond those of the
+beginning this one lends a ring of its own (`lend_ring`).
+
 The platform is `ep.gpu.platform.CudaPlatform`, or the tests' emulation.
 """
 
@@ -20,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....errors import ProtocolError, UnsupportedError
 from ....gpu.device import GpuDevice
 from ....gpu.platform import LentRegion, MappedWords, Platform
-from ....gpu.ranks import room_of
-from ....jit.params import sized, sized_kernels
-from .params import KERNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, channels_of, kernel_head
+from ....gpu.ranks import MAX_LOCAL
+from .params import KERNELS, MAX_CHANNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
 
 ANY = -1
 
@@ -60,8 +63,7 @@ class Queued(NamedTuple):
 
 
 _WORDS, _BLOCKS, _TIME = struct.Struct("=QqQQ"), struct.Struct("=i"), struct.Struct("=QQ")
-# These offsets do not depend on the number of ranks, that of `ops` does.
-_BLOCKS_AT, _TIME_AT = (getattr(sized(MessageParams, 1), name).offset for name in ("blocks", "timeout_ns"))
+_WORDS_AT, _BLOCKS_AT, _TIME_AT = (getattr(MessageParams, name).offset for name in ("ops", "blocks", "timeout_ns"))
 
 
 class MessagePlan(NamedTuple):
@@ -126,7 +128,7 @@ class Messages:
 
     Args:
         platform: the GPU.
-        config: sizes, equal on all ranks.
+        config: sizes, but for the number of ranks equal on all of them.
         plan: a `MessagePlan`.
         stall_one_in: for stress tests, as in `ep.gpu.params.kernel_head`.
 
@@ -146,31 +148,32 @@ class Messages:
         self.threads = THREADS
         self.timeout_s = 10.0
         self.skips_dead = False
-        room = room_of(config.num_ranks)
-        self._words_at = sized(MessageParams, room).ops.offset
-        self.device = GpuDevice(
-            platform, kernel_head(config.num_ranks, stall_one_in), sized_kernels(KERNELS, room), num_reports=room
-        )
+        self.device = GpuDevice(platform, kernel_head(stall_one_in), KERNELS, num_reports=MAX_LOCAL)
         self._own = platform.create(config.region_layout.nbytes)
         self._side = torch.cuda.Stream(platform.device) if platform.device.type == "cuda" else None
-        self._regions: list[LentRegion | None] = [None] * config.num_ranks
+        self._regions: list[LentRegion | None] = [None] * MAX_LOCAL
+        self._rings_here: dict[int, LentRegion] = {}  # of ranks that have joined later
+        self._rings_there: dict[int, LentRegion] = {}  # this rank's, where it has joined later
         self._singles: dict[tuple[int, bool], Any] = {}
-        self._failed = platform.mapped_words(channels_of(config.num_ranks))
+        self._failed = platform.mapped_words(MAX_CHANNELS)
         self._lost: dict[int, list[range]] = {}  # tickets, by pair and direction, of losses followed by a meeting
         self.ticket = 0
         for kernel in self.device.kernels.values():
             args = kernel.args
             args.own, args.report, args.abort = self._own.address, self.device.report.address, self.device.news.address
             args.failed = self._failed.address
-            args.rings_offset = config.region_layout.offset("rings")
             args.rank, args.num_ranks = config.rank, config.num_ranks
             args.num_lanes, args.num_slots = config.num_lanes, config.num_slots
             args.slot_bytes, args.lane_bytes = config.slot_bytes, config.lane_bytes
+        self._store("rings_here", 0, [self._ring_in(self._own, rank) for rank in range(config.num_ranks)])
 
     @property
     def blob(self) -> bytes:
         """Bytes with which other processes map this rank's memory."""
         return self._own.blob
+
+    def _ring_in(self, region: LentRegion, source: int) -> int:
+        return region.address + self.config.region_layout.offset("rings") + source * self.config.ring_bytes
 
     # --- calls
 
@@ -244,7 +247,7 @@ class Messages:
             single.args.begins[0], single.args.begins[1] = 0, 1
         lanes, most = -(-parcel.nbytes // self.config.lane_bytes) or 1, self.plan[is_beside]
         blocks = min(lanes, most, self.config.num_lanes)
-        _WORDS.pack_into(single.args, self._words_at, *words)
+        _WORDS.pack_into(single.args, _WORDS_AT, *words)
         _BLOCKS.pack_into(single.args, _BLOCKS_AT, blocks)
         ticket = 0
         if not self.platform.is_capturing():  # as `next_ticket`
@@ -280,8 +283,29 @@ class Messages:
 
     # --- pairs
 
-    def connect(self, rank: int, blob: bytes) -> None:
+    def lend_ring(self, source: int) -> bytes:
+        """Return the bytes with which a rank maps its ring here, all zero; empty if that lies in this rank's region.
+
+        Raises:
+            ResourceError: no memory or descriptor is left. UnsupportedError: there is no room for so high a rank.
+        """
+        if source < self.config.num_ranks:
+            return b""
+        if source >= MAX_LOCAL:
+            raise UnsupportedError(f"messages from GPU to GPU have ranks 0 ... {MAX_LOCAL - 1}, got rank {source}")
+        ring = self._rings_here.get(source)
+        if ring is None:
+            ring = self._rings_here[source] = self.platform.create(self.config.ring_bytes)
+            self._store("rings_here", source, [ring.address])
+        return ring.blob
+
+    def connect(self, rank: int, blob: bytes, ring_blob: bytes = b"") -> None:
         """Map the memory of a rank, this one included (whose blob is not read), and allow messages to it.
+
+        Args:
+            rank: the peer.
+            blob: as its `blob`.
+            ring_blob: what its `lend_ring` has returned for this rank.
 
         Raises:
             ProtocolError, AuthError, ResourceError, UnsupportedError: it cannot be mapped; may be repeated.
@@ -290,14 +314,31 @@ class Messages:
             self._regions[rank] = self._own if rank == self.config.rank else self.platform.attach(blob)
         region = self._regions[rank]
         assert region is not None
+        at, end = self._ring_in(region, self.config.rank), region.address + region.nbytes
+        if ring_blob:
+            if rank not in self._rings_there:
+                self._rings_there[rank] = self.platform.attach(ring_blob)
+            ring = self._rings_there[rank]
+            at, end = ring.address, ring.address + ring.nbytes
+        if at + self.config.ring_bytes > end:
+            raise ProtocolError(
+                f"rank {rank} lends no room for messages of rank {self.config.rank}: {self.config.ring_bytes} bytes "
+                f"from {at:#x} on would end behind {end:#x}; report this as a bug of epee"
+            )
         for name in ("lost", "reported"):  # by a launch since the last process of the rank was disconnected
             self._store(name, rank, [0])
+        self._store("rings_there", rank, [at])
         self._store("peers", rank, [region.address])
+        args = self.device.kernels["message_from_any"].args
+        args.num_ranks = max(args.num_ranks, rank + 1)
 
     def disconnect(self, rank: int) -> None:
         """Unmap a rank's memory; nothing of the pair is unfinished here."""
         self._store("peers", rank, [0])
         self.reset(rank)
+        ring = self._rings_there.pop(rank, None)
+        if ring is not None:
+            ring.close()
         region, self._regions[rank] = self._regions[rank], None
         if region is not None and region is not self._own:
             region.close()
@@ -346,7 +387,7 @@ class Messages:
         """Release all memory. No kernel may be unfinished on this rank. Idempotent."""
         if not self.device.is_closed:
             self.device.close()
-            for region in self._regions:
-                if region is not None and region is not self._own:
-                    region.close()
+            peers = [region for region in self._regions if region is not None and region is not self._own]
+            for region in (*peers, *self._rings_here.values(), *self._rings_there.values()):
+                region.close()
             self._own.close()

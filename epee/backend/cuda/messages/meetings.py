@@ -25,6 +25,7 @@ from ....errors import (
 )
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.platform import Platform
+from ....gpu.ranks import MAX_LOCAL
 from ....memory.claim import process_start_time
 from ....torch_private import current_index
 from ....view.process.detector import DeathWatch, is_leaving
@@ -74,7 +75,7 @@ class Pairs:
         lost: pairs that have lost a message.
         epoch: of the engine's members at the last check.
         index: of the GPU that is used; -1 before, and in the emulation. `current()` is the one set by torch.
-        own_row: the row that this rank has published.
+        own_row: the row that this rank has published, but for the rings of ranks that have joined later.
     """
 
     def __init__(self, engine: Engine, rank: int, staging_bytes: int, store: Any, is_masked: bool = False) -> None:
@@ -91,6 +92,7 @@ class Pairs:
         self.off: dict[int, str] = {}
         self.lost: set[int] = set()
         self._owners: dict[int, str] = {}  # processes that may have stored here
+        self._rows: dict[int, MeetingRow] = {}  # as published for each rank
         self._processes: dict[int, tuple[int, int]] = {}
         self._gpus: dict[int, bytes] = {}
         self._meetings: dict[int, int] = {}  # number of meetings after losses, by peer
@@ -133,21 +135,23 @@ class Pairs:
                 f"{name}: before this message (the first between two ranks, or the first after a loss) their CPUs "
                 "exchange data, which a graph cannot record; send one before the recording"
             )
-        own = self._row(device)
+        self._begin(device)
+        self._board.publish(self._row_for)
         for peer in sorted(set(peers)):
             if peer in self.met:
                 if peer in self.lost:
                     self._mend(peer, name)
             elif peer not in self.off:
                 self.lost.discard(peer)  # work that was queued for a process that is no longer a member
-                self._connect(peer, own, name)
+                self._connect(peer, name)
         return not any(peer in self.off for peer in peers)
 
-    def _row(self, device: torch.device) -> MeetingRow:
-        """Return this rank's row, which stays in the store from then on."""
+    def _begin(self, device: torch.device) -> None:
+        """Make the memory, and the row, which stays in the store from then on."""
         if self.own_row is not None:
-            return self.own_row
-        pid, size = os.getpid(), self._engine.members.group_size
+            return
+        pid, members = os.getpid(), self._engine.members
+        size = min(MAX_LOCAL, max(members.group_size, 1 + max(members.members)))
         row = MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, size, b"", "")
         try:
             platform = platform_of(device)
@@ -160,22 +164,31 @@ class Pairs:
                 self.index, self.current = platform.device.index, current_index
         except expected(RuntimeError, ImportError, OSError) as exc:  # also CUDA's own errors
             row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
-        self._board.publish(row)
         self.own_row, self._owners = row, self._members()
+
+    def _row_for(self, peer: int) -> MeetingRow:
+        """Return the row for a rank's current process, with a ring for one that has joined after the first message."""
+        row = self.own_row
+        assert row is not None
+        if row.is_ok and self.machine is not None:
+            try:
+                row = row._replace(pool=self.machine.lend_ring(peer))
+            except expected(RuntimeError, OSError) as exc:
+                row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
+        self._rows[peer] = row
         return row
 
-    def _connect(self, peer: int, own: MeetingRow, name: str) -> None:
-        owner = self._board.owner_of(peer)
+    def _connect(self, peer: int, name: str) -> None:
+        owner, own = self._board.owner_of(peer), self._rows[peer]
         row = own if peer == self._rank else self._board.row_of(peer, name)
-        if not own.is_ok or not row.is_ok or own.num_ranks != row.num_ranks:
+        if not own.is_ok or not row.is_ok:
             self.off[peer] = owner
-            reason = own.reason or row.reason or f"one of the two has come to {own.num_ranks} ranks, the other to more"
-            logger.warning("messages with rank %d go through CPU memory: %s", peer, reason)
+            logger.warning("messages with rank %d go through CPU memory: %s", peer, own.reason or row.reason)
             return
         machine = self.machine
         assert machine is not None
         try:
-            machine.connect(peer, row.blob)
+            machine.connect(peer, row.blob, row.pool)
         except expected(UnsupportedError) as exc:  # GPUs that do not reach each other, as both ends find
             self.off[peer] = owner
             logger.warning("messages with rank %d go through CPU memory: %s", peer, exc)
@@ -241,7 +254,9 @@ class Pairs:
         self.off = {peer: owner for peer, owner in self.off.items() if self._board.owner_of(peer) == owner}
         if self.own_row is not None:
             self._owners = self._members()
-            self._board.publish(self.own_row)
+            if is_capturing():
+                return  # a later message publishes: the memory of a ring cannot be made while a graph is recorded
+            self._board.publish(self._row_for)
         self.epoch = epoch
 
     def _members(self) -> dict[int, str]:

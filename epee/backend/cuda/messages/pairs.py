@@ -2,7 +2,8 @@
 
 Rows lie in the group's store, under names that only these two processes, in this group, have. A rank publishes a row
 for each other rank when it reaches its first message on CUDA tensors in the group, and for a joiner when it reaches its
-first message after the join; rows are not removed.
+first message after the join; rows are not removed. The row for a joiner beyond the ranks that the memory was made for
+has a ring of its own, made before it is published, of which only these two know.
 
 First message of a pair: each end reads the other's row, maps its memory and continues; there is no reply. The
 receiver's words of the pair are all zero when its row is published, so a sender may write before the receiver has read
@@ -76,12 +77,18 @@ class PairBoard:
         words = peer_regions.words[peer_regions.members.index(rank)]
         return words[OWNER : OWNER + _OWNER_WORDS].tobytes().hex()
 
-    def publish(self, row: MeetingRow) -> None:
-        """Publish this rank's row for all members that have none; the memory that they write to here is all zero."""
+    def publish(self, row_for: Callable[[int], MeetingRow]) -> None:
+        """Publish this rank's rows for all members that have none; the memory that they write to here is all zero.
+
+        Args:
+            row_for: returns the row for a rank.
+        """
         mine = self.owner_of(self._rank)
-        for owner in {self.owner_of(peer) for peer in self._engine.members.members} - self._welcome:
-            self._set(f"{mine}/for/{owner}", row.pack())
-            self._welcome.add(owner)
+        for peer in self._engine.members.members:
+            owner = self.owner_of(peer)
+            if owner not in self._welcome:
+                self._set(f"{mine}/for/{owner}", row_for(peer).pack())
+                self._welcome.add(owner)
 
     def row_of(self, peer: int, name: str) -> MeetingRow:
         """Return a peer's row; waits until the peer has reached its first message.

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument
-from ....gpu.ranks import MAX_LOCAL, room_of
-from ....jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
+from ....gpu.params import COPIED_WORDS
+from ....gpu.ranks import MAX_LOCAL
+from ....jit.params import constants_source, offsets_source, struct_source
 from ....memory.layout import Field, Layout
 
 MAX_LANES = 64
+MAX_CHANNELS = 2 * MAX_LOCAL  # of a batch: each rank in both directions
 OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in cpu memory
 OP_WORDS = 4  # address, bytes, tag, dtype
 GONE_WORDS = 4
@@ -30,11 +32,11 @@ OPS = ("send", "recv")
 _PTR, _WORD, _INT = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32
 
 
-class MessageParams(RankSized):
-    """Arguments of every kernel.
+class MessageParams(ctypes.Structure):
+    """Arguments of every kernel; with room for all ranks of an NVLink domain, as a group may grow.
 
-    `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `rings_offset`:
-    offset of the rings in a region; `timeout_ns`: of one wait; `ticket`: number of the launch, 0 of one in a graph;
+    `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`);
+    `timeout_ns`: of one wait; `ticket`: number of the launch, 0 of one in a graph;
     `failed`: pinned words, one for each pair and direction as in `channels`: the first ticket that has lost a message,
     0: none; `more`: pinned memory with the operations after the first `OPS_INSIDE`; `source`: pinned word that gets 1 +
     the rank that a receive from any source has found; `skips_dead`: such a receive continues without the dead.
@@ -43,11 +45,10 @@ class MessageParams(RankSized):
     << 1, and 1 for sends.
     """
 
-    members = (
+    _fields_ = (
         ("own", _PTR),
         ("report", _PTR),
         ("abort", _PTR),
-        ("rings_offset", _WORD),
         ("timeout_ns", _WORD),
         ("ticket", _WORD),
         ("failed", _PTR),
@@ -63,8 +64,8 @@ class MessageParams(RankSized):
         ("blocks", _INT),
         ("skips_dead", _INT),
         ("unused", _INT),
-        ("begins", PerRank(_INT, 2, 2)),
-        ("channels", PerRank(_INT, 2)),
+        ("begins", _INT * (MAX_CHANNELS + 2)),
+        ("channels", _INT * MAX_CHANNELS),
         ("ops", _WORD * (OP_WORDS * OPS_INSIDE)),
     )
 
@@ -76,9 +77,10 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 @dataclass(frozen=True)
 class MessageConfig:
-    """The sizes that determine the memory; equal on all ranks.
+    """The sizes that determine the memory; equal on all ranks, but for `num_ranks`.
 
     Attributes:
+        num_ranks: ranks whose rings lie in the region: those of the group when it is made.
         num_lanes: of an ordered pair; a block each moves them.
         num_slots: chunks of a lane that lie at the receiver at once.
         slot_bytes: of a chunk.
@@ -105,71 +107,69 @@ class MessageConfig:
         """Return over how many lanes a message is distributed."""
         return min(self.num_lanes, max(1, -(-nbytes // self.lane_bytes)))
 
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of one source."""
+        return self.num_lanes * self.num_slots * (self.slot_bytes + HEADER_BYTES)
+
     @cached_property
     def region_layout(self) -> Layout:
         """The fields of a rank's lent region."""
-        slots = (self.num_ranks, self.num_lanes, self.num_slots, self.slot_bytes + HEADER_BYTES)
-        return Layout(*word_fields(self.num_ranks), Field("rings", torch.uint8, slots, 512))
+        return Layout(*WORD_FIELDS, Field("rings", torch.uint8, (self.num_ranks, self.ring_bytes), 512))
 
 
 def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
-    """Return sizes for which the rings of all sources take at most about twice `staging_bytes`, 6 MiB per source.
+    """Return sizes for which a ring takes 6 MiB, or half of `staging_bytes` where that is less.
 
     A lane has room for the bytes in transit, those being copied, those in transit while the acknowledgement returns,
     and one chunk more. A chunk is what the threads of a block load at once (`THREADS`; kDeep in `batch.cuh`): with
     more, the last loads would begin when the first bytes have been sent.
     """
     slots, slot = 4, 24 << 10
-    lanes = max(2, min(MAX_LANES, 2 * staging_bytes // (slots * num_ranks * slot)))
+    lanes = max(2, min(MAX_LANES, staging_bytes // (2 * slots * slot)))
     return MessageConfig(rank, num_ranks, lanes, slots, slot)
 
 
 _U64 = torch.int64
 
 
-def channels_of(num_ranks: int) -> int:
-    """Return for how many pairs and directions there is room: each rank in both directions."""
-    return 2 * room_of(num_ranks)
+_LANES = (MAX_LOCAL, MAX_LANES)
+# Fields of words in the region of a rank, the same in all groups, so that ranks may join.
+WORD_FIELDS = (
+    Field("flags", _U64, _LANES, 128),
+    Field("credits", _U64, _LANES, 128),
+    Field("gone", _U64, (MAX_LOCAL, GONE_WORDS), 128),
+    Field("sent", _U64, _LANES, 128),
+    Field("taken", _U64, _LANES, 128),
+    Field("peers", _U64, (MAX_LOCAL,), 128),
+    Field("rings_here", _U64, (MAX_LOCAL,), 128),
+    Field("rings_there", _U64, (MAX_LOCAL,), 128),
+    Field("lost", _U64, (MAX_LOCAL,), 128),
+    Field("reported", _U64, (MAX_LOCAL + 1,), 128),
+    Field("news", _U64, (COPIED_WORDS,), 128),
+)
 
 
 @functools.cache
-def word_fields(num_ranks: int) -> tuple[Field, ...]:
-    """Return the fields of words in the region of a rank of `num_ranks`."""
-    room = room_of(num_ranks)
-    lanes = (room, MAX_LANES)
-    return (
-        Field("flags", _U64, lanes, 128),
-        Field("credits", _U64, lanes, 128),
-        Field("gone", _U64, (room, GONE_WORDS), 128),
-        Field("sent", _U64, lanes, 128),
-        Field("taken", _U64, lanes, 128),
-        Field("peers", _U64, (room,), 128),
-        Field("lost", _U64, (room,), 128),
-        Field("reported", _U64, (room + 1,), 128),
-        Field("news", _U64, (3,), 128),
-    )
-
-
-@functools.cache
-def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
-    """Return the generated C++ in front of the kernels; all groups with equal `room_of` share it.
+def kernel_head(stall_one_in: int = 0) -> str:
+    """Return the generated C++ in front of the kernels, which groups of all sizes share.
 
     Args:
-        num_ranks: of the group.
         stall_one_in: as in `ep.gpu.params.kernel_head`.
     """
-    room = room_of(num_ranks)
     constants: dict[str, Any] = {
-        "kMaxRanks": room,
+        "kMaxRanks": MAX_LOCAL,
         "kMaxLanes": MAX_LANES,
-        "kMaxChannels": channels_of(num_ranks),
+        "kMaxChannels": MAX_CHANNELS,
         "kOpsInside": OPS_INSIDE,
-        "kNumReports": room,  # one of each pair
+        "kNumReports": MAX_LOCAL,  # one of each pair
         "kMessageThreads": THREADS,
         "kMessageBlocks": BLOCKS_PER_SM,
         "kSend": SEND,
         "kReceive": RECEIVE,
         "kStallOneIn": stall_one_in,
     }
-    words, params = Layout(*word_fields(num_ranks)), sized(MessageParams, room)
-    return "".join([constants_source(constants), offsets_source(words, words.names, "Region"), struct_source(params)])
+    words = Layout(*WORD_FIELDS)
+    return "".join(
+        [constants_source(constants), offsets_source(words, words.names, "Region"), struct_source(MessageParams)]
+    )

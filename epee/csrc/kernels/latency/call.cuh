@@ -141,7 +141,7 @@ DEVICE_COLD bool must_end(const LatencyCall& call, u64 deadline_ns, int peer) {
   if (now > deadline_ns) return true;
   if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return true;
   const u64 start = deadline_ns - call.timeout_ns;
-  const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, call.news_offset), start, now);
+  const HostState news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, call.news_offset), start, now);
   return is_aborted(news) || (dead_ranks(news) >> peer & 1);
 }
 

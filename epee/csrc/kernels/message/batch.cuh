@@ -7,10 +7,14 @@
 //   credits  *[destination][lane]  chunks that the destination has ever read of ours there
 //   gone     *[rank][4]            1: the rank has given a message of the pair up, 2: its receive does not fit ours;
 //                                  then which fact differs, what it has, and what we have. Released by the first word
-//   rings    *[source][lane][slot] a chunk each: its bytes, and behind them the header of the message that begins there
 //   sent, taken [rank][lane]       local: as many as we have written to the rank, and read of it
 //   peers, lost, reported, news    local: where this GPU sees the regions of all ranks (0: not met yet); pairs that
 //                                  have lost a message, and that the host has heard so; as in `common/wait.cuh`
+//   rings_here, rings_there [rank] local: where this GPU sees the ring of a source here, and ours at a destination
+//
+// A ring [lane][slot] has a chunk in each slot: its bytes, and behind them the header of the message that begins there.
+// Rings of the ranks that the group had when the region was made lie behind its words, that of a rank which joined
+// later in a region of its own; only the source writes into one. The words have room for all ranks of an NVLink domain.
 //
 // A message goes from one rank to one other: an ordered pair has a ring of its own, cut into lanes. The message's
 // vectors of 16 bytes are dealt out to as many lanes as its size asks for (`lanes_of`, alike at both ends), in runs,
@@ -72,6 +76,7 @@ struct Wanted {
 struct Lane {
   Wanted wanted;
   u64 region;  // the peer's
+  u64 ring;    // where the chunks lie
   u64 count;   // chunks of the lane before this message
   i64 begin, end;
   int peer, lane, num_chunks;
@@ -87,10 +92,9 @@ DEVICE u64* lane_word(u64 region, u64 offset, int rank, int lane) {
 DEVICE int slot_of(const MessageParams& p, u64 count) {
   return static_cast<int>(count % static_cast<u64>(p.num_slots));
 }
-DEVICE u8* slot_at(const MessageParams& p, u64 region, int src, int lane, int slot) {
-  const int at = (src * p.num_lanes + lane) * p.num_slots + slot;
-  return reinterpret_cast<u8*>(region + p.rings_offset) +
-         static_cast<u64>(at) * static_cast<u64>(p.slot_bytes + kHeaderBytes);
+DEVICE u8* slot_at(const MessageParams& p, u64 ring, int lane, int slot) {
+  const int at = lane * p.num_slots + slot;
+  return reinterpret_cast<u8*>(ring) + static_cast<u64>(at) * static_cast<u64>(p.slot_bytes + kHeaderBytes);
 }
 /// Into how many lanes a message is dealt out; both ends compute it.
 DEVICE int lanes_of(const MessageParams& p, i64 num_bytes) {
@@ -135,7 +139,7 @@ DEVICE_COLD bool is_dead_now(const MessageParams& p, int peer) {
 /// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` or `kLostElsewhere`.
 DEVICE_COLD u32 why_stop(const MessageParams& p, int peer, u64 start) {
   const u64 now = global_time_ns();
-  const u64 news = latest_news(reinterpret_cast<u64*>(p.abort), own_words(p, kRegionNewsOffset), start, now);
+  const HostState news = latest_news(reinterpret_cast<u64*>(p.abort), own_words(p, kRegionNewsOffset), start, now);
   if (ld_relaxed_sys(own_words(p, kRegionLostOffset) + peer)) return kLostElsewhere;
   if ((dead_ranks(news) >> peer & 1) && is_dead_now(p, peer)) return kPeerDead;
   if (is_aborted(news)) return kAborted;
@@ -184,7 +188,8 @@ DEVICE_COLD bool compare_facts(const MessageParams& p, int peer, const u8* slot,
 }
 
 /// Cuts out what lane `lane` has of a message. All threads.
-DEVICE void open_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane, u64 counts_offset) {
+DEVICE void open_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane, u64 rings_offset,
+                      u64 counts_offset) {
   __syncthreads();  // who still reads the one before
   if (threadIdx.x == 0) {
     s.wanted = w;
@@ -200,14 +205,15 @@ DEVICE void open_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
     s.peer = peer;
     s.lane = lane;
     s.region = ld_relaxed_sys(own_words(p, kRegionPeersOffset) + peer);
+    s.ring = ld_relaxed_sys(own_words(p, rings_offset) + peer);
     s.count = *lane_word(p.own, counts_offset, peer, lane);
     s.first_slot = slot_of(p, s.count);  // once: a 64-bit division is long
     s.lost_at = kNeverLost;
   }
   __syncthreads();
 }
-DEVICE u8* slot_of_message(const MessageParams& p, const Lane& s, u64 region, int src, int k) {
-  return slot_at(p, region, src, s.lane, (s.first_slot + k) % p.num_slots);
+DEVICE u8* slot_of_message(const MessageParams& p, const Lane& s, int k) {
+  return slot_at(p, s.ring, s.lane, (s.first_slot + k) % p.num_slots);
 }
 
 /// Counts the chunks of a lane's message. All threads; false when the message is lost.
@@ -261,7 +267,7 @@ DEVICE bool has_pair(const MessageParams& p, const Lane& s, int op) {
 
 /// What a block does with a lane of a send. All threads; false when the pair is lost.
 DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane) {
-  open_lane(p, s, w, peer, lane, kRegionSentOffset);
+  open_lane(p, s, w, peer, lane, kRegionRingsThereOffset, kRegionSentOffset);
   run_chunks(
       s.lost_at, s.num_chunks, 1,
       [&](int k, int) {
@@ -278,7 +284,7 @@ DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
         if (!is_open) s.lost_at = k;
       },
       [&](int k, int thread, int num_threads) {
-        u8* slot = slot_of_message(p, s, s.region, p.rank, k);
+        u8* slot = slot_of_message(p, s, k);
         if (k == 0 && thread == 0) {
           u64* header = reinterpret_cast<u64*>(slot + p.slot_bytes);
           st_relaxed_sys(header, s.wanted.tag);
@@ -296,7 +302,7 @@ DEVICE bool send_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer
 
 /// What a block does with a lane of a receive. All threads; false when the pair is lost.
 DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int peer, int lane) {
-  open_lane(p, s, w, peer, lane, kRegionTakenOffset);
+  open_lane(p, s, w, peer, lane, kRegionRingsHereOffset, kRegionTakenOffset);
   run_chunks(
       s.lost_at, s.num_chunks, 1,
       [&](int k, int) {
@@ -305,12 +311,12 @@ DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int p
         const Place where = k == 0 ? kWaitMessage : kWaitChunk;
         bool is_open = has_pair(p, s, kReceive) && wait_count(p, peer, kReceive, flag, chunk + 1, s.wanted.tag, where);
         if (is_open && k == 0)
-          is_open = compare_facts(p, peer, slot_of_message(p, s, p.own, peer, 0), s.wanted.tag,
+          is_open = compare_facts(p, peer, slot_of_message(p, s, 0), s.wanted.tag,
                                   static_cast<u64>(s.wanted.num_bytes), s.wanted.dtype);
         if (!is_open) s.lost_at = k;
       },
       [&](int k, int thread, int num_threads) {
-        move_chunk<false>(p, s, slot_of_message(p, s, p.own, peer, k), k, thread, num_threads);
+        move_chunk<false>(p, s, slot_of_message(p, s, k), k, thread, num_threads);
       },
       [&](int k, int) {
         perhaps_stall(s.count + static_cast<u64>(k), p.rank, 4);
@@ -330,7 +336,8 @@ DEVICE int any_source(const MessageParams& p, const Wanted& w) {
       if ((gone >> rank & 1) || !ld_relaxed_sys(own_words(p, kRegionPeersOffset) + rank)) continue;
       const u64 chunk = *lane_word(p.own, kRegionTakenOffset, rank, 0);
       if (ld_acquire_sys(lane_word(p.own, kRegionFlagsOffset, rank, 0)) <= chunk) continue;
-      const u64* header = reinterpret_cast<const u64*>(slot_at(p, p.own, rank, 0, slot_of(p, chunk)) + p.slot_bytes);
+      const u64 ring = ld_relaxed_sys(own_words(p, kRegionRingsHereOffset) + rank);
+      const u64* header = reinterpret_cast<const u64*>(slot_at(p, ring, 0, slot_of(p, chunk)) + p.slot_bytes);
       if (ld_relaxed_sys(header) == w.tag) found = rank;
     }
     return found >= 0;

@@ -34,6 +34,7 @@ from ....arrays import plain_tensors
 from ....errors import InvalidArgument, InvalidState
 from ....gpu.device import GpuDevice, Share
 from ....gpu.lent import AllGather
+from ....gpu.params import COPIED_WORDS
 from ....gpu.platform import LentRegion, Platform
 from .half import OPS, Half
 from .params import (
@@ -136,7 +137,7 @@ class LatencyMemory:
         for op in OPS.values():
             self._write_words(f"{op}_tags", [tag, tag])
             self._write_words(f"{op}_heard", [tag] * self.config.num_ranks)
-        self._write_words("news", [0, 0, 0])  # a dead rank may have a successor
+        self._write_words("news", [0] * COPIED_WORDS)  # a dead rank may have a successor
         self._write_words("reported", [0, 0])
 
     def _note_calls(self, rank: int, tag: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ....errors import InvalidArgument, expected
-from ....gpu.params import MAX_EXPERTS
+from ....gpu.params import COPIED_WORDS, MAX_EXPERTS
 from ....gpu.payload import DoesNotFit
 from ....gpu.ranks import room_of
 from ....gpu.shapes import Limits, check_sizes
@@ -275,7 +275,7 @@ def _layout(num_ranks: int, num_slots: int, sections: Sections) -> Layout:
         words("dispatch_end", 1),
         words("combine_end", 1),
         words("reported", 2),
-        words("news", 3),
+        words("news", COPIED_WORDS),
         words("scratch", 1),
         words_of("dispatch_heads", sections.head_words),
         words_of("dispatch_flags", sections.tokens),

@@ -204,13 +204,13 @@ template <bool kIsPlaced>
 DEVICE void settle(const MaskedParams& m, Meeting& s, Settling& z) {
   const CollectiveParams& p = m.base;
   const u32 me = 1u << p.call.rank, active = s.active;
-  const u64* seen = own_words(p.call, kRegionNewsOffset) + kNewsSeen;
+  const u64* known = own_words(p.call, kRegionNewsOffset) + kNewsDead;
   if (!await_blocks(m, s)) return;
   bool is_over = false;
 #pragma unroll 1
   for (int round = 0; round <= kNumRanks && !is_over; ++round) {
     if (threadIdx.x == 0) {
-      z.dead = (dead_ranks(ld_relaxed_sys(seen)) | left_ranks(p.call, active)) & active & ~me;
+      z.dead = (static_cast<u32>(ld_relaxed_sys(known)) | left_ranks(p.call, active)) & active & ~me;
       z.in = active;
       s.has_deaths = 0;
     }

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .experts import ExpertLayer, Experts, router_dtype, router_weight
-from .router import route
+from .router import logits_of, route
 
 
 class DenseMoELayer(ExpertLayer):
@@ -46,9 +45,7 @@ class DenseMoELayer(ExpertLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for `x` `[.., hidden]`, in the same shape and dtype."""
         tokens = x.reshape(-1, self.hidden)
-        wide = torch.promote_types(self.router.dtype, torch.float32)
-        logits = functional.linear(tokens.to(wide), self.router.to(wide))
-        routing = route(logits, self.num_topk, self.given_idx)
+        routing = route(logits_of(tokens, self.router), self.num_topk, self.given_idx)
         self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         y = torch.zeros_like(tokens, dtype=routing.topk_weights.dtype)
         for expert in range(self.num_experts):

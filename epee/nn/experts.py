@@ -72,10 +72,11 @@ class Experts(nn.Module):
     def run(self, position: int, x: Tensor) -> Tensor:
         """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; returns the same shape.
 
-        It computes in the dtype of `x`, which mixed precision may have made narrower than that of the weights.
+        It computes in the dtype of `x`, which mixed precision may have made narrower than that of the weights, or in
+        that of `torch.autocast`; the result has the dtype of `x`.
         """
         gate, up = functional.linear(x, self.gate_up[position].to(x.dtype)).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, self.down[position].to(x.dtype))
+        return functional.linear(functional.silu(gate) * up, self.down[position].to(x.dtype)).to(x.dtype)
 
 
 def router_weight(hidden: int, num_experts: int, *, seed: int, dtype: torch.dtype) -> nn.Parameter:

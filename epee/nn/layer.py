@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..errors import InvalidArgument
 from ..values import is_whole, shown
 from .experts import ExpertLayer, Experts, router_dtype, router_weight
 from .functional import combine, dispatch
 from .parallel import spread_experts
-from .router import Routing, route
+from .router import Routing, logits_of, route
 
 if TYPE_CHECKING:
     from ..ep.buffer import Buffer
@@ -140,8 +139,7 @@ class MoELayer(ExpertLayer):
         return combine(self._buffer, y, dispatched).view(x.shape)
 
     def _route(self, tokens: Tensor) -> Routing:
-        wide = torch.promote_types(self.router.dtype, torch.float32)  # also if the parameters were made narrower
-        routing = route(functional.linear(tokens.to(wide), self.router.to(wide)), self.num_topk)
+        routing = route(logits_of(tokens, self.router), self.num_topk)
         self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         return routing
 

@@ -84,7 +84,7 @@ class Buffer(SharedBuffer):
     `LatencyBuffer` is for small batches.
 
     Over several hosts, CPU tensors only (docs/hosts.md): a token crosses the network once for each host that it goes
-    to, and comes back as one sum per host; after the loss of a rank all ranks raise.
+    to, and comes back as one sum per host. After the loss of a rank all ranks raise, or with `fault_mode="mask"` go on.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).

@@ -87,7 +87,8 @@ def combine(
         buffer: the buffer that dispatched.
         y: the experts' results, row for row as `dispatched.x`. In the expert layout epee multiplies them by
             `dispatched.topk_weights`; in the rank layout the caller has weighted and summed its local experts. It is
-            kept for the backward, so it must not be changed before that (nor be memory of `combine_input`).
+            kept for the backward, so it must not be changed before that. Take ordinary memory: `combine_input` gives a
+            slot, which would stay in use until then, and torch has no gradient for operations with `out=`.
         dispatched: the result of `epee.nn.dispatch`.
         bias: one tensor or a pair of `[num_tokens, hidden]`, added to the sum.
         timeout: seconds to wait for a silent peer, in the forward and in the backward; None uses the buffer's.

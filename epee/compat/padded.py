@@ -96,7 +96,7 @@ class PaddedCalls:
         topk_idx: torch.Tensor,
         sizes: tuple[int, int],
         how: tuple[bool, bool, bool],
-        ways: CallOptions,
+        options: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None = None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
         """Send each token to its experts. Collective.
@@ -106,11 +106,11 @@ class PaddedCalls:
             topk_idx: `[num_tokens, num_topk]` int64 (or int32).
             sizes: most tokens of a rank, experts over all ranks.
             how: format in which rows are sent: use_fp8, round_scale, use_ue8m0.
-            ways: of the call.
+            options: of the call.
             when_received: called after the receive phase.
         """
-        if ways.timeout_us is None:
-            found = self._dispatch_again(x, topk_idx, sizes, how, ways, when_received)
+        if options.timeout_us is None:
+            found = self._dispatch_again(x, topk_idx, sizes, how, options, when_received)
             if found is not None:
                 return found
         use_fp8, round_scale, use_ue8m0 = how
@@ -122,7 +122,7 @@ class PaddedCalls:
             raise
         (max_tokens, num_experts), hidden, device = sizes, x.shape[1], x.device
         core = self._pool.latency_buffer(
-            LatencyNeed(max_tokens, hidden, num_experts, routing.shape[1], device), ways.active_ranks
+            LatencyNeed(max_tokens, hidden, num_experts, routing.shape[1], device), options.active_ranks
         )
         got = core.dispatch(
             x,
@@ -130,17 +130,17 @@ class PaddedCalls:
             use_fp8=use_fp8,
             round_scale=round_scale,
             use_ue8m0=use_ue8m0,
-            active_ranks=ways.active_ranks,
-            timeout_us=ways.timeout_us,
-            async_op=ways.async_finish,
-            return_hook=ways.return_recv_hook,
+            active_ranks=options.active_ranks,
+            timeout_us=options.timeout_us,
+            async_op=options.async_finish,
+            return_hook=options.return_recv_hook,
         )
         if self._pool.is_gpu(device):
             kept: torch.Tensor | torch.Size = routing.shape
         else:
             kept = routing.clone() if routing is topk_idx else routing
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, (max_tokens, hidden, num_experts), kept))
-        return got.x, got.num_tokens_per_expert, handle, _event(got, ways), _after(got, ways, when_received)
+        return got.x, got.num_tokens_per_expert, handle, _event(got, options), _after(got, options, when_received)
 
     def combine(
         self,
@@ -149,18 +149,18 @@ class PaddedCalls:
         topk_weights: torch.Tensor,
         handle: object,
         out: torch.Tensor | None,
-        ways: CallOptions,
+        options: CallOptions,
         when_received: Callable[[LatencyCombined], None] | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
         """Send expert outputs back and sum them, weighted by `topk_weights`. Collective.
 
         Args:
-            x: `[num_local_experts, num_ranks * max_tokens, hidden]` bfloat16; not read with `ways.zero_copy`.
+            x: `[num_local_experts, num_ranks * max_tokens, hidden]` bfloat16; not read with `options.zero_copy`.
             topk_idx: that of the dispatch.
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: of the dispatch.
             out: `[num_tokens, hidden]` bfloat16, or None.
-            ways: of the call.
+            options: of the call.
             when_received: called after the receive phase.
         """
         try:
@@ -168,12 +168,12 @@ class PaddedCalls:
         except expected(InvalidArgument) as error:
             self._pool.refuse_latency(error)
             raise
-        if ways.timeout_us is None:
-            found = self._combine_again(x, topk_idx, topk_weights, known, out, ways, when_received)
+        if options.timeout_us is None:
+            found = self._combine_again(x, topk_idx, topk_weights, known, out, options, when_received)
             if found is not None:
                 return found
         try:
-            rows = self._rows(x, known, ways.zero_copy)
+            rows = self._rows(x, known, options.zero_copy)
             _check_same_routing(topk_idx, known.routing)
         except expected(InvalidArgument) as error:
             known.core.refuse(error)
@@ -183,12 +183,12 @@ class PaddedCalls:
             known.handle,
             topk_weights=topk_weights,
             out=out,
-            active_ranks=ways.active_ranks,
-            timeout_us=ways.timeout_us,
-            async_op=ways.async_finish,
-            return_hook=ways.return_recv_hook,
+            active_ranks=options.active_ranks,
+            timeout_us=options.timeout_us,
+            async_op=options.async_finish,
+            return_hook=options.return_recv_hook,
         )
-        return got.x, _event(got, ways), _after(got, ways, when_received)
+        return got.x, _event(got, options), _after(got, options, when_received)
 
     def refuse(self, error: Exception) -> None:
         """Make the peers' next call fail at once because of `error`."""
@@ -200,7 +200,7 @@ class PaddedCalls:
         topk_idx: torch.Tensor,
         sizes: tuple[int, int],
         how: tuple[bool, bool, bool],
-        ways: CallOptions,
+        options: CallOptions,
         when_received: Callable[[LatencyDispatched], None] | None,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
         """Run a cached dispatch on a GPU, without timeout; arguments as of `dispatch`.
@@ -213,19 +213,19 @@ class PaddedCalls:
         core = self._lately.get((sizes, x.shape[1:], topk_idx.shape[1:]))
         if core is None or core.again is None:
             return None
-        given = x, topk_idx, None, ways.active_ranks, *how, ways.return_recv_hook, True
+        given = x, topk_idx, None, options.active_ranks, *how, options.return_recv_hook, True
         got = None
-        if ways.async_finish is False:
+        if options.async_finish is False:
             got = core.again.dispatch(*given)
-        elif ways.async_finish is True and ways.return_recv_hook is False:
+        elif options.async_finish is True and options.return_recv_hook is False:
             got = core.again.dispatch_async(None, *given)
         if got is None:
             return None
         of_call = sizes[0], core.config.hidden, sizes[1]
         handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
-        if got.hook is None and when_received is None and not ways.async_finish:
+        if got.hook is None and when_received is None and not options.async_finish:
             return got.x, got.num_tokens_per_expert, handle, no_event(), None
-        return got.x, got.num_tokens_per_expert, handle, *_ends(core, got, ways, when_received)
+        return got.x, got.num_tokens_per_expert, handle, *_ends(core, got, options, when_received)
 
     def _combine_again(
         self,
@@ -234,7 +234,7 @@ class PaddedCalls:
         topk_weights: torch.Tensor,
         known: _KnownPaddedHandle,
         out: torch.Tensor | None,
-        ways: CallOptions,
+        options: CallOptions,
         when_received: Callable[[LatencyCombined], None] | None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook] | None:
         """Run a cached combine on a GPU, as `_dispatch_again`."""
@@ -243,18 +243,18 @@ class PaddedCalls:
             return None
         if type(known.routing) is not torch.Size or topk_idx.shape != known.routing:
             return None
-        rows = known.combine_buffer if ways.zero_copy else x
-        given = rows, known.handle, topk_weights, out, None, ways.active_ranks, ways.return_recv_hook
+        rows = known.combine_buffer if options.zero_copy else x
+        given = rows, known.handle, topk_weights, out, None, options.active_ranks, options.return_recv_hook
         got = None
-        if ways.async_finish is False:
+        if options.async_finish is False:
             got = again.combine(*given)
-        elif ways.async_finish is True and ways.return_recv_hook is False:
+        elif options.async_finish is True and options.return_recv_hook is False:
             got = again.combine_async(None, *given)
         if got is None:
             return None
-        if got.hook is None and when_received is None and not ways.async_finish:
+        if got.hook is None and when_received is None and not options.async_finish:
             return got.x, no_event(), None
-        return got.x, *_ends(known.core, got, ways, when_received)
+        return got.x, *_ends(known.core, got, options, when_received)
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` reads."""
@@ -271,21 +271,21 @@ class PaddedCalls:
 
 
 def _ends(
-    core: LatencyBuffer, got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], None] | None
+    core: LatencyBuffer, got: _Latent, options: CallOptions, when_received: Callable[[_Latent], None] | None
 ) -> tuple[EventOverlap, Hook]:
     """Return the event and the hook of a cached call."""
     if got.hook is not None:
         core.hooked(got)
-    return _event(got, ways), got.hook if when_received is None else _after(got, ways, when_received)
+    return _event(got, options), got.hook if when_received is None else _after(got, options, when_received)
 
 
-def _after(got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], None] | None) -> Hook:
+def _after(got: _Latent, options: CallOptions, when_received: Callable[[_Latent], None] | None) -> Hook:
     """Return the hook; without one, run the work after the receive phase now."""
     hook = got.hook
     if when_received is None:
         return hook
     if hook is None:
-        if ways.async_finish:
+        if options.async_finish:
             got.event.wait()  # the function reads what the call writes
         when_received(got)
         return None
@@ -298,8 +298,8 @@ def _after(got: _Latent, ways: CallOptions, when_received: Callable[[_Latent], N
     return receive
 
 
-def _event(got: LatencyDispatched | LatencyCombined, ways: CallOptions) -> EventOverlap:
-    return EventOverlap(EventHandle.of(got.event.recorded())) if ways.async_finish else no_event()
+def _event(got: LatencyDispatched | LatencyCombined, options: CallOptions) -> EventOverlap:
+    return EventOverlap(EventHandle.of(got.event.recorded())) if options.async_finish else no_event()
 
 
 def _check_sizes(x: object, max_tokens: object, num_experts: object) -> None:

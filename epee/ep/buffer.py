@@ -366,15 +366,15 @@ class Buffer(SharedBuffer):
             EvictedError: the others have continued without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
-        again = None if timeout is not None else self.again
-        if again is not None and not carries_gradient(x, topk_weights):  # otherwise the ordinary path, which warns
+        cached = None if timeout is not None else self.again
+        if cached is not None and not carries_gradient(x, topk_weights):  # otherwise the ordinary path, which warns
             others = is_token_in_rank, handle, capacity
             given = x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync
             found = None
             if async_op is True:
-                found = again.dispatch_async(previous_event, *given)
+                found = cached.dispatch_async(previous_event, *given)
             elif async_op is False and previous_event is None:
-                found = again.dispatch(*given)
+                found = cached.dispatch(*given)
             if found is not None:
                 return found
         routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
@@ -436,13 +436,13 @@ class Buffer(SharedBuffer):
                 wait for a combine: an error during it is raised by the next call, or by `check`, and `out` is then
                 undefined.
         """
-        again = self.again if timeout is None and bias is None and out is None else None
-        if again is not None and not carries_gradient(y, topk_weights):  # otherwise the ordinary path, which warns
+        cached = self.again if timeout is None and bias is None and out is None else None
+        if cached is not None and not carries_gradient(y, topk_weights):  # otherwise the ordinary path, which warns
             found = None
             if async_op is True:
-                found = again.combine_async(previous_event, y, handle, topk_weights, num_sms)
+                found = cached.combine_async(previous_event, y, handle, topk_weights, num_sms)
             elif async_op is False and previous_event is None:
-                found = again.combine(y, handle, topk_weights, num_sms)
+                found = cached.combine(y, handle, topk_weights, num_sms)
             if found is not None:
                 return found
         run = RunOptions(num_sms, async_op, previous_event)

@@ -257,14 +257,14 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             EpeeError: the errors of `Buffer.dispatch`.
         """
-        again = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
-        if again is not None and not carries_gradient(x, topk_weights):
+        cached = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
+        if cached is not None and not carries_gradient(x, topk_weights):
             given = x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0, return_hook, False
             found = None
             if async_op is True and return_hook is False:
-                found = again.dispatch_async(previous_event, *given)
+                found = cached.dispatch_async(previous_event, *given)
             elif async_op is False and previous_event is None:
-                found = again.dispatch(*given)
+                found = cached.dispatch(*given)
             if found is not None:
                 return found if found.hook is None else self.hooked(found)
         return self._dispatch(
@@ -330,14 +330,14 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             EpeeError: the errors of `Buffer.combine`.
         """
-        again = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
-        if again is not None and not carries_gradient(y, topk_weights):
+        cached = None if timeout is not None or timeout_us is not None or num_sms is not None else self.again
+        if cached is not None and not carries_gradient(y, topk_weights):
             given = y, handle, topk_weights, out, partial_dtype, active_ranks, return_hook
             found = None
             if async_op is True and return_hook is False:
-                found = again.combine_async(previous_event, *given)
+                found = cached.combine_async(previous_event, *given)
             elif async_op is False and previous_event is None:
-                found = again.combine(*given)
+                found = cached.combine(*given)
             if found is not None:
                 return found if found.hook is None else self.hooked(found)
         return self._combine(

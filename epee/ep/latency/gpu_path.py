@@ -206,7 +206,7 @@ class LatencyCudaPath(GpuPath, Memory):
 
     # -- calls
 
-    def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
+    def dispatch(self, call: LatencyDispatchCall, run_on: Lane) -> LatencyDispatched:
         """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
         facts, x, topk_idx, topk_weights, active_ranks, timeout_s = call
         is_capturing = self._platform.is_capturing()
@@ -227,13 +227,13 @@ class LatencyCudaPath(GpuPath, Memory):
         core, scales = got.handle, got.scales
         made_by = buffer_id, self.core.num_calls, self.control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
-        if lane.is_own:
-            lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
+        if run_on.is_own:
+            run_on.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
         hook = None if got.hook is None else ReceivePhase(self, "dispatch", got.hook, handle)
         rows = got.x if scales is None else (got.x, scales)
-        return CudaLatencyDispatched(rows, handle, lane, self.config.device, got.stream, hook)
+        return CudaLatencyDispatched(rows, handle, run_on, self.config.device, got.stream, hook)
 
-    def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
+    def combine(self, call: LatencyCombineCall, run_on: Lane) -> LatencyCombined:
         """Run one combine, or its send phase; raises as `Buffer.combine`."""
         facts, handle, y, topk_weights, out, active_ranks, timeout_s = call
         core = _core_of(handle)
@@ -254,11 +254,11 @@ class LatencyCudaPath(GpuPath, Memory):
         except expected(CommTimeoutError) as error:
             self._note_timeout("combine", error)
             raise
-        if lane.is_own:
-            lane.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
+        if run_on.is_own:
+            run_on.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
         hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
         num_local = facts.sizes.config.num_local_experts
-        return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
+        return CudaLatencyCombined(got, topk_weights, core, num_local, run_on, self.config.device, got.stream, hook)
 
     def quiet_stream(self, op: int, is_strict: bool, is_split: bool) -> int | None:
         """Return the current stream if a cached call needs no checks (fast path allowed), else None.
@@ -289,14 +289,14 @@ class LatencyCudaPath(GpuPath, Memory):
         use_ue8m0: bool,
         return_hook: bool,
         reads_counts: bool = False,
-        lane: Lane = CURRENT,
+        run_on: Lane = CURRENT,
     ) -> LatencyDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
             known: the cached plans of calls of these sizes.
             reads_counts: the caller reads `num_tokens_per_expert` of the result at once.
-            lane: the stream of the call.
+            run_on: the stream of the call.
             Others as of `LatencyBuffer.dispatch`.
         """
         stream = self.quiet_stream(KERNEL_DISPATCH, active_ranks is None, return_hook)
@@ -315,11 +315,11 @@ class LatencyCudaPath(GpuPath, Memory):
             core.check()
         made_by = buffer_id, core.num_calls, self.control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, got.hook is None)
-        if lane.is_own:
-            lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, got.scales, got.handle.words, counts))
+        if run_on.is_own:
+            run_on.keep((x, topk_idx, topk_weights, active_ranks), (got.x, got.scales, got.handle.words, counts))
         rows = got.x if got.scales is None else (got.x, got.scales)
         hook = None if got.hook is None else ReceivePhase(self, "dispatch", got.hook, handle)
-        result = CudaLatencyDispatched(rows, handle, lane, self.config.device, stream, hook)
+        result = CudaLatencyDispatched(rows, handle, run_on, self.config.device, stream, hook)
         if counts is not None:
             result.num_tokens_per_expert = counts
         return result
@@ -334,7 +334,7 @@ class LatencyCudaPath(GpuPath, Memory):
         partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
         return_hook: bool,
-        lane: Lane = CURRENT,
+        run_on: Lane = CURRENT,
     ) -> LatencyCombined | None:
         """Run a cached combine, as `dispatch_again`."""
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None, return_hook)
@@ -351,11 +351,11 @@ class LatencyCudaPath(GpuPath, Memory):
         got = core.combine(facts.plan, y, of_dispatch, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
         if core.device.codes != NO_REPORTS:
             core.check()
-        if lane.is_own:
-            lane.keep((y, topk_weights, of_dispatch.words, active_ranks), (got.x, got.words))
+        if run_on.is_own:
+            run_on.keep((y, topk_weights, of_dispatch.words, active_ranks), (got.x, got.words))
         num_local = facts.sizes.config.num_local_experts
         hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
-        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, lane, self.config.device, stream, hook)
+        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, run_on, self.config.device, stream, hook)
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise that a rank is dead if that is why a call has timed out; else allow no call before a sync."""

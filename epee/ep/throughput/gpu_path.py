@@ -180,7 +180,7 @@ class CudaPath(GpuPath):
         """
         return isinstance(error, PeerError) or self._closing.asked
 
-    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
+    def dispatch(self, call: DispatchCall, deadline: float, run_on: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch; raises as `Buffer.dispatch`."""
         known = None if call.handle is None else _own(call.handle)
         is_capturing = self._platform.is_capturing()
@@ -208,20 +208,20 @@ class CudaPath(GpuPath):
         exchange = self._exchange
         handle = self._handles.made(call, got, known)
         result = CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, self._epochs.lost)
-        if lane.is_own:
-            self._end_dispatch(lane, (payload.rows, payload.scales, route, call.topk_weights), got, result)
+        if run_on.is_own:
+            self._end_dispatch(run_on, (payload.rows, payload.scales, route, call.topk_weights), got, result)
         return result
 
     def _end_dispatch(
-        self, lane: Lane, inputs: tuple[torch.Tensor | None, ...], got: DispatchResult, result: CudaDispatched
+        self, run_on: Lane, inputs: tuple[torch.Tensor | None, ...], got: DispatchResult, result: CudaDispatched
     ) -> None:
         """Record what a dispatch on the buffer's own stream reads and returns, and its event."""
         handle: Any = result.handle
         kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
-        got.readers.extend(lane.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
-        result.event = lane.event(self.config.device, got.readers[0])
+        got.readers.extend(run_on.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
+        result.event = run_on.event(self.config.device, got.readers[0])
 
-    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
+    def combine(self, call: CombineCall, deadline: float, run_on: Lane, run: RunOptions) -> Combined:
         """Run one combine; raises as `Buffer.combine`."""
         handle = _own(call.handle)
         bias = call.bias
@@ -241,13 +241,13 @@ class CudaPath(GpuPath):
         except expected(EpeeError) as error:
             self._epochs.blame_death("combine", error, is_capturing)
             raise
-        if lane.is_own:
-            lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
+        if run_on.is_own:
+            run_on.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
         lost = self._epochs.lost
         return Combined(
             out,
             weights,
-            lane.event(self.config.device, self.machine.stream),
+            run_on.event(self.config.device, self.machine.stream),
             self.config.num_ranks,
             self._exchange.epoch,
             lost,
@@ -355,14 +355,14 @@ class CudaPath(GpuPath):
         expert_alignment: int,
         num_sms: int | None,
         sync: bool,
-        lane: Lane = CURRENT,
+        run_on: Lane = CURRENT,
     ) -> CudaDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
         Args:
             known: the cached plans of the buffer.
             others: the mask, the handle and the capacity.
-            lane: the stream of the call.
+            run_on: the stream of the call.
             Others as of `Buffer.dispatch`.
         """
         stream = self.quiet_stream()
@@ -385,8 +385,8 @@ class CudaPath(GpuPath):
         else:
             made = handle if got.handle is known_core else replace(handle, core=got.handle)
         result = CudaDispatched(got, None if scales is None else scales.dtype, made, epoch, ())
-        if lane.is_own:
-            self._end_dispatch(lane, (values, scales, route, topk_weights), got, result)
+        if run_on.is_own:
+            self._end_dispatch(run_on, (values, scales, route, topk_weights), got, result)
         return result
 
     def dispatch_like(
@@ -419,7 +419,7 @@ class CudaPath(GpuPath):
         handle: object,
         topk_weights: torch.Tensor | None,
         num_sms: int | None,
-        lane: Lane = CURRENT,
+        run_on: Lane = CURRENT,
     ) -> Combined | None:
         """Run a cached combine without bias and `out`, as `dispatch_again`."""
         stream = self.quiet_stream()
@@ -439,9 +439,9 @@ class CudaPath(GpuPath):
             self.machine.check()
         lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
         result = CudaCombined(out, weights, self.config, stream, epoch, lost)
-        if lane.is_own:
-            lane.keep((y, topk_weights, handle.core.words), (out, weights))
-            result.event = lane.event(self.config.device, stream)
+        if run_on.is_own:
+            run_on.keep((y, topk_weights, handle.core.words), (out, weights))
+            result.event = run_on.event(self.config.device, stream)
         return result
 
     def blame(self, op: int, error: Exception) -> None:

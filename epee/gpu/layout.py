@@ -18,7 +18,6 @@ from ..jit.params import constants_source, struct_source
 from ..memory.fresh import Allocate, allocator
 from ..torch_private import current_index
 from ..values import shown
-from .experts import write_table
 from .platform import CudaPlatform, Platform
 from .turns import on_gpu
 
@@ -46,11 +45,10 @@ class DispatchLayout(NamedTuple):
 
 
 class CountParams(ctypes.Structure):
-    """Arguments of `layout_count`; `experts`: the table of `csrc/common/experts.cuh`."""
+    """Arguments of `layout_count`."""
 
     _fields_ = (
         ("topk_idx", ctypes.c_uint64),
-        ("experts", ctypes.c_uint64),
         ("num_tokens_per_rank", ctypes.c_uint64),
         ("num_tokens_per_expert", ctypes.c_uint64),
         ("is_token_in_rank", ctypes.c_uint64),
@@ -140,9 +138,6 @@ class LayoutCounter:
     def __init__(self, platform: Platform, num_threads: int = NUM_THREADS) -> None:
         self._kernel = platform.kernels(COUNT_KERNELS, count_head())["layout_count"]
         self._args = self._kernel.args
-        self._experts = torch.empty(1 + MAX_EXPERTS, dtype=torch.int16, device=platform.device)
-        write_table(self._experts, range(MAX_EXPERTS))
-        self._args.experts = self._experts.data_ptr()
         self._platform = platform
         self._num_threads = num_threads
         self._index = platform.device.index

@@ -183,7 +183,6 @@ def control_layout(num_ranks: int) -> Layout:
         Field("view", _U64, (2,), 128),
         Field("news", _U64, (COPIED_WORDS,), 128),
         Field("haunted", _U64, (HAUNTED_WORDS,), 128),
-        Field("experts", torch.int16, (1 + MAX_EXPERTS,), 128),
         Field("seq", _U64, (1,), 128),
         Field("failed", _U64, (2,), 128),
         Field("exchanged", _U64, (1,), 128),

@@ -20,7 +20,6 @@ from epee.gpu.platform import CudaPlatform
 from epee.reference import latency as reference
 from epee.reference.latency import Packed, Sent
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
-from tests.csrc.throughput_cases import names_of, shuffled_places
 
 TIMEOUT_S = 20.0
 NAN = float("nan")
@@ -60,7 +59,6 @@ class Plan:
     packet_tokens: int = 4
     num_sms: int = 3
     stall_one_in: int = 0
-    is_shuffled: bool = False  # experts are at random places
 
     @property
     def num_ranks(self) -> int:
@@ -121,8 +119,6 @@ def make_core(plan: Plan, rank: int, platform_name: str) -> LatencyCore:
         packet_tokens=plan.packet_tokens,
     )  # fmt: skip
     core = LatencyCore(platform, config, all_gather_bytes)
-    if plan.is_shuffled:
-        core.memory.write_experts(shuffled_places(config.num_experts).tolist())
     layout = config.region_layout
     for name in ("dispatch_rows", "combine_rows", "dispatch_packets", "combine_packets"):
         if layout[name].nbytes:
@@ -216,10 +212,8 @@ def play(core: LatencyCore, plan: Plan, this: Round, who: str) -> None:
     """One round on one rank."""
     rank = core.config.rank
     inputs, packed = expected(plan, this)
-    options, given = options_of(this), inputs[rank]
-    if plan.is_shuffled:
-        given = replace(given, topk_idx=names_of(given.topk_idx, shuffled_places(core.config.num_experts)))
-    d = send(core, this, given, options)
+    options = options_of(this)
+    d = send(core, this, inputs[rank], options)
     if d.hook is not None:
         d.hook()
     wait_for(core)

@@ -37,7 +37,6 @@ class Case:
         routing: "random" (a tenth of the entries is -1), "repeats" (experts stand twice), "one expert", "nowhere",
             "mask" (is_token_in_rank).
         payload: a dtype's name, or "fp8" (float32 scales; by columns on even ranks).
-        is_shuffled: experts are at random places: the ids that the kernels get are names for those of the routing.
         num_bias: 0 ... 2; float32 ones for a bfloat16 payload when `is_bias_wide`.
     """
 
@@ -55,7 +54,6 @@ class Case:
     is_bias_wide: bool = False
     num_sms: int | None = None
     seed: int = 0
-    is_shuffled: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -160,16 +158,6 @@ def make_buffer(
     return buffer
 
 
-def shuffled_places(num_experts: int) -> torch.Tensor:
-    """Where experts are, the same on all ranks, in no order."""
-    return torch.randperm(num_experts, generator=torch.Generator().manual_seed(5))
-
-
-def names_of(topk_idx: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The ids that stand for places, -1 for -1."""
-    return torch.where(topk_idx < 0, topk_idx, places.argsort()[topk_idx.clamp(min=0)])
-
-
 def poison(buffer: ThroughputEnd) -> None:
     """Fill this rank's receive slots with 0xFF; the ranks meet before and after."""
     all_gather_bytes(b"before")
@@ -192,12 +180,6 @@ def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[
     scales = None if scales is None else scales.to(device)
     route = given.topk_idx if given.topk_idx is not None else given.is_token_in_rank
     assert route is not None
-    if case.is_shuffled:
-        places = shuffled_places(case.num_experts)
-        buffer.machine._view.write_experts(places.tolist())
-        buffer.machine.platform.synchronize()
-        all_gather_bytes(b"placed")
-        route = names_of(route, places)
     weights = None if given.topk_weights is None else given.topk_weights.to(device)
     options = DispatchOptions(case.layout, case.expert_alignment, num_sms=case.num_sms, timeout_s=TIMEOUT_S)
     back = CombineOptions(num_sms=case.num_sms, timeout_s=TIMEOUT_S)

@@ -19,8 +19,6 @@ CASES = {
     "one rank": Case((4096,), hidden=2048, num_local_experts=32, num_topk=8),
     "one rank, float16": Case((17,), dtype="float16", payload="float16", hidden=7176, num_topk=1),
     "two ranks": Case((17, 300), hidden=7168, num_topk=4, num_bias=1),
-    "two ranks, placed": Case((17, 300), hidden=1024, num_topk=4, is_shuffled=True),
-    "two ranks, expert, placed": Case((900, 300), layout="expert", hidden=1024, num_topk=4, is_shuffled=True),
     "two ranks, float32": Case((129, 64), dtype="float32", payload="float32", hidden=7176, num_topk=9,
                                num_local_experts=8, num_bias=2),
     "two ranks, fp8": Case((500, 3), payload="fp8", hidden=7168, num_topk=8, num_local_experts=8),

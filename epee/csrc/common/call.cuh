@@ -9,7 +9,7 @@
 //                     each block), combine_ready, combine_failed (the peer gave this combine up; both for each of the
 //                     last calls, as a rank whose calls fail runs ahead of a slow reader), barrier, streams (progress
 //                     of a sender, expert layout only), staged (progress of a copy)
-//   written locally:  view, haunted and experts (`experts.cuh`; by the host), news, seq, failed (tag of the last call that failed, and a sum
+//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed, and a sum
 //                     over all that have), exchanged (tag of the last call that all ranks were seen to join),
 //                     reported, grid words, grants, scratch
 //
@@ -22,7 +22,7 @@
 // other. `haunted` has a bit for each slot that a rank which was left out may still write; the host lends none of them,
 // but a graph names its slot in every replay.
 //
-// HostState (`wait.cuh`). Threads that wait for peers look at `news` every `kPollsPerLook` polls. A call with a dead rank in
+// News (`wait.cuh`). Threads that wait for peers look at `news` every `kPollsPerLook` polls. A call with a dead rank in
 // its view cannot end well, so any wait for a peer ends then, also one for a living rank, which may have given up
 // already; the report names the dead one.
 //
@@ -50,7 +50,6 @@ DEVICE u8* control_at(const Call& call, int rank, u64 offset) {
 DEVICE u64* control_words(const Call& call, int rank, u64 offset) {
   return reinterpret_cast<u64*>(control_at(call, rank, offset));
 }
-DEVICE u64 table_of(const Call& call) { return call.control[call.rank] + kControlExpertsOffset; }
 DEVICE u64* local_words(const Call& call, u64 offset) { return control_words(call, call.rank, offset); }
 
 /// The tag of the call in progress. Any thread, any time before `finish_call` of this kernel.

@@ -19,7 +19,6 @@
 // 1.3, rows quantised 0.5, stored and acknowledged (2.6 MB) 9, expanded 4.5, end 1.2. In packets (16 tokens) nobody
 // waits for acknowledgements: 8 in all.
 #pragma once
-#include "../../common/experts.cuh"
 #include "rows.cuh"
 
 struct DispatchShared {
@@ -45,9 +44,9 @@ DEVICE DispatchMemory split_memory(const LatencyDispatchParams& p) {
   return {counts, bits, reinterpret_cast<u16*>(ids), ids + round_up(2 * p.num_tokens * p.num_topk, 16)};
 }
 
-/// An expert as `ids` holds it: its place.
-DEVICE u32 checked_id(const LatencyDispatchParams& p, const Experts& experts, i64 expert) {
-  return expert >= 0 && expert < p.num_experts ? experts.place(expert) : kNoExpert | kRepeated;
+/// An expert id as `ids` holds it.
+DEVICE u32 checked_id(const LatencyDispatchParams& p, i64 expert) {
+  return expert >= 0 && expert < p.num_experts ? static_cast<u32>(expert) : kNoExpert | kRepeated;
 }
 
 /// The rank that owns an expert, or none. `owner_factor` is 2^20 / num_local_experts, rounded up: exact below 1024.
@@ -65,7 +64,7 @@ DEVICE int first_token_of_warp() {
 /// Reads the routing, a token a lane, and marks what repeats within a token; block 0 counts tokens per expert as well
 /// (in memory that is zero), and notes which tokens go where. True when an id is neither good nor -1: it is taken as
 /// -1. All threads; the caller synchronises.
-DEVICE bool load_ids(const LatencyDispatchParams& p, const Experts& experts, const DispatchMemory& m) {
+DEVICE bool load_ids(const LatencyDispatchParams& p, const DispatchMemory& m) {
   constexpr int kLoads = 8;
   const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
   bool is_bad = false;
@@ -83,7 +82,7 @@ DEVICE bool load_ids(const LatencyDispatchParams& p, const Experts& experts, con
       for (int j = 0; j < kLoads; ++j) expert[j] = base + j < num_ids ? topk_idx[first + base + j] : -1;
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
-        id[j] = checked_id(p, experts, expert[j]);
+        id[j] = checked_id(p, expert[j]);
         is_bad |= id[j] >= kNoExpert && expert[j] != -1;
         ranks |= rank_bit(p, id[j]);
 #pragma unroll
@@ -469,10 +468,9 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   wait_previous_kernel();
   Input in = {};
   bool is_bad = false;
-  const Experts experts = open_experts(p.call.own + p.experts_offset);
   if (is_sending && first >= 0 && first < p.num_tokens) in = load_input<kFp8>(p, first, 0);
   open_call(p.call, p.at, s.call);
-  if (is_sending) is_bad = load_ids(p, experts, m);
+  if (is_sending) is_bad = load_ids(p, m);
   __syncthreads();
   if (is_sending) send_half<kFp8>(p, s, m, first, num_senders, in, is_bad);
   allow_next_kernel();

@@ -1,7 +1,6 @@
 // What a token's routing says: experts and ranks of its slots, as the lanes of a warp see them.
 #pragma once
 #include "../../common/call.cuh"
-#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 
 /// One (token, k) slot as a lane sees it. `ranks` has bit d when the token goes to rank d; `is_first` marks the lane
@@ -12,11 +11,11 @@ struct Entry {
   bool is_first;
 };
 
-/// The place of a slot's expert (`common/experts.cuh`), -1 for none, -2 for an id that does not exist.
-DEVICE int load_expert(const LayoutParams& p, const Experts& experts, int token, int k) {
+/// The expert of a slot, -1 for none, -2 for an id that does not exist.
+DEVICE int load_expert(const LayoutParams& p, int token, int k) {
   const i64 id = reinterpret_cast<const i64*>(p.topk_idx)[static_cast<i64>(token) * p.num_topk + k];
-  if (id >= 0 && id < p.num_experts) return static_cast<int>(experts.place(id));
-  return id == -1 ? -1 : -2;
+  if (id >= -1 && id < p.num_experts) return static_cast<int>(id);
+  return -2;
 }
 
 /// Completes a step's entries from the experts of its lanes: `32 / lanes_per_token` tokens from `first` on. All lanes.
@@ -41,15 +40,14 @@ DEVICE Entry make_entry(const LayoutParams& p, u32 active, int first, int end, i
 
 /// Reads a step's entries. With `counters` (in shared memory) it counts them, reports bad ids and copies experts and
 /// weights into the handle; without, a bad id is no expert: somebody else reports it. All lanes.
-DEVICE Entry read_entries(const LayoutParams& p, const Experts& experts, u64 tag, u32 active, int first, int end,
-                          i32* counters) {
+DEVICE Entry read_entries(const LayoutParams& p, u64 tag, u32 active, int first, int end, i32* counters) {
   const int token = first + lane_idx() / p.lanes_per_token;
   const int k = lane_idx() % p.lanes_per_token;
   const bool is_slot = token < end && k < p.num_topk && p.topk_idx;
   const i64 at = static_cast<i64>(token) * p.num_topk + k;
   const bool has_weight = is_slot && p.weights_of && counters;
   const float weight = has_weight ? reinterpret_cast<const float*>(p.topk_weights)[at] : 0.0f;  // both loads at once
-  int expert = is_slot ? load_expert(p, experts, token, k) : -1;
+  int expert = is_slot ? load_expert(p, token, k) : -1;
   if (!counters) return make_entry(p, active, first, end, max(expert, -1));
   if (expert == -2) {
     red_add_shared(counters + p.num_experts + kNumRanks, 1);

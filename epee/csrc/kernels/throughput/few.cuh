@@ -32,12 +32,12 @@ struct Traveller {
 };
 
 /// Where every token goes, into `ranks`; with `counters` also what `read_entries` does then. One block, all threads.
-DEVICE void find_ranks(const LayoutParams& p, const Experts& experts, u64 tag, u32 active, FewShared& s, i32* counters) {
+DEVICE void find_ranks(const LayoutParams& p, u64 tag, u32 active, FewShared& s, i32* counters) {
   const int per_warp = 32 / p.lanes_per_token;
   const int step = static_cast<int>(blockDim.x / 32) * per_warp;
 #pragma unroll 1
   for (int first = warp_idx() * per_warp; first < p.num_tokens; first += step) {
-    const Entry entry = read_entries(p, experts, tag, active, first, p.num_tokens, counters);
+    const Entry entry = read_entries(p, tag, active, first, p.num_tokens, counters);
     if (entry.is_first) s.ranks[entry.token] = static_cast<u16>(entry.ranks);
   }
   __syncthreads();
@@ -49,13 +49,13 @@ DEVICE void load_row(const DispatchParams& p, int token, u8* stage, u64* barrier
 }
 
 /// What of a token is known before the exchange; keeps its places in the handle. One warp.
-DEVICE Traveller prepare(const LayoutParams& p, const Experts& experts, const FewShared& s, int token) {
+DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
   const int lane = lane_idx();
   Traveller t = {0, -1, 0.0f};
   if (lane < p.num_topk && p.topk_idx) {
     const i64 at = static_cast<i64>(token) * p.num_topk + lane;
     if (p.topk_weights) t.weight = reinterpret_cast<const float*>(p.topk_weights)[at];
-    t.expert = max(load_expert(p, experts, token, lane), -1);
+    t.expert = max(load_expert(p, token, lane), -1);
   }
 #pragma unroll 1
   for (int first = 0; first < token; first += 32) {
@@ -121,7 +121,7 @@ DEVICE void send_token(const FewParams& p, u64 tag, const Destination& to, int t
 }
 
 /// All threads of a block behind the coordinator's. True when its rows are at their places.
-DEVICE bool mover(const FewParams& p, const Experts& experts, u64 tag, u32 active, u32 losses, FewShared& s, u8* stages) {
+DEVICE bool mover(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, u8* stages) {
   const int num_movers = static_cast<int>(gridDim.x) - 1;
   const int index = static_cast<int>(blockIdx.x) - 1;
   const int step = num_movers * p.num_move_warps;
@@ -130,9 +130,9 @@ DEVICE bool mover(const FewParams& p, const Experts& experts, u64 tag, u32 activ
   u64* barrier = s.barriers + warp_idx();
   int token = warp_idx() < p.num_move_warps ? index + num_movers * warp_idx() : num_tokens;
   if (token < num_tokens && lane_idx() == 0) load_row(p.payload, token, stage, barrier);
-  find_ranks(p.layout, experts, tag, active, s, nullptr);
+  find_ranks(p.layout, tag, active, s, nullptr);
   Traveller t = {-1, -1, 0.0f};
-  if (token < num_tokens) t = prepare(p.layout, experts, s, token);
+  if (token < num_tokens) t = prepare(p.layout, s, token);
   const bool is_good = learn_places(p, tag, active, losses, s);
   allow_next_kernel();
   if (!is_good) {  // a block must not end while a load into its shared memory is under way
@@ -150,7 +150,7 @@ DEVICE bool mover(const FewParams& p, const Experts& experts, u64 tag, u32 activ
       bulk_wait_read<0>();
       load_row(p.payload, token, stage, barrier);
     }
-    t = prepare(p.layout, experts, s, token);
+    t = prepare(p.layout, s, token);
   }
   if (p.payload.fill_tail)
     fill_tail(p.payload, reinterpret_cast<u8*>(s.slot[p.layout.call.rank]), s.num_recv, index, num_movers);
@@ -159,9 +159,8 @@ DEVICE bool mover(const FewParams& p, const Experts& experts, u64 tag, u32 activ
 }
 
 /// All threads of block 0.
-DEVICE bool coordinator(const FewParams& p, const Experts& experts, u64 tag, u32 active, u32 losses, FewShared& s,
-                        i32* counters) {
-  find_ranks(p.layout, experts, tag, active, s, counters);
+DEVICE bool coordinator(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, i32* counters) {
+  find_ranks(p.layout, tag, active, s, counters);
   send_counts(p.layout, tag, active, losses, counters, 0);
   receive_rows(p.layout, tag, active, losses, counters);
   allow_next_kernel();
@@ -178,7 +177,6 @@ __global__ void __launch_bounds__(512, 1) dispatch_throughput_few(const __grid_c
   if (is_coordinator)
     for (int i = static_cast<int>(threadIdx.x); i <= p.layout.num_experts + kNumRanks; i += blockDim.x) counters[i] = 0;
   if (threadIdx.x == 0) s.is_good = 1;
-  const Experts experts = open_experts(table_of(p.layout.call));
   init_barriers(s.barriers, kMaxFewWarps);
   wait_previous_kernel();
   const Call& call = p.layout.call;
@@ -186,8 +184,8 @@ __global__ void __launch_bounds__(512, 1) dispatch_throughput_few(const __grid_c
   const u32 active = active_ranks(call);
   // Early, for its latency; by those alone who ask: one word that all warps of a GPU load costs half a microsecond.
   const u32 losses = is_coordinator || warp_idx() == 0 ? losses_of(call) : 0;
-  const bool is_good = is_coordinator ? coordinator(p, experts, tag, active, losses, s, counters)
-                                      : mover(p, experts, tag, active, losses, s, dynamic_shared());
+  const bool is_good = is_coordinator ? coordinator(p, tag, active, losses, s, counters)
+                                      : mover(p, tag, active, losses, s, dynamic_shared());
   announce_block(call, tag, kControlDispatchDoneOffset, is_good ? active : 0);
   if (!is_coordinator) return;
   const i32* grants = reinterpret_cast<const i32*>(control_at(call, call.rank, kControlGrantsOffset));

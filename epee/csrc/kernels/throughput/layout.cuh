@@ -14,13 +14,12 @@
 #include "exchange.cuh"
 
 /// Step 1: this warp's counts, in shared memory of its own. Keeps the experts in `kept` for step 3.
-DEVICE void count_entries(const LayoutParams& p, const Experts& experts, u64 tag, u32 active, Range tokens, i32* counters,
-                          i32* kept) {
+DEVICE void count_entries(const LayoutParams& p, u64 tag, u32 active, Range tokens, i32* counters, i32* kept) {
   const int step = 32 / p.lanes_per_token;
 #pragma unroll 1
   for (int first = tokens.begin; first < tokens.end; first += step)
     kept[(first - tokens.begin) / step * 32 + lane_idx()] =
-        read_entries(p, experts, tag, active, first, tokens.end, counters).expert;
+        read_entries(p, tag, active, first, tokens.end, counters).expert;
 }
 
 /// Turns the warps' counts into the number of entries in earlier warps of the block, and leaves the block's sums in
@@ -98,7 +97,6 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
 #pragma unroll 1
     for (int i = lane_idx(); i < num_counters; i += 32) mine[i] = 0;
   __syncwarp();
-  const Experts experts = open_experts(table_of(p.call));
   wait_previous_kernel();
   allow_next_kernel();  // the payload kernel's blocks set up their barriers while this one counts
   const u64 tag = current_tag(p.call);
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
   const bool is_last = blockIdx.x == gridDim.x - 1;
   const u32 losses = is_last ? losses_of(p.call) : 0;  // early, for its latency
   if (p.do_count) {
-    count_entries(p, experts, tag, active, tokens, mine, kept);
+    count_entries(p, tag, active, tokens, mine, kept);
     scan_warps(counters, num_counters, num_warps);
     if (gridDim.x > 1) add_earlier_blocks(p, tag, counters, num_counters, num_warps);
   }

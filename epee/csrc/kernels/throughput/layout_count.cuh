@@ -7,7 +7,6 @@
 //
 // Ids that do not exist count nowhere: a dispatch reports them.
 #pragma once
-#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/memory.cuh"
@@ -17,7 +16,7 @@ constexpr int kAtOnce = 4;  // steps whose loads are under way together
 /// Counts the tokens from `first` on, `32 / lanes_per_token` at a time, each time `stride` behind the last, and says to
 /// which ranks they go. All lanes of a warp. `Id` is the type of the ids.
 template <class Id>
-DEVICE void count_tokens(const CountParams& p, const Experts& experts, i32* counters, int first, int stride) {
+DEVICE void count_tokens(const CountParams& p, i32* counters, int first, int stride) {
   const int k = lane_idx() % p.lanes_per_token;  // a lane speaks for rank k as well
   const int token = first + lane_idx() / p.lanes_per_token;
   u8* is_token_in_rank = reinterpret_cast<u8*>(p.is_token_in_rank);
@@ -36,7 +35,7 @@ DEVICE void count_tokens(const CountParams& p, const Experts& experts, i32* coun
       u32 ranks = 0;
       if (id[i] >= 0 && id[i] < p.num_experts) {
         red_add_shared(counters + id[i], 1);
-        ranks = 1u << experts.place(id[i]) / static_cast<u32>(p.num_local_experts);
+        ranks = 1u << static_cast<u32>(id[i]) / static_cast<u32>(p.num_local_experts);
       }
       for (int distance = p.lanes_per_token / 2; distance; distance /= 2)
         ranks |= __shfl_xor_sync(~0u, ranks, distance);
@@ -71,16 +70,15 @@ __global__ void __cluster_dims__(kCountBlocks, 1, 1) __launch_bounds__(1024, 1)
   i32* counters = reinterpret_cast<i32*>(dynamic_shared());
   const int num_counters = p.num_experts + p.num_ranks;
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) counters[i] = 0;
-  const Experts experts = open_experts(p.experts);
   __syncthreads();
   const int tokens_per_warp = 32 / p.lanes_per_token;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(blockIdx.x) * num_warps + warp_idx();
   const int first = warp * tokens_per_warp, stride = kCountBlocks * num_warps * tokens_per_warp;
   if (p.is_i32)
-    count_tokens<i32>(p, experts, counters, first, stride);
+    count_tokens<i32>(p, counters, first, stride);
   else
-    count_tokens<i64>(p, experts, counters, first, stride);
+    count_tokens<i64>(p, counters, first, stride);
   cluster_barrier();
   add_blocks(p, counters, num_counters);
   cluster_leave();

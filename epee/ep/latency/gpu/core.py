@@ -33,9 +33,8 @@ import torch
 from ....arrays import plain_tensors
 from ....errors import InvalidArgument, InvalidState
 from ....gpu.device import GpuDevice, Share
-from ....gpu.experts import write_table
 from ....gpu.lent import AllGather
-from ....gpu.params import COPIED_WORDS, MAX_EXPERTS
+from ....gpu.params import COPIED_WORDS
 from ....gpu.platform import LentRegion, Platform
 from .half import OPS, Half
 from .params import (
@@ -87,17 +86,10 @@ class LatencyMemory:
             self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.address, self.nbytes = self._own.address, self._own.nbytes
-        self.write_experts(range(MAX_EXPERTS))  # rank after rank, for any number of experts
         self._peers: list[LentRegion | None] = self._attach(all_gather)
         self._write_peers()
         self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # members, the last call's number
         self._is_open = True  # whether calls reach the others in that view
-
-    def write_experts(self, positions: Sequence[int]) -> None:
-        """Write where experts are, see `csrc/common/experts.cuh`; no kernel may run on any rank."""
-        layout = self.config.region_layout
-        table = self._own.lease(layout.offset("experts"), layout["experts"].nbytes, None).view(torch.int16)
-        write_table(table, positions)
 
     def tags(self) -> int:
         """Return the highest call number that this rank has used; waits for the GPU."""
@@ -567,7 +559,6 @@ class LatencyCore:
         if op == "dispatch":
             args.num_experts, args.num_local_experts = config.num_experts, config.num_local_experts
             args.meta_words, args.owner_factor = config.meta_words, config.owner_factor
-            args.experts_offset = layout.offset("experts")
         else:
             args.weights_offset, args.weights_section = layout.offset("combine_weights"), config.sections.weights
             args.num_rows = config.num_local_experts * config.capacity

@@ -92,8 +92,7 @@ class LatencyDispatchParams(ctypes.Structure):
     `stats` int32 [L] to which counts are added, or 0. The handle: `recv_rows` int32 and `recv_weights` float32
     [ranks, T, num_topk], `recv_info` int32 [ranks, 1 + token_words] (tokens of the rank, and which of them came),
     `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and of each token's),
-    `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent). `experts_offset`: of the
-    table of `csrc/common/experts.cuh` in this rank's region.
+    `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent).
     """
 
     _fields_ = (
@@ -101,7 +100,6 @@ class LatencyDispatchParams(ctypes.Structure):
         ("call", LatencyCall),
         *_fields(_PTR, DISPATCH_POINTERS),
         ("x_stride", _LONG),
-        ("experts_offset", _WORD),
         *_fields(_INT, "num_tokens num_topk num_experts num_local_experts owner_factor hidden token_words"),
         *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
     )

@@ -277,7 +277,6 @@ def _layout(num_ranks: int, num_slots: int, sections: Sections) -> Layout:
         words("reported", 2),
         words("news", COPIED_WORDS),
         words("scratch", 1),
-        Field("experts", torch.int16, (1 + MAX_EXPERTS,), 128),
         words_of("dispatch_heads", sections.head_words),
         words_of("dispatch_flags", sections.tokens),
         words_of("combine_heads", 1),

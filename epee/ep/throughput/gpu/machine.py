@@ -25,7 +25,6 @@ from ....gpu.device import GpuDevice, Mailboxes, Share
 from ....gpu.lent import AllGather, Lending
 from ....gpu.params import (
     KERNELS,
-    MAX_EXPERTS,
     OP_BARRIER,
     OP_COMBINE,
     OP_DISPATCH,
@@ -112,7 +111,6 @@ class Machine:
             for part in parts_of(kernel.args):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank], config.num_ranks)
-        self._view.write_experts(range(MAX_EXPERTS))  # rank after rank, for any number of experts
         everybody = (True,) * config.num_ranks
         self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # members, and the last call's number
         self._is_open = True  # whether kernels may run in that view

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ....gpu.experts import write_table
 from ....gpu.params import HAUNTED_WORDS, SOME_HAUNTED, control_layout
 from ....gpu.platform import LentRegion
 
@@ -63,10 +62,6 @@ class ViewWords:
         # a failed call may have left the last two, a replay before the view was entered the two before them
         for name in ("failed", "news", "reported", "gate", "grid", "next_token"):
             self._words(name).zero_()
-
-    def write_experts(self, positions: Sequence[int]) -> None:
-        """Write where experts are, see `csrc/common/experts.cuh`; no kernel may run on any rank."""
-        write_table(self._words("experts"), positions)
 
     def shut(self, tag: int) -> None:
         """Let no kernel reach a peer before the next `write`; graphs may be replayed. No kernel may be in flight.

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 40)
 EXPECTED = {
     "moe_layer": r"rank {rank}: equal to a layer that has all experts",
     "train": r"rank {rank}: loss [\d.]+ -> [\d.]+, rows sent to each rank \[\d+, \d+\]",
+    "own_layer": r"rank {rank}: loss [\d.]+ -> [\d.]+",
     "decoding": r"rank {rank} on cpu: three steps are right",
     "gloo": r"rank {rank}: all_reduce .*the ranks disagree",
 }

@@ -43,8 +43,13 @@ def run(is_joiner: bool) -> None:
 def step(group: dist.ProcessGroup, buffer: epee.Buffer, state: torch.Tensor) -> None:
     x = torch.randn(16, 64, dtype=torch.bfloat16)
     weights, topk_idx = torch.rand(16, 6).softmax(-1).topk(2)
-    received = buffer.dispatch(x, topk_idx, weights, layout="expert")
-    combined = buffer.combine(received.x, received.handle)
+    while True:
+        received = buffer.dispatch(x, topk_idx, weights, layout="expert")
+        try:
+            combined = buffer.combine(received.x, received.handle)
+            break
+        except epee.StaleHandleError:  # on all ranks: one was lost before all that are left had begun the combine
+            print(f"rank {dist.get_rank()}: dispatches again, in epoch {buffer.epoch}")
     gradient = torch.ones(1)
     dist.all_reduce(gradient, dist.ReduceOp.AVG)  # over the ranks that take part
     state += torch.stack([torch.ones(()), gradient[0]])

@@ -88,6 +88,30 @@ def test_a_job_continues_after_a_kill() -> None:
     assert re.search(r"rank 0 step 21: epoch 2, got \[1, 0, 1\], weight lost", output)
 
 
+def test_a_step_survives_a_kill_between_its_dispatch_and_its_combine(tmp_path: Path) -> None:
+    """One survivor has begun the combine and the other has not, so both get `StaleHandleError` and dispatch again."""
+    text, kill, sent = (FOLDER / "kill.py").read_text(), "os.kill(os.getpid(), signal.SIGKILL)", 'layout="expert")\n'
+    assert (text.count(kill), text.count(sent)) == (1, 1)
+    between = f"""
+        if state[0] == 20 and dist.get_rank() == 1:
+            while len(os.listdir({str(tmp_path)!r})) < 3:  # the program, and a file of each survivor
+                time.sleep(0.01)
+            {kill}
+        if state[0] == 20 and dist.get_rank() != 1:
+            open(os.path.join({str(tmp_path)!r}, str(dist.get_rank())), "w").close()
+            time.sleep(2 * dist.get_rank())  # rank 2 comes when rank 0 has met the loss
+"""
+    program = tmp_path / "kill_in_step.py"
+    program.write_text(text.replace(kill, "pass").replace(sent, sent + between))
+    output = run_command(sys.executable, str(program))
+    assert "rank 1: joins at step 40 with weight 40" in output
+    for rank in range(3):
+        assert f"rank {rank}: done, weight 60, ranks (0, 1, 2)" in output
+    for rank in (0, 2):
+        assert f"rank {rank}: dispatches again, in epoch 2" in output
+        assert f"rank {rank} step 21: epoch 2, got [1, 0, 1], weight lost" in output
+
+
 def test_a_program_for_deepep_runs_behind_the_launcher() -> None:
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     launcher = sys.executable, "-m", "epee.compat", "--deep-ep", "--"

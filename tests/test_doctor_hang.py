@@ -174,7 +174,16 @@ def test_a_rank_that_runs_and_is_waited_for_is_a_suspect() -> None:
     report = JobReport(Decision(1, members), (rank(0, row), rank(1, other), rank(2)), 12.0)
     assert hang.suspects(report) == [
         "rank 1 is waited for and runs: it is in broadcast seq 4 itself",
-        "rank 2 is waited for and runs: it computes, or waits elsewhere",
+        "rank 2 is waited for and runs: it computes, or waits elsewhere; `py-spy dump --pid 102` shows where",
     ]
     assert json.loads(hang.as_json(report))["ranks"][0]["calls"][0]["waits_s"] == 2.0
+
+    # Two ranks that wait for each other: in one call a message may be on its way, in two calls none will come.
+    apart = "ranks 0, 1 are in different calls and wait for each other: make all ranks call in the same order"
+    for answer, told in (
+        (Row(7, "all_reduce", 4, 1, (0,), 11.0, 3), []),
+        (Row(9, "dispatch", 4, 1, (0,), 11.0, 3), [apart]),
+    ):
+        mutual = hang.suspects(JobReport(Decision(1, members), (rank(0, row), rank(1, answer), rank(2)), 12.0))
+        assert [line for line in mutual if "each other" in line] == told
     assert hang.as_text(JobReport(Decision(1, members), (rank(0),), 12.0)).endswith("nobody waits for long")

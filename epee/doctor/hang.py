@@ -73,13 +73,35 @@ def suspects(report: JobReport) -> list[str]:
             lines.append(f"rank {rank.slot} is waited for: {_MEANING_OVER_HOSTS[rank.health]}")
         elif rank.slot in waited:
             lines.append(f"rank {rank.slot} is waited for and runs: {_doing(rank)}")
+    crossed = _in_different_calls(report.ranks)
+    if crossed:
+        lines.append(
+            f"ranks {', '.join(map(str, crossed))} are in different calls and wait for each other: make all ranks call "
+            "in the same order"
+        )
     return lines
+
+
+def _in_different_calls(ranks: Sequence[RankReport]) -> list[int]:
+    """Return the ranks that wait, each in one call, for a rank that waits for them in another one, ascending.
+
+    Ranks that wait for each other in the same call are not among them: its messages may be on their way.
+    """
+    waits: dict[tuple[int, int], set[tuple[int, int]]] = {}  # (rank, rank that it waits for): calls
+    for rank in ranks:
+        for row in rank.rows:
+            for slot in row.waits_for if row.op else ():
+                waits.setdefault((rank.slot, slot), set()).add((row.lane, row.seq))
+    return sorted(
+        {rank for rank, peer in waits if waits[rank, peer].isdisjoint(waits.get((peer, rank), waits[rank, peer]))}
+    )
 
 
 def _doing(rank: RankReport) -> str:
     """Return the activity of a rank that others wait for, as far as its board shows it."""
     calls = [f"{row.op} seq {row.seq}{f' of {row.name}' if row.name else ''}" for row in rank.rows if row.op]
-    return f"it is in {', '.join(calls)} itself" if calls else "it computes, or waits elsewhere"
+    where = f"; `py-spy dump --pid {rank.pid}` shows where" if rank.pid else ""
+    return f"it is in {', '.join(calls)} itself" if calls else f"it computes, or waits elsewhere{where}"
 
 
 def suspects_over_hosts(group: Group) -> list[str]:

@@ -180,7 +180,9 @@ def check_tensor(
             f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}; call .to({dtypes[0]})"
         )
     if got != shape and not _fits(got, shape):
-        raise InvalidArgument(f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}")
+        raise InvalidArgument(
+            f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}; {_misfit(name, got, shape)}"
+        )
     return value.detach() if value.requires_grad else value
 
 
@@ -191,6 +193,17 @@ def _fits(got: torch.Size, shape: tuple[int | None, ...]) -> bool:
         if want is not None and want != extent:
             return False
     return True
+
+
+def _misfit(name: str, got: torch.Size, shape: tuple[int | None, ...]) -> str:
+    """Return what is wrong with an extent, and for well-known arguments where the right one comes from."""
+    if len(got) != len(shape):
+        return f"pass {len(shape)} dimensions"
+    pairs = zip(got, shape, strict=True)
+    axis, want = next((axis, want) for axis, (is_, want) in enumerate(pairs) if want is not None and is_ != want)
+    named = {("y", 2, 0): " as the dispatch's x", ("topk_idx", 2, 0): " as x", ("topk_idx", 2, 1): " (num_topk)"}
+    what = ("rows", "columns")[axis] if len(shape) == 2 else f"in dimension {axis}"
+    return f"needs {want} {what}{named.get((name, len(shape), axis), '')}"
 
 
 def _wanted(shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> str:
@@ -205,7 +218,8 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
     value = check_tensor("x", x, (None, config.hidden), PAYLOAD_DTYPES, config.device)
     if value.dtype.itemsize > config.dtype.itemsize:
         raise InvalidArgument(
-            f"x must be no wider than the buffer's dtype {config.dtype}, got {value.dtype}; make the buffer with it"
+            f"x must be no wider than the buffer's dtype {config.dtype}, got {value.dtype}; make the buffer with "
+            f"dtype={value.dtype}, or x (and its MoELayer) in {config.dtype}"
         )
     _check_num_tokens("x", value.shape[0], config)
     return PayloadRows(check_rows("x", value) if config.is_cuda else _rows(value), value.dtype)
@@ -312,7 +326,9 @@ def check_dispatch(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )
     if layout not in LAYOUTS:
-        raise InvalidArgument(f"layout must be 'rank' or 'expert', got {shown(layout)}")
+        raise InvalidArgument(
+            f"layout must be 'rank' or 'expert', got {shown(layout)}; 'expert' groups the rows by expert"
+        )
     _check_alignment(expert_alignment)
     most = _check_capacity(capacity, handle, layout)
     if handle is not None:
@@ -435,7 +451,9 @@ def check_combine(
     num_rows = _rows_to_combine(y, handle)
     rows = check_tensor("y", y, (num_rows, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:
-        raise InvalidArgument(f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}")
+        raise InvalidArgument(
+            f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}; call .to({config.dtype})"
+        )
     if topk_weights is not None and not handle.with_topk:
         raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
     per_row = (config.num_topk,) if handle.layout == "rank" else ()

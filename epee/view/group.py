@@ -30,7 +30,9 @@ def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = 
     if fault_mode is not None and fault_mode not in FAULT_MODES:
         raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {shown(fault_mode)}")
     if on_stall is not None and on_stall not in STALL_POLICIES:
-        raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {shown(on_stall)}")
+        raise InvalidArgument(
+            f"on_stall must be one of {STALL_POLICIES}, got {shown(on_stall)}; None lets the mode choose"
+        )
     mode = "mask" if has_mask else fault_mode or "raise"
     return mode, on_stall or ("evict" if mode == "mask" else "error")
 

@@ -184,7 +184,10 @@ class Runtime:
         if decision is None:
             self.close()
             where = context("join", rank=self._me.slot, elapsed=timeout_s)
-            told = f"{where}: nobody in {self._job.path} has taken this process in; is the job alive?"
+            told = (
+                f"{where}: no member has called group.recover_ranks([{self._me.slot}]) within {timeout_s:g} s, or the "
+                f"job in {self._job.path} is dead"
+            )
             raise CommTimeoutError(told, has_job=False)
         return decision
 

@@ -249,6 +249,7 @@ def test_a_rank_given_twice_is_a_timeout_that_says_what_to_look_at(tmp_path: Pat
     for told in run_ranks(twice, 2, str(tmp_path), backend=None):
         assert "rank 1 did not come to the rendezvous" in told
         assert "rank numbers that differ" in told
+        assert "a replacement needs BackendOptions(is_extension=True)" in told
 
 
 def sizes(rank: int, num_ranks: int, folder: str) -> str:

@@ -86,9 +86,11 @@ REFUSALS = {
     "x is no tensor": bad_dispatch(lambda s: s.dispatch(x=s.x.float().numpy()), "x must be", "ndarray"),
     "x is an integer": bad_dispatch(lambda s: s.dispatch(x=s.x.int()), "x must be", "bfloat16", "int32"),
     "x is complex": bad_dispatch(lambda s: s.dispatch(x=s.x.to(torch.complex64)), "x must be", "complex64"),
-    "x is wider than the buffer": bad_dispatch(lambda s: s.dispatch(x=s.x.float()), "x must be", "bfloat16", "float32"),
-    "x has another hidden": bad_dispatch(lambda s: s.dispatch(x=s.x[:, :120]), "x must", "128", "[6, 120]"),
-    "x is one row": bad_dispatch(lambda s: s.dispatch(x=s.x[0]), "x must", "128", "[128]"),
+    "x is wider than the buffer": bad_dispatch(
+        lambda s: s.dispatch(x=s.x.float()), "x must be", "make the buffer with dtype=torch.float32, or x", "bfloat16"
+    ),
+    "x has another hidden": bad_dispatch(lambda s: s.dispatch(x=s.x[:, :120]), "x must", "[6, 120]; needs 128 columns"),
+    "x is one row": bad_dispatch(lambda s: s.dispatch(x=s.x[0]), "x must", "[128]; pass 2 dimensions"),
     "x has too many rows": bad_dispatch(
         lambda s: s.dispatch(x=torch.zeros(9, HIDDEN, dtype=torch.bfloat16), topk_idx=torch.zeros(9, 2).long()),
         "max_tokens_per_rank=8",
@@ -116,9 +118,14 @@ REFUSALS = {
     # routing
     "topk_idx is int32": bad_dispatch(lambda s: s.dispatch(topk_idx=s.idx.int()), "topk_idx must be int64", "int32"),
     "topk_idx is too wide": bad_dispatch(
-        lambda s: s.dispatch(topk_idx=s.idx.repeat(1, 2)), "topk_idx must", "[6, 2]", "[6, 4]"
+        lambda s: s.dispatch(topk_idx=s.idx.repeat(1, 2)),
+        "topk_idx must",
+        "[6, 2]",
+        "[6, 4]; needs 2 columns (num_topk)",
     ),
-    "topk_idx has other rows": bad_dispatch(lambda s: s.dispatch(topk_idx=s.idx[:5]), "topk_idx must", "[5, 2]"),
+    "topk_idx has other rows": bad_dispatch(
+        lambda s: s.dispatch(topk_idx=s.idx[:5]), "topk_idx must", "[5, 2]; needs 6 rows as x"
+    ),
     "topk_idx is a list": bad_dispatch(lambda s: s.dispatch(topk_idx=s.idx.tolist()), "topk_idx must be", "list"),
     "an expert that does not exist": bad_dispatch(
         lambda s: s.dispatch(topk_idx=s.changed(3, 1, NUM_EXPERTS)), "topk_idx must", "got 4 at token 3, k 1", "-1"
@@ -160,7 +167,7 @@ REFUSALS = {
     "a mask with weights": bad_dispatch(
         lambda s: s.dispatch(is_token_in_rank=s.mask, topk_weights=s.weights), "topk_weights", "topk_idx"
     ),
-    "an unknown layout": bad_dispatch(lambda s: s.dispatch(layout="row"), "layout must be", "'row'"),
+    "an unknown layout": bad_dispatch(lambda s: s.dispatch(layout="row"), "layout must be", "'row'; 'expert' groups"),
     "alignment 0": bad_dispatch(lambda s: s.dispatch(expert_alignment=0), "expert_alignment must be", "got 0"),
     "alignment -8": bad_dispatch(lambda s: s.dispatch(expert_alignment=-8), "expert_alignment must be", "got -8"),
     "alignment 2.0": bad_dispatch(lambda s: s.dispatch(expert_alignment=2.0), "expert_alignment must be", "got 2.0"),
@@ -205,11 +212,15 @@ REFUSALS = {
     ),
     "combine without a handle": bad_combine(lambda s: s.buffer.combine(s.y, None), "handle must be", "NoneType"),
     # combine
-    "y has too few rows": bad_combine(lambda s: s.combine(y=s.y[:-1]), "y must", "128]"),
+    "y has too few rows": bad_combine(
+        lambda s: s.combine(y=s.y[:-1]), "y must", "128]; needs", "rows as the dispatch's x"
+    ),
     "y has another hidden": bad_combine(lambda s: s.combine(y=s.y[:, :64]), "y must", "64]"),
     "y is FP8": bad_combine(lambda s: s.combine(y=s.y.to(torch.float8_e4m3fn)), "y must be", "float8_e4m3fn"),
     "y is a pair": bad_combine(lambda s: s.combine(y=(s.y, s.y)), "y must be", "tuple"),
-    "y is wider than the buffer": bad_combine(lambda s: s.combine(y=s.y.double()), "y must be", "float64"),
+    "y is wider than the buffer": bad_combine(
+        lambda s: s.combine(y=s.y.double()), "y must be", "float64", "call .to(torch.bfloat16)"
+    ),
     "bias has other rows": bad_combine(lambda s: s.combine(bias=s.bias[:5]), "bias must", "[6, 128]", "[5, 128]"),
     "bias is an integer": bad_combine(lambda s: s.combine(bias=s.bias.int()), "bias must be", "int32"),
     "three biases": bad_combine(lambda s: s.combine(bias=(s.bias,) * 3), "bias must be", "3"),

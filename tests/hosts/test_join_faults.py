@@ -194,7 +194,7 @@ def nobody_admits(rank: int, num_processes: int, folder: str, what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("mac", "EPEE_LINK_MAC must be those"), ("file", "on all hosts or on none"), ("late", "nobody in")],
+    [("mac", "EPEE_LINK_MAC must be those"), ("file", "on all hosts or on none"), ("late", "no member has called")],
 )
 def test_who_does_not_fit_is_told_why(tmp_path: Path, what: str, words: str) -> None:
     results = run_ranks(nobody_admits, 3, str(tmp_path), what, backend=None, timeout_s=60)

@@ -108,7 +108,8 @@ class BootstrapAttempt:
             raise CommTimeoutError(
                 f"init (rank={self.rank}, peer={peer}): rank {peer} did not come to the rendezvous: "
                 f"{str(exc).splitlines()[0]}; "
-                f"start all ranks with the same rendezvous, and rank numbers that differ{again}",
+                f"start all ranks with the same rendezvous, and rank numbers that differ{again}; if the job runs "
+                "already, a replacement needs BackendOptions(is_extension=True)",
                 [peer],
                 has_job=False,
             ) from exc

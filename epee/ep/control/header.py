@@ -28,6 +28,10 @@ OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
 REASON_BYTES = 248
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
+TIMED_OUT = (  # ends the message of a call that a time-out has ended
+    "the call is aborted; repeat the step; raise timeout= if the peer is only slow; a rank that skipped a call must "
+    "make the aborted one, too"
+)
 REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
 
 

@@ -53,6 +53,7 @@ from .header import (
     OP_DISPATCH,
     OP_NAMES,
     REASON_BYTES,
+    TIMED_OUT,
     ExchangedRows,
     Header,
     Moved,
@@ -481,11 +482,7 @@ class Exchange:
 
 def _silent(facts: str, src: int, is_data: bool) -> CommTimeoutError:
     what = "its rows" if is_data else "its call"
-    return CommTimeoutError(
-        f"{facts}: rank {src} did not send {what}; the call is aborted; repeat the step; raise timeout= if the "
-        "peer is only slow",
-        [src],
-    )
+    return CommTimeoutError(f"{facts}: rank {src} did not send {what}; {TIMED_OUT}", [src])
 
 
 def _nothing() -> None:

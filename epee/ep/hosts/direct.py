@@ -93,7 +93,16 @@ from ...memory.shared import SharedRegion
 from ...memory.signals import SEQ_BITS
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
-from ..control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, REASON_BYTES, ExchangedRows, Header, Moved
+from ..control.header import (
+    OP_COMBINE,
+    OP_DISPATCH,
+    OP_NAMES,
+    REASON_BYTES,
+    TIMED_OUT,
+    ExchangedRows,
+    Header,
+    Moved,
+)
 from ..control.membership import Agreed
 from ..membership.birth import Begun
 from ..membership.group_view import Loss, failure
@@ -337,9 +346,7 @@ class DirectExchange(RowsOverEngine):
         elapsed = time.monotonic() - started
         where = context(self._op, rank=self.rank, peer=names, seq=self._number, epoch=self.epoch, elapsed=elapsed)
         return CommTimeoutError(
-            f"{where}: rank {names} did not send its {'rows' if is_data else 'call'}; the call is aborted; repeat the "
-            "step; raise timeout= if the peer is only slow",
-            error.ranks,
+            f"{where}: rank {names} did not send its {'rows' if is_data else 'call'}; {TIMED_OUT}", error.ranks
         )
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:

@@ -42,7 +42,7 @@ MAX_INLETS = 128
 MAX_OUT_WORDS, MAX_IN_WORDS = 512, 2048  # slots of all outlets, of all inlets
 ROW_HEAD_WORDS = 4
 ROW_ROOM = ROW_HEAD_WORDS + MAX_RANKS + MAX_HOSTS + MAX_EXPERTS
-MAX_WORKERS = 14  # warps of a block that move rows; two more count and watch
+MAX_WORKERS = 10  # warps of a block that move rows; two more count and watch, so that a thread has 168 registers
 PULL_RECORDS = 4  # adjacent records that a warp takes from a chunk at once
 SUM_VECTORS = 4  # of 16 bytes, that a thread of a summing warp loads from a row at once
 WATCH_ENDS_EVERY = 16  # reads of the proxy's progress for one of its end
@@ -243,6 +243,7 @@ def hosts_head(num_local: int, stall_one_in: int = 0) -> str:
         "kMaxHosts": MAX_HOSTS,
         "kMaxOutWords": MAX_OUT_WORDS,
         "kMaxWorkers": MAX_WORKERS,
+        "kMoveThreads": 32 * (MAX_WORKERS + 2),
         "kPullRecords": PULL_RECORDS,
         "kSumVectors": SUM_VECTORS,
         "kLineWords": LINE_WORDS,

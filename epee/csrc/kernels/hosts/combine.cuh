@@ -131,62 +131,37 @@ struct Token {
   u32 ranks, hosts;  // threads that have one; this host's sum is made here
 };
 
-/// The numbers by which a thread finds its part of a token: its rank's place, its host's record.
-struct Numbers {
-  i32 place, record;
-};
-
-/// Finds the rows of the tokens of this rank. One warp.
-struct TokenFinder {
-  const HostCombineParams& p;
-  const Progress& progress;
-  u64 tag;
-  int to;    // the rank at this thread's position of the island
-  i32 base;  // this rank's first row there
-  u32 seen;  // behind the last chunk of this thread's host that has come
-
-  DEVICE TokenFinder(const HostCombineParams& params, const Progress& shared, u64 call)
-      : p(params), progress(shared), tag(call), to(0), base(0), seen(0) {
-    if (lane_idx() >= kNumRanks) return;
-    to = rank_at(routes_of(p.host), p.host.host, lane_idx());
-    base = reinterpret_cast<const i32*>(p.host.row_base)[my_rank(p.host) * kNumRanks + lane_idx()];
+/// Waits until the sums of a token have come, and finds its rows. `seen`: behind the last chunk of this thread's host
+/// that has come. The whole warp; false after a report.
+DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& progress, i64 token, u32& seen,
+                       Token& found) {
+  const HostCall& h = p.host;
+  const HostRoutes& routes = routes_of(h);
+  const int thread = lane_idx();
+  found = {nullptr, nullptr, 0, 0};
+  if (thread < kNumRanks) {
+    const int to = rank_at(routes, h.host, thread);
+    const i32 place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
+    found.row = row_at(p, my_rank(h), thread, place);
   }
-
-  /// Starts the loads of a token's numbers; nothing waits for them here.
-  DEVICE Numbers read(i64 token) const {
-    const HostCall& h = p.host;
-    Numbers numbers = {-1, -1};
-    if (token >= h.num_tokens) return numbers;
-    if (lane_idx() < kNumRanks) numbers.place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
-    if (lane_idx() < h.num_hosts && lane_idx() != h.host)
-      numbers.record = reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + lane_idx()];
-    return numbers;
-  }
-
-  DEVICE bool has_come(const Numbers& numbers) {
+  const bool is_away = thread < h.num_hosts && thread != h.host;
+  const i32 record = is_away ? reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + thread] : -1;
+  if (record >= 0) found.part = record_at(h, progress, progress.in[thread], record);
+  const auto has_come = [&] {
     bool is_there = true;
-    if (numbers.record >= 0) {
-      const u32 k = chunk_of(p.host, numbers.record);
-      is_there = seen == k + 1 || has_arrived(p.host, tag, progress, progress.in[lane_idx()], k);
+    if (record >= 0) {
+      const u32 k = chunk_of(h, record);
+      is_there = seen == k + 1 || has_arrived(h, tag, progress, progress.in[thread], k);
       if (is_there) seen = k + 1;
     }
     return __ballot_sync(~0u, is_there) == ~0u;
-  }
-
-  /// Waits until the sums of a token have come, and finds its rows. The whole warp; false after a report.
-  DEVICE bool find(const Numbers& numbers, Token& found) {
-    const i64 row = numbers.place < 0 ? -1 : static_cast<i64>(base) + numbers.place;
-    found = {nullptr, nullptr, 0, 0};
-    if (is_row(row, p.max_rows)) found.row = reinterpret_cast<const u8*>(p.slots[lane_idx()]) + row * p.row_bytes;
-    if (numbers.record >= 0) found.part = record_at(p.host, progress, progress.in[lane_idx()], numbers.record);
-    found.ranks = __ballot_sync(~0u, found.row != nullptr);
-    found.hosts = __ballot_sync(~0u, found.part != nullptr);
-    if (has_come(numbers)) return true;
-    const int first = __ffs(static_cast<int>(found.hosts)) - 1;
-    const int rank = routes_of(p.host).inlets[progress.in[first].link].rank;
-    return warp_wait(p.host, tag, rank, 41, [&] { return has_come(numbers); });
-  }
-};
+  };
+  found.ranks = __ballot_sync(~0u, found.row != nullptr);
+  found.hosts = __ballot_sync(~0u, found.part != nullptr);
+  if (has_come()) return true;
+  const int first = __ffs(static_cast<int>(found.hosts)) - 1;
+  return warp_wait(h, tag, routes.inlets[progress.in[first].link].rank, 41, has_come);
+}
 
 /// Adds up a token. The whole warp.
 DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
@@ -221,22 +196,17 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
     u32* counter = reinterpret_cast<u32*>(state_counters(h, kStateNextUnitOffset));
     return lane_idx() == 0 ? static_cast<i32>(atom_add_relaxed_gpu(counter, 1)) : 0;
   };
-  TokenFinder finder(p, progress, tag);
-  i32 token = __shfl_sync(~0u, take(), 0), ahead = take();
-  Numbers numbers = finder.read(token);
+  u32 seen = 0;
+  i32 upcoming = take();
 #pragma unroll 1
-  while (token < h.num_tokens) {
-    const i32 next = __shfl_sync(~0u, ahead, 0);
-    ahead = take();
-    const Numbers next_numbers = finder.read(next);  // a step ahead of their use
+  for (i32 token = __shfl_sync(~0u, upcoming, 0); token < h.num_tokens; token = __shfl_sync(~0u, upcoming, 0)) {
+    upcoming = take();
     perhaps_stall(tag, h.call.rank, 8);
     Token found;
-    if (!finder.find(numbers, found)) return;
+    if (!find_token(p, tag, progress, token, seen, found)) return;
     sum_token(p, found, reinterpret_cast<u8*>(p.out) + token * static_cast<i64>(p.row_bytes));
     __syncwarp();
-    if (found.part) count_in(h, progress, lane_idx(), chunk_of(h, numbers.record), 1);
-    token = next;
-    numbers = next_numbers;
+    if (found.part) count_in(h, progress, lane_idx(), seen - 1, 1);
   }
 }
 
@@ -253,7 +223,7 @@ DEVICE bool await_rows(const HostCombineParams& p, u64 tag) {
 
 namespace epee {
 
-__global__ void __launch_bounds__(512, 1) combine_hosts_bf16(const __grid_constant__ HostCombineParams p) {
+__global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __grid_constant__ HostCombineParams p) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   __shared__ u64 barriers[2 * kMaxWorkers];

@@ -274,7 +274,7 @@ DEVICE void pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
 
 namespace epee {
 
-__global__ void __launch_bounds__(512, 1) dispatch_hosts(const __grid_constant__ HostDispatchParams p) {
+__global__ void __launch_bounds__(kMoveThreads, 1) dispatch_hosts(const __grid_constant__ HostDispatchParams p) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   __shared__ u64 barriers[2 * kMaxWorkers];

@@ -27,7 +27,7 @@ struct Flow {
   i32 total;
   i32 link;
   u32 first_slot;
-  u32 num_chunks;
+  u32 slot_bytes;
 };
 
 /// What the warps of a block share, in its dynamic memory.
@@ -37,7 +37,6 @@ struct Progress {
   u32* ended;               // workers
   int num_out, num_in, num_workers;
   u32 out_unit, flags;  // bytes of an outgoing record; of the chunk words
-  u64 slot_bytes, epoch_first;
 };
 
 /// Bytes of `Progress` in front of the stages; equal to `progress_bytes` in `epee/gpu/hosts.py`.
@@ -53,8 +52,6 @@ template <class Fill>
 DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int num_workers, Fill fill) {
   const HostRoutes& routes = routes_of(h);
   Progress progress;
-  progress.slot_bytes = routes.slot_bytes;
-  progress.epoch_first = routes.first;
   progress.out = reinterpret_cast<Flow*>(dynamic_shared());
   progress.in = progress.out + num_out;
   progress.out_rows = reinterpret_cast<u32*>(progress.in + num_in);
@@ -77,7 +74,7 @@ DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int nu
       flow.data = is_out ? routes.outlets[flow.link].data : routes.inlets[flow.link].data;
       flow.first_slot = static_cast<u32>(flow.first % static_cast<u64>(h.num_slots));
     }
-    flow.num_chunks = static_cast<u32>((flow.total + h.chunk_records - 1) / h.chunk_records);
+    flow.slot_bytes = static_cast<u32>(routes.slot_bytes);
     progress.out[i] = flow;
   }
   return progress;
@@ -106,9 +103,9 @@ DEVICE const u64* arrived_copy(const HostCall& h, int inlet) {
 
 /// Whether the slot of chunk k may be filled: the proxy has read what lay there. What this thread stores then comes
 /// after.
-DEVICE bool is_free(const HostCall& h, const Progress& progress, const Flow& flow, u32 k) {
+DEVICE bool is_free(const HostCall& h, const Flow& flow, u32 k) {
   const u64 slots = static_cast<u64>(h.num_slots), chunk = flow.first + k;
-  if (flow.link < 0 || chunk < progress.epoch_first + slots) return true;
+  if (flow.link < 0 || chunk < routes_of(h).first + slots) return true;
   return ld_acquire_gpu(freed_copy(h, flow.link) + slot_of(h, flow, k)) == chunk + 1 - slots;
 }
 
@@ -126,7 +123,7 @@ DEVICE bool has_arrived(const HostCall& h, u64 tag, const Progress& progress, co
 /// Where a record lies in the slots of its flow.
 DEVICE u8* record_at(const HostCall& h, const Progress& progress, const Flow& flow, i32 record) {
   const u32 k = chunk_of(h, record), within = static_cast<u32>(record) - k * static_cast<u32>(h.chunk_records);
-  return reinterpret_cast<u8*>(flow.data + slot_of(h, flow, k) * progress.slot_bytes) +
+  return reinterpret_cast<u8*>(flow.data + static_cast<u64>(slot_of(h, flow, k)) * flow.slot_bytes) +
          static_cast<u64>(within) * progress.out_unit;
 }
 
@@ -170,7 +167,7 @@ struct Claims {
     if (lane_id < progress.num_out) flow = progress.out[lane_id];
     const bool is_one = next < flow.total;
     const u32 k = is_one ? chunk_of(h, next) : 0;
-    const bool is_ready = is_one && (k + 1 == seen || is_free(h, progress, flow, k));
+    const bool is_ready = is_one && (k + 1 == seen || is_free(h, flow, k));
     if (is_ready) seen = k + 1;
     is_over = __ballot_sync(~0u, is_one) == 0;
     const u32 here = __ballot_sync(~0u, is_ready && flow.link < 0);

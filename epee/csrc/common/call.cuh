@@ -234,7 +234,8 @@ constexpr u32 kFailedElsewhere = 1 << 8;
 /// view above it, or `kFailedElsewhere`.
 DEVICE u32 why_stop(const Call& call, u64 tag, u64 start) {
   const u64 now = global_time_ns();
-  const HostState news = latest_news(reinterpret_cast<u64*>(call.abort), local_words(call, kControlNewsOffset), start, now);
+  const HostState news =
+      latest_news(reinterpret_cast<u64*>(call.abort), local_words(call, kControlNewsOffset), start, now);
   const u32 dead = dead_ranks(news) & active_ranks(call) & ~(1u << call.rank);
   if (dead) return kPeerDead | static_cast<u32>(__ffs(static_cast<int>(dead)) - 1) << 16;
   if (is_aborted(news)) return kAborted;

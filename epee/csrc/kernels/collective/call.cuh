@@ -213,7 +213,8 @@ DEVICE u32 left_ranks(const CollectiveCall& call, u32 ranks) {
 /// `kFailedElsewhere`. `start` is when the wait was first looked at.
 DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, u32 on_death, int peer, u64 start) {
   const u64 now = global_time_ns();
-  const HostState news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, kRegionNewsOffset), start, now);
+  const HostState news =
+      latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, kRegionNewsOffset), start, now);
   const u32 needed = on_death == kMends ? 1u << peer : active;
   const u32 left = on_death == kFails ? 0 : left_ranks(call, needed);
   const u32 dead = (dead_ranks(news) | left) & needed & ~(1u << call.rank);

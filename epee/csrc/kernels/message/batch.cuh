@@ -311,8 +311,8 @@ DEVICE bool receive_lane(const MessageParams& p, Lane& s, const Wanted& w, int p
         const Place where = k == 0 ? kWaitMessage : kWaitChunk;
         bool is_open = has_pair(p, s, kReceive) && wait_count(p, peer, kReceive, flag, chunk + 1, s.wanted.tag, where);
         if (is_open && k == 0)
-          is_open = compare_facts(p, peer, slot_of_message(p, s, 0), s.wanted.tag,
-                                  static_cast<u64>(s.wanted.num_bytes), s.wanted.dtype);
+          is_open = compare_facts(p, peer, slot_of_message(p, s, 0), s.wanted.tag, static_cast<u64>(s.wanted.num_bytes),
+                                  s.wanted.dtype);
         if (!is_open) s.lost_at = k;
       },
       [&](int k, int thread, int num_threads) {

@@ -140,6 +140,24 @@ def lost(rank: int, num_ranks: int, layout: str, is_known: bool) -> None:
     buffer.close()
 
 
+def unnoticed(rank: int, num_ranks: int) -> None:
+    """The last rank is killed, and the thread that watches notices nothing: a call that others have left looks too."""
+    buffer = make(num_ranks)
+    last = num_ranks - 1
+    check_round(buffer, case_for(num_ranks, CASE, "rank", 1), range(num_ranks))
+    path: Any = buffer._path
+    path._notifier._round = lambda: time.sleep(0.005)
+    meet("the round is over", rank, num_ranks)
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + LONG_S / 2
+    while not (dead := path.machine._await_news()):
+        assert time.monotonic() < deadline, "nobody has looked for the dead rank"
+    assert dead == [last]
+    meet("both know", rank, last)
+    buffer.close()
+
+
 def send_again(buffer: epee.Buffer, case: Case, handle: Any) -> Any:
     """The same way once more."""
     x = inputs_of(case, buffer.rank).x

@@ -23,6 +23,10 @@ def test_survivors_of_a_kill_agree_and_go_on(layout: str, is_known: bool) -> Non
     expect_only_dead(emulated, 3, survival_buffer_cases.lost, layout, is_known)
 
 
+def test_a_rank_whose_call_others_have_left_looks_for_the_dead_itself() -> None:
+    expect_only_dead(emulated, 3, survival_buffer_cases.unnoticed)
+
+
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_late_rank_is_left_out_and_comes_back(layout: str) -> None:
     *others, last = run_ranks(emulated, 3, survival_buffer_cases.late, layout, timeout_s=200)

@@ -78,6 +78,7 @@ class Epochs(Memory):
         self._numbers = CallNumbers(machine.tags, machine.platform.is_capturing)
         device = machine.device
         self.notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-throughput-{self._rank}")
+        machine.look = self.notifier.look
 
     def begin(self, deadline: float) -> None:
         """Receive deaths from now on, and take part: at once, or after the `sync` that admits this process."""

@@ -74,6 +74,7 @@ class Machine:
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
         interrupt: called while the CPU waits for the GPU; may call `abort`.
+        look: looks for deaths at once, and marks them; does nothing by default.
         reason_of: returns the peers' reasons for calls that they refused.
         is_poisoned: fill receive memory with 0xFF before each use.
         filled_by: the shape in which a slot was filled last, which determines the offsets of its fields.
@@ -86,6 +87,7 @@ class Machine:
         self.is_capturing = False
         self.stream = 0
         self.num_calls = 0
+        self.look: Callable[[], None] = _nothing
         self.interrupt: Callable[[], None] = _nothing
         self.reason_of: ReasonOf | None = None
         self.is_poisoned = False
@@ -246,9 +248,14 @@ class Machine:
                 del error
 
     def _await_news(self) -> list[int]:
-        """Return the members that are known to be dead; a peer may have received a report a little earlier."""
+        """Return the members that are known to be dead; a peer may have received a report a little earlier.
+
+        It looks itself: a pidfd reports a process only when the driver has torn down its contexts, which took longer
+        than `NEWS_S` on a busy machine, and the notifier looks closely only while a kernel waits, as this one did not.
+        """
         deadline = time.monotonic() + NEWS_S
         while True:
+            self.look()
             dead = [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
             if dead or time.monotonic() > deadline:
                 return dead

@@ -16,7 +16,7 @@ import torch
 from epee.compat.deep_ep.event import EventHandle, EventOverlap, no_event
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.compat.deep_ep.shared.rows import described, has_memory, int64_routing
+from epee.compat.deep_ep.shared.rows import described, device_of, has_memory, int64_routing
 from epee.ep import (
     BufferPool,
     LatencyBuffer,
@@ -118,7 +118,7 @@ class PaddedCalls:
             routing = int64_routing(topk_idx)
             _check_sizes(x, *sizes)
         except expected(InvalidArgument) as error:
-            self._pool.refuse_latency(error)
+            self.refuse(error, x)
             raise
         (max_tokens, num_experts), hidden, device = sizes, x.shape[1], x.device
         core = self._pool.latency_buffer(
@@ -166,7 +166,7 @@ class PaddedCalls:
         try:
             known = self._handles.facts(handle)
         except expected(InvalidArgument) as error:
-            self._pool.refuse_latency(error)
+            self.refuse(error, topk_weights if options.zero_copy else x)
             raise
         if options.timeout_us is None:
             found = self._combine_again(x, topk_idx, topk_weights, known, out, options, when_received)
@@ -190,9 +190,9 @@ class PaddedCalls:
         )
         return got.x, _event(got, options), _after(got, options, when_received)
 
-    def refuse(self, error: Exception) -> None:
-        """Make the peers' next call fail at once because of `error`."""
-        self._pool.refuse_latency(error)
+    def refuse(self, error: Exception, x: object) -> None:
+        """Make the peers' next call fail at once because of `error`; `x` is the refused call's."""
+        self._pool.refuse_latency(error, device_of(x) if isinstance(x, torch.Tensor) else None)
 
     def _dispatch_again(
         self,

@@ -381,6 +381,11 @@ class SharedBuffer:
         return self._exchange.epoch
 
     @property
+    def num_announced(self) -> int:
+        """Calls with rows, refused ones included, that this rank has announced; alike on all members."""
+        return self._path.num_announced(OP_DISPATCH)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of shared memory that this rank maps for others: its inbox and what calls have made so far."""
         if self._turns.is_closed:

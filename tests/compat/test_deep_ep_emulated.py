@@ -113,6 +113,34 @@ def test_hybrid_agrees_with_one_row_at_a_time() -> None:
     _run(2, hybrid_cases.run_calls)
 
 
+def _blind_refusals(rank: int, num_ranks: int) -> None:
+    """Refuse rows that are not on the GPU, or are none, while the others' calls ask no rank."""
+    buffer = deep_ep.HybridEPBuffer(world(), hybrid_cases.HIDDEN, hybrid_cases.MAX_TOKENS, hybrid_cases.NUM_LOCAL)
+    mine = hybrid_cases.given(rank, num_ranks, 1)
+    options: dict[str, Any] = {"hidden": mine.hidden, "routing_map": mine.routing_map, "probs": mine.probs}
+    options |= {"num_permuted_tokens": 64, "non_blocking": True}
+    hybrid_cases.check_call(buffer, rank, num_ranks, 1, None)
+    for hidden, words in ((None, "x must be"), (mine.hidden, "hidden must be where it was")):
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as settings:
+                settings.setattr(pool.BufferPool, "is_gpu", lambda self, device: False)
+                with pytest.raises(InvalidArgument, match=words):
+                    buffer.dispatch_with_permute(**{**options, "hidden": hidden})
+        else:
+            with pytest.raises(MismatchError, match="rank 0 refused"):
+                _dispatch_and_check(buffer, options)
+        hybrid_cases.check_call(buffer, rank, num_ranks, 2, 4)
+
+
+def _dispatch_and_check(buffer: deep_ep.HybridEPBuffer, options: dict[str, Any]) -> None:
+    buffer.dispatch_with_permute(**options)
+    buffer._pool().check()
+
+
+def test_hybrid_refuses_what_is_not_on_the_gpu_where_the_others_call_it() -> None:
+    _run(2, _blind_refusals)
+
+
 def test_v2_refuses_everywhere_and_works_on() -> None:
     peer, here = _run(2, v2._refuse)
     for name, text in here.items():

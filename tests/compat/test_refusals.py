@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from epee.compat import deep_ep
 from epee.compat.mooncake import ep, pg
-from epee.errors import InvalidArgument, MismatchError
+from epee.errors import EpeeError, InvalidArgument, MismatchError, UnsupportedError
 from tests.harness import run_ranks
 
 HIDDEN, NUM_TOKENS, NUM_LOCAL, MOST = 128, 5, 2, 8
@@ -53,6 +53,13 @@ class Padded:
         """Make a step that all can make; sums of two bfloat16 rows, each the token's, are exact."""
         rows, _, handle, _, _ = self.dispatch()
         assert torch.equal(self.combine(rows, handle), self.x * 2)
+
+    def step(self, value: float, **other: Any) -> None:
+        """Make a step with rows of one value on all ranks: what other ranks sent for another step has another."""
+        rows, counts, _, _, _ = self.dispatch(x=torch.full_like(self.x, value), **other)
+        assert int(counts.sum())
+        for expert, count in enumerate(counts.tolist()):
+            assert torch.equal(rows[expert, :count], torch.full_like(rows[expert, :count], value))
 
     def cases(self) -> list[tuple[str, Call, Call]]:
         """Return (words of the error, the refused call, the peers' call)."""
@@ -193,6 +200,129 @@ def first_calls(rank: int, num_ranks: int, name: str) -> None:
 @pytest.mark.parametrize("calls", [first_calls, later_calls], ids=["first", "later"])
 def test_a_refusal_of_one_rank_reaches_all(calls: Call, backend: str, name: str) -> None:
     run_ranks(calls, 2, name, backend=backend, timeout_s=50)
+
+
+def two_rooms(rank: int, num_ranks: int) -> None:
+    """Refuse calls in the room that is not the one used last, dispatches and calls by handles; grow one of them."""
+    calls = Elastic(rank, num_ranks)
+    wide = torch.cat([calls.x, calls.x], 1)
+    for other in ({"num_experts": 1.5}, {"num_max_tokens_per_rank": "8"}):
+        _in_two_rooms(rank, calls, wide, other)
+
+
+def _in_two_rooms(rank: int, calls: Elastic, wide: torch.Tensor, other: dict[str, Any]) -> None:
+    buffer = calls.buffer
+    rows, _, _, handle, _ = calls.dispatch()
+    wide_rows, _, _, wide_handle, _ = calls.dispatch(x=wide)
+    _refused(rank, "must be", lambda: calls.dispatch(**other), calls.dispatch)
+    calls.whole()
+    assert torch.equal(buffer.combine(wide_rows, wide_handle)[0][:, :HIDDEN], buffer.combine(rows, handle)[0])
+    _refused(rank, "must be", lambda: buffer.combine(rows, 1), lambda: buffer.combine(wide_rows, wide_handle))
+    calls.whole()
+    again = lambda **others: buffer.dispatch(wide, handle=wide_handle, **others)  # noqa: E731
+    _refused(rank, "must be", lambda: again(num_experts=99), again)
+    _refused(rank, "must be", lambda: calls.dispatch(x=None), lambda: calls.dispatch(num_max_tokens_per_rank=1000))
+    got = calls.dispatch(x=wide, num_max_tokens_per_rank=500)[0]
+    assert torch.equal(got[:, :HIDDEN], calls.dispatch()[0])
+
+
+def other_rooms(rank: int, num_ranks: int) -> None:
+    """Make calls for which the ranks need different rooms: they say so at once."""
+    calls = Elastic(rank, num_ranks)
+    wide = torch.cat([calls.x, calls.x], 1)
+    calls.dispatch(x=wide)
+    calls.whole()
+    wrong = {"x": wide} if rank == 0 else {"x": wide[:, :64]}
+    with pytest.raises(MismatchError, match="another one; all ranks must make the same calls"):
+        calls.dispatch(**wrong)
+    calls.whole()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+@pytest.mark.parametrize("calls", [two_rooms, other_rooms])
+def test_a_refusal_reaches_calls_in_all_rooms(calls: Call, backend: str) -> None:
+    run_ranks(calls, 2, backend=backend, timeout_s=50)
+
+
+def after_update(rank: int, num_ranks: int) -> None:
+    """Refuse the first call after the members were to meet again; steps are told apart by their values."""
+    calls = Padded(rank, num_ranks, True)
+    for _ in range(2):
+        calls.whole()
+        calls.buffer.update_ep_member()
+        _refused(rank, "timeout_us", lambda: calls.dispatch(timeout_us=0), calls.dispatch)
+        for step in (1, 2):
+            calls.step(float(step))
+        calls.whole()
+
+
+def growth(rank: int, num_ranks: int) -> None:
+    """Refuse a call for which the others make more memory: they meet this rank in its next such call, in step."""
+    calls = Padded(rank, num_ranks, False)
+    calls.whole()
+    for most in (4096, 9000):
+        if rank == 0:
+            with pytest.raises(InvalidArgument, match="x must be"):
+                calls.dispatch(x=calls.x[0], num_max_dispatch_tokens_per_rank=most)
+        else:
+            with pytest.raises(MismatchError, match="rank 0 refused its call"):
+                calls.dispatch(num_max_dispatch_tokens_per_rank=most)
+        calls.step(float(most), num_max_dispatch_tokens_per_rank=most)
+        calls.whole()
+
+
+def growth_out_of_step(rank: int, num_ranks: int) -> None:
+    """Make a call that fits after one that was refused while the others grow: no call is paired with a wrong one."""
+    with pytest.MonkeyPatch.context() as settings:
+        settings.setenv("EPEE_TIMEOUT_S", "0.5")
+        calls = Padded(rank, num_ranks, False)
+        calls.whole()
+    grow = lambda **other: calls.dispatch(num_max_dispatch_tokens_per_rank=4096, **other)  # noqa: E731
+    if rank == 0:
+        with pytest.raises(InvalidArgument, match="x must be"):
+            grow(x=calls.x[0])
+        with pytest.raises(EpeeError, match="rank"):
+            calls.dispatch()
+    else:
+        with pytest.raises(EpeeError, match=r"because it refused this call|calls apart"):
+            grow()
+    with pytest.raises(EpeeError, match="rank"):
+        grow()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+@pytest.mark.parametrize("calls", [after_update, growth])
+def test_a_refusal_reaches_low_latency_calls_that_begin_with_a_meeting(calls: Call, backend: str) -> None:
+    run_ranks(calls, 2, backend=backend, timeout_s=50)
+
+
+def test_low_latency_calls_that_are_out_of_step_raise() -> None:
+    run_ranks(growth_out_of_step, 2, backend="gloo", timeout_s=25)
+
+
+def by_handle(rank: int, num_ranks: int) -> None:
+    """Refuse rows without memory beside a handle, and take statistics beside `zero_copy`, which reads no x."""
+    calls = Hybrid(rank, num_ranks)
+    handle = calls.dispatch()[4]
+    again = lambda **other: calls.buffer.dispatch_with_permute(**{"hidden": calls.x, "handle": handle, **other})  # noqa: E731
+    if rank == 0:
+        with pytest.raises(UnsupportedError, match="x must be on"):
+            again(hidden=calls.x.to("meta"))
+    else:
+        with pytest.raises(MismatchError, match="rank 0 refused"):
+            again()
+    calls.whole()
+    padded = Padded(rank, num_ranks, False)
+    rows, _, handle, _, _ = padded.dispatch()
+    padded.buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)
+    stats = torch.zeros(num_ranks, dtype=torch.int64)
+    got = padded.combine(torch.empty(0, device="meta"), handle, zero_copy=True, combine_wait_recv_cost_stats=stats)
+    assert torch.equal(got, padded.x * 2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+def test_rows_without_memory(backend: str) -> None:
+    run_ranks(by_handle, 2, backend=backend, timeout_s=50)
 
 
 def _settings(rank: int, num_ranks: int) -> None:

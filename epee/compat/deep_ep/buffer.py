@@ -312,8 +312,9 @@ class Buffer(LowLatency, PoolOwner):
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("topk_idx and topk_weights must be None beside a handle, which has the routing")
         except expected(InvalidArgument) as error:
-            known.room.core.refuse(error)
+            known.room.refuse(error)
             raise
+        known.room.enter()
         return known.room.core.dispatch(x, handle=known.handle, num_sms=known.room.num_sms(config.num_sms))
 
     def combine(
@@ -361,6 +362,7 @@ class Buffer(LowLatency, PoolOwner):
             if found is not None:
                 return found.x, found.topk_weights, no_event()
         with self._run(device_of(x), async_finish, previous_event) as run:
+            known.room.enter()
             got = known.room.core.combine(
                 rows,
                 known.handle if is_own_order else known.handle.in_order(_ORDER),
@@ -378,7 +380,7 @@ class Buffer(LowLatency, PoolOwner):
         try:
             check_config(config)
         except expected(InvalidArgument) as error:
-            room.core.refuse(error)
+            room.refuse(error)
             raise
         return room.num_sms(config.num_sms)
 

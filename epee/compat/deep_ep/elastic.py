@@ -346,6 +346,7 @@ class ElasticBuffer(Experimental, PoolOwner):
                 local = known.core.peek_topk_idx()
                 if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
                     weights = weights.masked_fill(local[: len(weights)] < 0, 0)
+        known.room.enter()
         return known.room.core.combine(
             rows,
             core,
@@ -471,8 +472,9 @@ class ElasticBuffer(Experimental, PoolOwner):
             wrong.append("do_expand must be that of the handle's dispatch")
         if wrong:
             error = InvalidArgument("dispatch with a handle: " + "; ".join(wrong))
-            known.room.core.refuse(error)
+            known.room.refuse(error)
             raise error
+        known.room.enter()
         sms = known.room.num_sms(options.num_sms)
         return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
 

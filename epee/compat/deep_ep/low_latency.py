@@ -166,8 +166,9 @@ class LowLatency:
                 "overlap", "epee's combine waits for no signal of a GEMM; call it behind the GEMM (return_recv_hook)"
             )
         count = None
+        given = topk_weights if zero_copy else x  # on the call's device; x is not read then
         if combine_wait_recv_cost_stats is not None:
-            self._check_counters(x, "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.group_size)
+            self._check_counters(given, "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.group_size)
 
             def count(got: LatencyCombined) -> None:
                 """Add the times of waiting to the caller's statistics."""
@@ -175,7 +176,7 @@ class LowLatency:
 
         if use_logfmt and zero_copy:
             error = InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
-            self._padded.refuse(error)
+            self._padded.refuse(error, given)
             raise error
         try:
             ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
@@ -224,7 +225,7 @@ class LowLatency:
         try:
             check_counters(name, value, count, device_of(x))
         except expected(InvalidArgument) as error:
-            self._padded.refuse(error)
+            self._padded.refuse(error, x)
             raise
 
     def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> CallOptions:

@@ -253,7 +253,7 @@ class Buffer:
                 f"timeout_us must be above 0, or -1 for the group's time-out, and at most {MAX_US}, got "
                 f"{shown(timeout_us)}"
             )
-            self._pool.refuse_latency(error)
+            self._padded.refuse(error, x)
             raise error
         if active_ranks is None:
             active_ranks = self._mask.on(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))

@@ -12,6 +12,12 @@ keep the memory of their calls, and memory that a CUDA graph has recorded stays 
 A process that replaces a lost rank joins the memory that the others have (`LatencyBuffer.awaited_bytes`), with its
 first call, while they meet it before theirs (`meet_again`); then calls look for room, or all grow together.
 
+**Refusals** are spoken in the memory of the call, as a dispatch, after the meeting that its call begins with. Peers
+that grow do not dispatch: they give each other the number of calls that they have announced in the memory that they
+have. A rank that has refused this call is one ahead there: those behind take part in the refused call, belated, and
+raise, and the rank ahead meets them again in their next growth. Ranks that are further apart raise. A crash in between
+is a death in the memory that they have.
+
 **Steps** that the ranks of a group take together outside of calls: make further rooms, or meet again in those they have
 (`Steps`). Under Mooncake's names a rank may make a second buffer while its peers call `update_ep_member` on their first
 one: both are one step of the group. A rank that makes rooms cannot know which of the two its peers do, so each rank
@@ -32,6 +38,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 import time
 import weakref
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -41,7 +48,16 @@ import torch.distributed as dist
 
 from ... import env
 from ...arrays import writing
-from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, RankFailedError, expected
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    MismatchError,
+    PeerError,
+    RankFailedError,
+    expected,
+)
 from ...gpu.payload import DoesNotFit
 from ..config import MAX_LATENCY_TOKENS
 from ..control.bootstrap import refuse_to_make
@@ -53,6 +69,7 @@ _log = logging.getLogger(__name__)
 _MAKE, _AGAIN = "make", "again"
 _PREFIX = "epee/ep/step/"
 _POLL_S = 0.002
+_MEETING = struct.Struct("<?Q")  # before growth: whether this rank has refused a call there, the calls announced
 
 
 class Steps:
@@ -192,6 +209,8 @@ class LatencyRooms:
         self._kept: list[LatencyBuffer] = []  # whose memory graphs have recorded
         self._cores: dict[LatencyNeed, LatencyBuffer] = {}
         self._apart: set[LatencyBuffer] = set()  # whose ranks meet before their next call
+        self._unmasked: torch.Tensor | None = None  # members that a refused call has met, for the next call's mask
+        self._refused: set[LatencyBuffer] = set()  # in whose memory this rank has refused a call
         self.lately: dict[LatelyKey, LatencyBuffer] = {}
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
         device = current_gpu()
@@ -208,7 +227,12 @@ class LatencyRooms:
     def buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call; see `BufferPool.latency_buffer`."""
         if self._apart:
-            self._meet(need, active_ranks)
+            self._meet(self._whole.get(need.device.type))
+        agreed, self._unmasked = self._unmasked, None
+        # otherwise a GPU would wait until the timeout for ranks that are no members
+        if agreed is not None and _is_mask(active_ranks, len(agreed)):
+            with writing(active_ranks):
+                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
         core = self._cores.get(need)
         if core is None:
             core = self._cores[need] = self._find(need)
@@ -240,13 +264,22 @@ class LatencyRooms:
         """Return the memory that replacements of lost ranks join, by type of device."""
         return {kind: whole for kind, whole in self._whole.items() if whole.takes_replacements}
 
-    def refuse(self, error: Exception) -> None:
-        """Make the peers' next call fail at once because of `error`; without memory they make it in that call."""
+    def refuse(self, error: Exception, device: torch.device | None = None) -> None:
+        """Make the peers' next call fail at once because of `error`; see `BufferPool.refuse_latency`.
+
+        Without memory they make it in that call.
+        """
         wholes = list(self._whole.values())
-        if wholes:
-            wholes[-1].refuse(error)
-        else:
+        if not wholes:
             refuse_to_make(self._group, error)
+            return
+        whole = wholes[-1] if device is None else self._whole.get(device.type, wholes[-1])
+        try:
+            self._meet(whole)
+        except expected(EpeeError) as problem:
+            _log.warning("could not tell the peers about a refused call: %s", problem)
+            return
+        self._refuse_in(whole, error)
 
     def meet_again(self) -> None:
         """Make the next call begin with the current members of the group; see `BufferPool.meet_again`."""
@@ -264,21 +297,20 @@ class LatencyRooms:
         """Free all memory. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
-        for part in (self._whole, self._kept, self._cores, self._apart, self.lately):
+        for part in (self._whole, self._kept, self._cores, self._apart, self._refused, self.lately):
             part.clear()
 
-    def _meet(self, need: LatencyNeed, active_ranks: torch.Tensor | None) -> None:
-        whole = self._whole.get(need.device.type)
+    def _refuse_in(self, whole: LatencyBuffer, error: Exception) -> None:
+        self._refused.add(whole)
+        whole.refuse(error)
+
+    def _meet(self, whole: LatencyBuffer | None) -> None:
         if whole is None or whole not in self._apart:
             return
         if self._steps is not None:
             self._steps.meet()
-        agreed = whole.sync()
+        self._unmasked = whole.sync()
         self._apart.discard(whole)
-        # otherwise a GPU would wait until the timeout for ranks that are no members
-        if _is_mask(active_ranks, len(agreed)):
-            with writing(active_ranks):
-                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
 
     def _find(self, need: LatencyNeed) -> LatencyBuffer:
         whole = self._whole.get(need.device.type) or self._make_first(need)
@@ -292,7 +324,7 @@ class LatencyRooms:
         except DoesNotFit as error:
             return _cut(self._grow(need, whole, error), need)
         except expected(InvalidArgument) as error:
-            whole.refuse(error)  # concerns this rank's sizes alone, as far as it knows
+            self._refuse_in(whole, error)  # concerns this rank's sizes alone, as far as it knows
             raise
 
     def _make_first(self, need: LatencyNeed) -> LatencyBuffer:
@@ -311,11 +343,38 @@ class LatencyRooms:
         needed = max(_bytes_for(need, self._group.size()), whole.config.room_bytes)
         self._require_no_graph(need, needed)
         try:
-            whole.all_gather_bytes(b"grow")  # all are here, or none begins
+            self._meet_to_grow(whole)  # all are here, or none begins
         except expected(RankFailedError, PeerError, CommTimeoutError) as error:
-            raise InvalidArgument(f"{reason}; it cannot be made when a rank is lost") from error
+            raise InvalidArgument(
+                f"{reason}; it cannot be made when a rank is lost, or does not come because it refused this call"
+            ) from error
         _log.info("%s: %d bytes are made", reason, needed)
         return self._make(needed, None if need.device.type == "cpu" else need.device)
+
+    def _meet_to_grow(self, whole: LatencyBuffer) -> None:
+        """Let the ranks meet before they replace `whole`. Collective.
+
+        Raises:
+            MismatchError: another rank has refused this call, or the ranks are out of step since a refusal.
+        """
+        while True:
+            mine = whole.num_announced
+            rows = whole.all_gather_bytes(_MEETING.pack(whole in self._refused, mine))
+            met = {rank: _MEETING.unpack(row) for rank, row in enumerate(rows) if row}
+            ahead = max(number for _, number in met.values())
+            refusing = [rank for rank, (has_refused, number) in met.items() if has_refused and number == ahead]
+            least = min(number for _, number in met.values())
+            if not refusing or least == ahead:
+                return
+            if ahead - least > 1:
+                raise MismatchError(
+                    f"since rank {refusing[0]} refused a call, the ranks are {ahead - least} low-latency calls apart; "
+                    "make a new buffer on all ranks"
+                )
+            if mine < ahead:
+                error = MismatchError(f"dispatch: rank {refusing[0]} refused its call, so no rank made it")
+                whole.refuse(error)  # in the place of the refused call; the others' part in it is over
+                raise error
 
     def _require_no_graph(self, need: LatencyNeed, needed: int) -> None:
         if is_capturing():
@@ -342,6 +401,7 @@ class LatencyRooms:
         whole = self._whole.pop(kind)
         self.lately.clear()
         self._apart.discard(whole)
+        self._refused.discard(whole)
         self._cores = {need: core for need, core in self._cores.items() if core.whole is not whole}
         if whole.is_recorded:
             self._kept.append(whole)

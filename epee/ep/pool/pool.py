@@ -189,10 +189,15 @@ class BufferPool:
             refuse_to_make(self.group, error)
         self.refuse(error)
 
-    def refuse_latency(self, error: Exception) -> None:
-        """Make the peers' next low-latency call fail at once because of `error`."""
+    def refuse_latency(self, error: Exception, device: torch.device | None = None) -> None:
+        """Make the peers' next low-latency call fail at once because of `error`. Collective after `meet_again`.
+
+        Args:
+            error: of this rank.
+            device: of the refused call's tensors, as far as they are known.
+        """
         if not self._is_closed:
-            self._latency.refuse(error)
+            self._latency.refuse(error, device)
 
     def sum_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `counts`, `[n]` integers, as `[n]` int64 on the CPU. Collective."""

@@ -8,10 +8,17 @@ old one stay valid, and it is freed with the last of them, or at the end if grap
 
 On CPUs memory is address space until it is used: a buffer is made at the first call of a shape, by all ranks, and anew
 when a call needs more. Whether one must be made is decided from numbers that are equal on all ranks.
+
+**Refusals** on CPUs are spoken in one room, that of the last call in a room that was not replaced, as a rank whose
+arguments are wrong cannot know the room of its call. So a call in another room begins with a meeting there, which ends
+if a rank refuses, and in which the ranks compare where they go. The first store of a rank in the other room comes after
+it. A crash in the meeting is a death in the room of the meeting. Memory of a GPU is one for all shapes, so there
+refusals reach every call.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from typing import Any, NamedTuple
@@ -19,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidArgument, expected
+from ...errors import InvalidArgument, MismatchError, expected
 from ...gpu.payload import DoesNotFit
 from ...gpu.report import NoRoomError
 from ...torch_private import MAX_CHECKS, MetadataCheck
@@ -81,26 +88,51 @@ class Room:
 
     Args:
         core, num_tokens, itemsize: as the attributes.
-        is_apart: it has memory of its own, and is closed when the room is no longer referenced.
+        others: the rooms on CPUs of which it is one: it has memory of its own, and is closed when the room is no
+            longer referenced. None: a room over the memory of a GPU.
+        name: of a room on CPUs, equal on all ranks.
 
     Attributes:
         core: the buffer.
         num_tokens: that it has room for.
         itemsize: bytes of its widest element.
+        is_apart: it has memory of its own.
+        name: as given.
     """
 
-    def __init__(self, core: Buffer, num_tokens: int, itemsize: int, is_apart: bool) -> None:
+    def __init__(
+        self, core: Buffer, num_tokens: int, itemsize: int, others: ThroughputRooms | None = None, name: str = ""
+    ) -> None:
         self.core = core
         self.num_tokens = num_tokens
         self.itemsize = itemsize
+        self.is_apart = others is not None
+        self.name = name
+        self._others = None if others is None else weakref.ref(others)
         self._most_sms = core.max_num_sms
-        if is_apart:
+        if self.is_apart:
             closer = weakref.finalize(self, core.close)
             closer.atexit = False
 
     def fits(self, need: Need) -> bool:
         """Return whether a call that needs so much can be made here."""
         return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
+
+    def enter(self) -> None:
+        """Begin a call by a handle of this room. Collective on CPUs if the last call was in another room.
+
+        Raises:
+            MismatchError: a rank refused its call, or goes to another room.
+        """
+        others = None if self._others is None else self._others()
+        if others is not None:
+            others.move(self)
+
+    def refuse(self, error: Exception) -> None:
+        """Make the peers' call by a handle of this room fail at once because of `error`."""
+        others = None if self._others is None else self._others()
+        lane = None if others is None else others.lane
+        (self.core if lane is None else lane).refuse(error)
 
     def num_sms(self, wanted: int) -> int | None:
         """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default.
@@ -165,6 +197,7 @@ class ThroughputRooms:
         self._cut: dict[tuple[object, ...], Room] = {}
         self._made: dict[tuple[object, ...], Room] = {}
         self.lane: Buffer | None = None
+        self._last: Room | None = None  # on CPUs that was used last, of those that are not replaced
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
         self._likes: dict[object, Like] = {}  # over the current memory
         self._lately: list[Like] = []  # the last few of them with `looks`, the newest first
@@ -182,8 +215,14 @@ class ThroughputRooms:
         room = self._cut_for(need) if is_gpu else self._made.get(_key(need))
         if room is None or not room.fits(need):
             room = self._grow(need) if is_gpu else self._make(need, room)
-        self._note(room)
+        self.move(room)
         return room
+
+    def move(self, room: Room) -> None:
+        """Make `room` that of the next call. Collective on CPUs if the last call was in another one."""
+        if room.is_apart and room is not self._last:
+            self._meet(room.name)
+        self._note(room)
 
     def standing(self, need: Need) -> Room | None:
         """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
@@ -236,7 +275,7 @@ class ThroughputRooms:
         """Close the buffers in use; replaced ones are closed with their last handle. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
-        self.whole = self.lane = None
+        self.whole = self.lane = self._last = None
         self._cut.clear()
         self._likes.clear()
         self._lately.clear()
@@ -245,7 +284,10 @@ class ThroughputRooms:
 
     def _note(self, room: Room) -> None:
         """Make a call in `room` run after those in others: the calls of one pool run one after another."""
-        self.lane = room.core
+        if not room.is_apart:
+            self.lane = room.core
+        elif any(room is made for made in self._made.values()):  # one that was replaced ends with its last handle
+            self.lane, self._last = room.core, room
         for other in self._made.values() if len(self._made) > 1 else ():
             if other is not room:
                 other.core.join()
@@ -289,7 +331,7 @@ class ThroughputRooms:
             dtype=_WIDEST[need.itemsize],
             max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
         )
-        return Room(core, num_tokens, need.itemsize, is_apart=False)
+        return Room(core, num_tokens, need.itemsize)
 
     def _most_tokens(self, need: Need, whole: Buffer) -> int:
         """Return how many tokens of each rank a slot has room for, at least 1."""
@@ -351,18 +393,29 @@ class ThroughputRooms:
 
     # -- CPUs
 
+    def _meet(self, name: str) -> None:
+        """Let the ranks leave the room of the last call together, for the one that all of them name."""
+        if self._last is None:
+            return
+        data = hashlib.blake2b(name.encode(), digest_size=16).digest()
+        for rank, theirs in enumerate(self._last.core.all_gather_bytes(data)):
+            if theirs not in (b"", data):
+                raise MismatchError(
+                    f"this rank's call needs the room of {name}, that of rank {rank} another one; all ranks must make "
+                    "the same calls in the same order"
+                )
+
     def _make(self, need: Need, old: Room | None) -> Room:
         if is_capturing():
             raise InvalidArgument(
                 "this buffer must grow, which it cannot while a CUDA graph is recorded; make one call of this shape "
                 "before"
             )
-        first = next(iter(self._made.values()), None)
-        if first is not None:  # the same on all ranks: a rank that makes another call is noticed here, not in the group
-            first.core.all_gather_bytes(b"make")
         num_tokens, itemsize = num_tokens_made_for(need.num_tokens), need.itemsize
         if old is not None:
             num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)
+        name = f"{_key(need)} {num_tokens} {itemsize}"
+        self._meet(f"new {name}")  # a rank that makes another call is noticed here, not in the group
         core = Buffer(
             self._group,
             num_experts=need.num_experts,
@@ -375,7 +428,7 @@ class ThroughputRooms:
             timeout=self._timeout,
             wide_partials=self._wide_partials,
         )
-        room = self._made[_key(need)] = Room(core, num_tokens, itemsize, is_apart=True)
+        self._last = room = self._made[_key(need)] = Room(core, num_tokens, itemsize, self, name)
         return room
 
 

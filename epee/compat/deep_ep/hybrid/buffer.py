@@ -38,7 +38,7 @@ from epee.ep import (
     most_experts,
     topk_of_map,
 )
-from epee.errors import InvalidArgument, InvalidState, expected
+from epee.errors import EpeeError, InvalidArgument, InvalidState, expected
 from epee.untraced import untraced_methods
 from epee.values import is_whole, shown
 
@@ -129,6 +129,7 @@ class HybridEPBuffer:
         self._sms = (num_sms_dispatch_api or 0, num_sms_combine_api or 0)
         self._core = ElasticBuffer(self.group, 0, num_max_tokens_per_rank=max_num_of_tokens_per_rank)
         self._num_topk = 0  # the last one that the ranks have agreed on
+        self._is_gpu: bool | None = None  # where the rows of earlier dispatches were; None before the first
 
     def dispatch_with_permute(
         self,
@@ -169,7 +170,8 @@ class HybridEPBuffer:
         """
         if handle is not None:
             return self._dispatch_again(hidden, scaling_factor, handle)
-        is_blind = non_blocking and self._pool().is_gpu(device_of(hidden))
+        is_gpu = self._pool().is_gpu(device_of(hidden))
+        is_blind = non_blocking and is_gpu
         try:
             x = _payload(hidden, scaling_factor)
             num_experts = self._num_experts(num_of_experts, num_of_experts_per_rank)
@@ -180,9 +182,14 @@ class HybridEPBuffer:
                 topk_idx = int64_routing(topk_idx)
             _check_rows(hidden, topk_idx, topk_weights, probs, num_experts)
             _check_numbers(pad_multiple, num_permuted_tokens, non_blocking)
+            if non_blocking and self._is_gpu is not None and self._is_gpu is not is_gpu:
+                raise InvalidArgument(
+                    f"hidden must be where it was in earlier dispatches if these are non_blocking, got {hidden.device}"
+                )
         except expected(Exception) as error:
-            self._refuse(error, is_blind)
+            self._refuse(error, is_blind if self._is_gpu is None else non_blocking and self._is_gpu)
             raise
+        self._is_gpu = is_gpu
         self._agree(given_map, topk_idx, hidden, is_blind)
         num_lost = None
         if given_map is not None:
@@ -238,9 +245,10 @@ class HybridEPBuffer:
         core, rows = made.core.room.core, made.core.core.num_recv
         try:
             y, weights = _to_combine(hidden, probs, made)
-        except expected(InvalidArgument) as error:
-            core.refuse(error)
+        except expected(EpeeError) as error:
+            made.core.room.refuse(error)
             raise
+        made.core.room.enter()
         if len(y) != rows:  # rows that were dropped count as zeros
             num_there = min(rows, len(y))
             y = core.combine_input(made.core.core, hidden.dtype)
@@ -296,8 +304,8 @@ class HybridEPBuffer:
         made = self._checked(handle)
         try:
             x = _payload(hidden, scaling_factor)
-        except expected(InvalidArgument) as error:
-            made.core.room.core.refuse(error)
+        except expected(EpeeError) as error:
+            made.core.room.refuse(error)
             raise
         got = self._core.dispatch(x, handle=made.core, num_sms=self._sms[0])
         rows, _, scales = _parts(payload_filled_up(_cut(got[0], made.num_permuted_tokens), made.num_permuted_tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.gpu.hosts import HOST_KERNELS, hosts_head
+from epee.gpu.hosts import HOST_KERNELS, MAX_WORKERS, hosts_head
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
@@ -23,5 +23,6 @@ def test_kernels_compile_without_spills(path: str, architecture: str, num_local:
     for name, needs in found.items():
         assert needs.spill_bytes == 0, name
         assert needs.stack_bytes == 0, name
-        assert needs.registers * 512 <= 65536, f"{name}: a block of 512 threads must fit"
+        most = 512 if "layout" in name else 32 * (MAX_WORKERS + 2)
+        assert needs.registers * most <= 65536, f"{name}: a block of {most} threads must fit"
     assert "warning" not in compiled.log

@@ -210,7 +210,7 @@ def state_layout() -> Layout:
     words, ints = torch.int64, torch.int32
     return Layout(
         Field("rows", ints, (2, ROW_ROOM), 128),
-        Field("row_ready", words, (MAX_LOCAL,), 128),
+        Field("row_ready", words, (2, MAX_LOCAL), 128),
         Field("combine_ready", words, (MAX_LOCAL,), 128),
         Field("next_row", words, (1,), 128),
         Field("next_out", words, (MAX_OUTLETS,)),

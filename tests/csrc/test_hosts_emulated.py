@@ -23,7 +23,7 @@ pytestmark = [
 TWO = ((0, 1), (2, 3))
 CASES = {
     "2 hosts of 1 rank": HostsCase(((0,), (1,)), (37, 23)),
-    "2 hosts of 2 ranks": HostsCase(TWO, (19, 30, 8, 25)),
+    "2 hosts of 2 ranks": HostsCase(TWO, (19, 30, 8, 25), num_calls=6),  # slots of rows are used again
     "3 hosts": HostsCase(((0, 1), (2,), (3, 4)), (11, 9, 17, 6, 13), num_topk=4),
     "1 + 3 ranks": HostsCase(((0,), (1, 2, 3)), (33, 12, 7, 20)),
     "3 + 1 ranks": HostsCase(((0, 1, 2), (3,)), (13, 12, 7, 40)),
@@ -70,6 +70,7 @@ def test_many_hosts_whose_tokens_need_different_chunks_at_once_do_not_wait_in_a_
 
 LIMIT_S = 3.0
 WAITING = HostsCase(((0,), (1, 2)), (20, 14, 9), timeout_s=LIMIT_S)
+PATIENT = replace(WAITING, timeout_s=60.0)  # where nobody has to wait for the time-out
 
 
 def reports_of(world: HostsWorld) -> list[list[int]]:
@@ -86,37 +87,93 @@ def lay_out_all(world: HostsWorld, given: list[Routed]) -> None:
     world.run(lambda rank: rank.dispatch(given[rank.rank]))
 
 
-def test_a_bad_id_is_refused_by_all_and_the_next_call_is_right() -> None:
-    world, given = HostsWorld(WAITING), WAITING.inputs(0)
-    wrong = WAITING.inputs(0)
+def check_three_calls(world: HostsWorld) -> None:
+    """Three are more than a stream has slots for rows: one that nobody freed shows."""
+    given = world.case.inputs(1)
+    received = reference.dispatch(given, world.case.num_experts, layout="rank")
+    for _ in range(3):
+        world.again()
+        lay_out_all(world, given)
+        for rank in world.ranks:
+            rank.check(received[rank.rank])
+
+
+@pytest.mark.parametrize("late", [(), (0, 2), (1,)])
+def test_a_bad_id_is_refused_by_all_and_the_next_calls_are_right(late: tuple[int, ...]) -> None:
+    world = HostsWorld(PATIENT)
+    wrong = PATIENT.inputs(0)
     assert wrong[1].topk_idx is not None
     wrong[1].topk_idx[3, 1] = 1000
-    lay_out_all(world, wrong)
+
+    def calls(rank: HostsRank) -> None:
+        if rank.rank in late:
+            time.sleep(0.3)
+        rank.dispatch(wrong[rank.rank])
+
+    world.run(calls)
     assert [report[:2] for report in reports_of(world)] == [[4, 1], [7, 1], [4, 1]]
-    received = reference.dispatch(given, WAITING.num_experts, layout="rank")
-    world.again()
-    lay_out_all(world, given)
+    check_three_calls(world)
+
+
+def test_a_slow_rank_reads_the_row_of_a_neighbour_that_is_a_refused_call_ahead() -> None:
+    case = HostsCase(((0, 1), (2,)), (4, 10_000, 4), timeout_s=60.0, hidden=8)
+    world, given = HostsWorld(case, 0.0), case.inputs(0)
+    layouts = [rank.kernels["layout_hosts"][1] for rank in world.ranks]
+
+    def calls(rank: HostsRank) -> None:
+        for _ in range(3):
+            layouts[2].refused = 5
+            rank.lay_out(given[rank.rank])
+            rank.move(given[rank.rank])
+
+    world.run(calls)
+    assert [report[:2] for report in reports_of(world)] == [[4, 2]] * 3
+
+
+def test_a_row_that_is_too_late_for_its_call_is_taken_later_and_every_call_is_refused() -> None:
+    world, given = HostsWorld(replace(WAITING, timeout_s=0.5)), WAITING.inputs(0)
+    others_left = threading.Barrier(3)
+
+    def calls(rank: HostsRank) -> None:
+        if rank.rank == 0:
+            others_left.wait(60)
+        rank.dispatch(given[rank.rank])
+        if rank.rank != 0:
+            others_left.wait(60)
+
+    world.run(calls)
+    assert [report[0] for report in reports_of(world)][1:] == [1, 1]
     for rank in world.ranks:
-        rank.check(received[rank.rank])
+        for _, args in rank.kernels.values():
+            args.host.call.timeout_ns = int(60e9)
+    for _ in range(3):
+        world.again()
+        lay_out_all(world, given)
+        assert [(report[0], report[3]) for report in reports_of(world)] == [(4, BROKEN_STREAMS_CODE)] * 3
 
 
 def test_too_many_rows_fail_the_call_on_all_ranks() -> None:
-    world, given = HostsWorld(WAITING), WAITING.inputs(0)
-    counts = [len(there.src_rank) for there in reference.dispatch(given, WAITING.num_experts, layout="rank")]
+    world, given = HostsWorld(PATIENT), PATIENT.inputs(0)
+    counts = [len(there.src_rank) for there in reference.dispatch(given, PATIENT.num_experts, layout="rank")]
     for rank in world.ranks:
         rank.kernels["layout_hosts"][1].max_recv_rows = max(counts) - 1
     lay_out_all(world, given)
     assert {(report[0], report[1]) for report in reports_of(world)} == {(5, counts.index(max(counts)))}
     assert [int(rank.keep["info"][0]) for rank in world.ranks] == [2, 2, 2]
+    for rank in world.ranks:
+        rank.kernels["layout_hosts"][1].max_recv_rows = rank.max_rows
+    check_three_calls(world)
 
 
 def test_other_facts_are_named_by_all() -> None:
-    world, given = HostsWorld(WAITING), WAITING.inputs(0)
+    world, given = HostsWorld(PATIENT), PATIENT.inputs(0)
     world.ranks[2].kernels["layout_hosts"][1].signature = 78
     lay_out_all(world, given)
     found = reports_of(world)
     assert [report[0] for report in found] == [3, 3, 3]
     assert [report[1] for report in found[:2]] == [2, 2]
+    world.ranks[2].kernels["layout_hosts"][1].signature = 77
+    check_three_calls(world)
 
 
 @pytest.mark.parametrize("what", ["size", "place"])

@@ -11,9 +11,16 @@
 //   4. the rows of all ranks are awaited, checked and copied into the handle; sums say where rows begin. All ranks see
 //      the same rows, so they come to the same verdict: refused, differing, too many rows.
 //
+// A rank whose ids are bad, or that must refuse, takes part like any other, and reports behind step 4: waits of a call
+// that has failed end early, and a row that is not read here keeps its slot, so that its sender can send no third one.
+// Where a row does not come in time, or could not be sent, the ranks are out of step: this one sets `broken`. It still
+// takes the rows that have come.
+//
 // A row: signature, refusal, tokens, 0; tokens for each rank; records for each host; (token, k) pairs for each expert.
-// Two copies by the parity of the row's number: a rank sends row r after it has read row r - 1 of all others, each of
-// which has sent that after it had read row r - 2. A row also says that this rank's memory for the result is free.
+// Two copies, and two words in each `row_ready`, by the parity of the row's number: a rank sends row r after it has
+// read row r - 1 of all others, each of which has sent that after it had read row r - 2. Behind a refused call nothing
+// else holds a rank back: it may send row r + 1 while a neighbour still waits for its row r.
+// A row also says that this rank's memory for the result is free.
 #pragma once
 #include "words.cuh"
 
@@ -34,9 +41,9 @@ struct Counters {
   int num_columns;
 };
 
-/// Reads the ids of a token. With `counters` it counts them, writes the handle's experts and reports ids that do not
-/// exist.
-DEVICE Goes read_token(const HostLayoutParams& p, u64 tag, int token, const Counters* counters) {
+/// Reads the ids of a token. With `counters` it counts them, those that do not exist too, and writes the handle's
+/// experts.
+DEVICE Goes read_token(const HostLayoutParams& p, int token, const Counters* counters) {
   Goes goes = {0, 0};
   const HostRoutes& routes = routes_of(p.host);
   const int num_local = p.host.num_experts / p.host.num_ranks;
@@ -48,12 +55,7 @@ DEVICE Goes read_token(const HostLayoutParams& p, u64 tag, int token, const Coun
     if (counters) {
       reinterpret_cast<i32*>(p.host.expert_of)[at] = is_expert ? static_cast<i32>(id) : -1;
       if (is_expert) red_add_shared(counters->experts + id, 1);
-      if (!is_expert && id != -1) {
-        red_add_shared(counters->num_bad, 1);
-        report_failure(
-            p.host.call, tag,
-            {kBadExpert, my_rank(p.host), static_cast<u64>(token), static_cast<u64>(id), static_cast<u64>(k)});
-      }
+      if (!is_expert && id != -1) red_add_shared(counters->num_bad, 1);
     }
     if (!is_expert) continue;
     const int rank = static_cast<int>(id) / num_local;
@@ -63,13 +65,27 @@ DEVICE Goes read_token(const HostLayoutParams& p, u64 tag, int token, const Coun
   return goes;
 }
 
+/// Reports ids of this warp's tokens that do not exist.
+DEVICE void report_bad_ids(const HostLayoutParams& p, u64 tag, Range tokens) {
+  const HostCall& h = p.host;
+#pragma unroll 1
+  for (int token = tokens.begin + lane_idx(); token < tokens.end; token += 32)
+#pragma unroll 1
+    for (int k = 0; k < h.num_topk; ++k) {
+      const i64 id = reinterpret_cast<const i64*>(p.topk_idx)[static_cast<i64>(token) * h.num_topk + k];
+      if (id < -1 || id >= h.num_experts)
+        report_failure(h.call, tag,
+                       {kBadExpert, my_rank(h), static_cast<u64>(token), static_cast<u64>(id), static_cast<u64>(k)});
+    }
+}
+
 /// Step 1: this warp's counts.
-DEVICE void count_tokens(const HostLayoutParams& p, u64 tag, Range tokens, const Counters& counters) {
+DEVICE void count_tokens(const HostLayoutParams& p, Range tokens, const Counters& counters) {
   i32* mine = counters.warps + warp_idx() * counters.num_columns;
 #pragma unroll 1
   for (int first = tokens.begin; first < tokens.end; first += 32) {
     const int token = first + lane_idx();
-    const Goes goes = read_token(p, tag, token < tokens.end ? token : p.host.num_tokens, &counters);
+    const Goes goes = read_token(p, token < tokens.end ? token : p.host.num_tokens, &counters);
 #pragma unroll 1
     for (int c = 0; c < counters.num_columns; ++c) {
       const u32 going = __ballot_sync(~0u, goes.to(p.host, c));
@@ -97,7 +113,7 @@ DEVICE void scan_counts(const Counters& counters) {
 }
 
 /// Step 2: places and records of this warp's tokens.
-DEVICE void assign_places(const HostLayoutParams& p, u64 tag, Range tokens, const Counters& counters) {
+DEVICE void assign_places(const HostLayoutParams& p, Range tokens, const Counters& counters) {
   i32* mine = counters.warps + warp_idx() * counters.num_columns;
   const int num_ranks = p.host.num_ranks;
   i32* rank_places = reinterpret_cast<i32*>(p.host.rank_places);
@@ -107,7 +123,7 @@ DEVICE void assign_places(const HostLayoutParams& p, u64 tag, Range tokens, cons
   for (int first = tokens.begin; first < tokens.end; first += 32) {
     const i64 token = first + lane_idx();
     const bool is_one = token < tokens.end;
-    const Goes goes = read_token(p, tag, is_one ? static_cast<int>(token) : p.host.num_tokens, nullptr);
+    const Goes goes = read_token(p, is_one ? static_cast<int>(token) : p.host.num_tokens, nullptr);
 #pragma unroll 1
     for (int c = 0; c < counters.num_columns; ++c) {
       const bool is_going = goes.to(p.host, c);
@@ -132,12 +148,18 @@ DEVICE i32* row_copy(const HostCall& h, int position, u64 row) {
 
 DEVICE int num_row_words(const HostCall& h) { return kRowCounts + h.num_ranks + h.num_hosts + h.num_experts; }
 
-/// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call.
-DEVICE void send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal) {
+/// Where a rank of the island announces its row to the one at `position`.
+DEVICE u64* row_ready(const HostCall& h, int position, int from, u64 row) {
+  return state_words(h, position, kStateRowReadyOffset) + row % 2 * kMaxLocal + from;
+}
+
+/// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call. False after a report: there is a host
+/// that the row was not sent to.
+DEVICE bool send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
-  __shared__ u32 is_free;  // a bit for each host
-  if (threadIdx.x == 0) is_free = 0;
+  __shared__ u32 is_free, is_full;  // a bit for each host
+  if (threadIdx.x == 0) is_free = is_full = 0;
   __syncthreads();
   const u64 slot = row % kRowSlots;
   const int thread = static_cast<int>(threadIdx.x);
@@ -146,6 +168,8 @@ DEVICE void send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters
     const u64* freed = reinterpret_cast<const u64*>(outlet.rows_freed) + slot;
     if (row < routes.first + kRowSlots || wait_word(h, tag, freed, row + 1 - kRowSlots, outlet.rank, 32, outlet.inlet))
       red_or_shared(&is_free, 1u << thread);
+    else
+      red_or_shared(&is_full, 1u << thread);
   }
   __syncthreads();
 #pragma unroll 1
@@ -165,10 +189,11 @@ DEVICE void send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters
   }
   __syncthreads();
   perhaps_stall(tag, h.call.rank, 11);
-  if (thread < kNumRanks) st_release_sys(state_words(h, thread, kStateRowReadyOffset) + h.call.rank, row + 1);
+  if (thread < kNumRanks) st_release_sys(row_ready(h, thread, h.call.rank, row), row + 1);
   if (thread < h.num_hosts && is_free >> thread & 1)
     st_release_sys(reinterpret_cast<u64*>(routes.outlets[routes.gateway_outlet[thread]].rows_posted) + slot,
                    chunk_word(row, routes.row_bytes, 0));
+  return !is_full;
 }
 
 /// Where the row of a rank is to be read.
@@ -179,14 +204,28 @@ DEVICE const i32* row_of(const HostCall& h, int rank, u64 row) {
                                       row % kRowSlots * routes.row_bytes);
 }
 
+/// Where the row of a rank on another host is announced.
+DEVICE const u64* row_arrived(const HostCall& h, int rank, u64 row) {
+  const HostRoutes& routes = routes_of(h);
+  return reinterpret_cast<const u64*>(routes.inlets[routes.source_inlet[rank]].rows_arrived) + row % kRowSlots;
+}
+
 /// Waits for the row of a rank. False after a report.
 DEVICE bool await_row(const HostCall& h, u64 tag, int rank, u64 row) {
   const HostRoutes& routes = routes_of(h);
   if (routes.host_of[rank] == h.host)
-    return wait_word(h, tag, state_words(h, kStateRowReadyOffset) + routes.position[rank], row + 1, rank, 33);
-  const u64* arrived = reinterpret_cast<const u64*>(routes.inlets[routes.source_inlet[rank]].rows_arrived);
-  return wait_word(h, tag, arrived + row % kRowSlots, chunk_word(row, routes.row_bytes, 0), rank, 33,
+    return wait_word(h, tag, row_ready(h, h.call.rank, routes.position[rank], row), row + 1, rank, 33);
+  return wait_word(h, tag, row_arrived(h, rank, row), chunk_word(row, routes.row_bytes, 0), rank, 33,
                    routes.source_inlet[rank]);
+}
+
+/// Says that this rank has read the row of a source. The slot of the row before is free then, too: where it came too
+/// late for its call, nobody else would say so.
+DEVICE void take_row(const HostCall& h, int source, u64 row) {
+  const HostRoutes& routes = routes_of(h);
+  u64* taken = reinterpret_cast<u64*>(routes.inlets[routes.source_inlet[source]].rows_taken);
+  if (row > routes.first) st_release_sys(taken + (row - 1) % kRowSlots * kNumRanks, row);
+  st_release_sys(taken + row % kRowSlots * kNumRanks, row + 1);
 }
 
 /// Checks the head of a rank's row. False after a report.
@@ -294,8 +333,10 @@ DEVICE void list_chunks(const HostLayoutParams& p) {
   }
 }
 
-/// Step 4. All threads; true when the call may go on, which all ranks find alike.
-DEVICE bool receive_rows(const HostLayoutParams& p, u64 tag, u64 row) {
+/// Step 4. All threads; true when the call may go on, which all ranks find alike, unless rows were missing
+/// (`all_came`). `bad_ids` reports those of this rank.
+template <class BadIds>
+DEVICE bool receive_rows(const HostLayoutParams& p, u64 tag, u64 row, BadIds bad_ids, bool& all_came) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   __shared__ u32 num_flaws;
@@ -313,10 +354,14 @@ DEVICE bool receive_rows(const HostLayoutParams& p, u64 tag, u64 row) {
   __syncthreads();
 #pragma unroll 1
   for (int rank = thread; rank < h.num_ranks; rank += static_cast<int>(blockDim.x)) note(await_row(h, tag, rank, row));
-  if (has_flaws()) return false;
+  all_came = !has_flaws();
+  bad_ids();
+  if (all_came) {
+    __syncthreads();  // bad ids are reported before the refusal that they are
 #pragma unroll 1
-  for (int rank = thread; rank < h.num_ranks; rank += static_cast<int>(blockDim.x))
-    note(check_head(p, tag, rank, row_of(h, rank, row)));
+    for (int rank = thread; rank < h.num_ranks; rank += static_cast<int>(blockDim.x))
+      note(check_head(p, tag, rank, row_of(h, rank, row)));
+  }
   if (!has_flaws()) {
 #pragma unroll 1
     for (int rank = warp_idx(); rank < h.num_ranks; rank += num_warps)
@@ -324,9 +369,11 @@ DEVICE bool receive_rows(const HostLayoutParams& p, u64 tag, u64 row) {
     note(sum_experts(p, tag, row));
   }
   const bool is_bad = has_flaws();
-  if (thread < routes.num_sources) {  // all of these rows have been read
-    const Inlet& from = routes.inlets[routes.source_inlet[routes.sources[thread]]];
-    st_release_sys(reinterpret_cast<u64*>(from.rows_taken) + row % kRowSlots * kNumRanks, row + 1);
+#pragma unroll 1
+  for (int i = thread; i < routes.num_sources; i += static_cast<int>(blockDim.x)) {  // these rows have been read
+    const int source = routes.sources[i];
+    if (all_came || ld_acquire_sys(row_arrived(h, source, row)) == chunk_word(row, routes.row_bytes, 0))
+      take_row(h, source, row);
   }
   if (is_bad) return false;
   note(sum_counts(p, tag));
@@ -350,13 +397,19 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   const u64 tag = current_tag(h.call);
   const u64 row = *state_words(h, kStateNextRowOffset);
   const Range tokens = piece(h.num_tokens, num_warps, warp_idx());
-  count_tokens(p, tag, tokens, counters);
+  count_tokens(p, tokens, counters);
   scan_counts(counters);
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
-  send_row(p, tag, row, counters, is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused);
-  assign_places(p, tag, tokens, counters);
-  const bool is_good = receive_rows(p, tag, row);
+  const bool is_sent =
+      send_row(p, tag, row, counters, is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused);
+  assign_places(p, tokens, counters);
+  bool all_came = false;
+  const auto bad_ids = [&] {
+    if (*counters.num_bad) report_bad_ids(p, tag, tokens);
+  };
+  const bool is_good = receive_rows(p, tag, row, bad_ids, all_came) && is_sent;
   if (threadIdx.x != 0) return;
+  if (!is_sent || !all_came) *state_words(h, kStateBrokenOffset) = 1;
   i32* info = reinterpret_cast<i32*>(h.info);
   info[kInfoState] = is_good ? kHandleGood : kHandleBad;
   info[kInfoView] = static_cast<i32>(view_number(h.call));

@@ -13,10 +13,10 @@
 // Words of the page (`epee/link/proxy/words.py` has the order and what a crash leaves):
 //
 //   word      written by                                        read by
-//   posted    announcer of the block that completes a chunk        proxy
+//   posted    announcer of the block that completes a chunk   proxy
 //   freed     proxy                                             watcher of this rank, for its packers
 //   arrived   proxy of the gateway                              watchers of all ranks of the island
-//   taken     announcer of the block that completes its reading    proxy of the gateway
+//   taken     announcer of the block that completes its reading  proxy of the gateway
 //   ABORT, LOST  rank or proxy                                  watchers: the call fails
 //
 // One warp of a grid, the watcher, reads them (a read of the CPU's memory takes 1.3 us) and keeps copies in `copies`,
@@ -27,11 +27,12 @@
 // read `rows`; all else is this rank's. Numbers of rows and chunks are those of the streams, and grow from the epoch's
 // first one on: kernels advance them at the end of a call, so a captured graph goes on by itself. A call that fails
 // after it may have posted a chunk leaves its numbers as they were and sets `broken`: chunks that are under way would
-// be taken for those of the next call, so every later call is refused, on all ranks, until the next epoch sets numbers
-// above.
+// be taken for those of the next call, so every later call is refused until the next epoch sets numbers above. So does
+// one whose rows of counts did not all come. A call that is refused by its counts, as all ranks find alike, moves
+// nothing and breaks nothing.
 //
 // A kernel that is killed at any line leaves chunks that are not posted or not taken. No word announces what is not
-// there: a announcer counts a record after its stores are complete, or its loads.
+// there: an announcer counts a record after its stores are complete, or its loads.
 //
 // What a partner's words and records say is checked before use: a chunk must be as long as the counts say, counts and
 // places lie in bounds, expert ids are compared. All waits end (`common/wait.cuh`).

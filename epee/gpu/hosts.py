@@ -39,12 +39,13 @@ from .ranks import MAX_LOCAL, MAX_RANKS, room_of
 MAX_HOSTS = 16
 MAX_OUTLETS = 32  # one for each thread of a warp
 MAX_INLETS = 128
-MAX_OUT_WORDS, MAX_IN_WORDS = 512, 2048  # slots of all outlets, of all inlets
+MAX_OUT_WORDS, MAX_IN_WORDS = 512, 2048  # slots of all outlets (or hosts: a dispatch counts by these), of all inlets
 ROW_HEAD_WORDS = 4
 ROW_ROOM = ROW_HEAD_WORDS + MAX_RANKS + MAX_HOSTS + MAX_EXPERTS
 MAX_WORKERS = 10  # warps of a block that move rows; two more count and watch, so that a thread has 168 registers
 PULL_RECORDS = 4  # adjacent records that a warp takes from a chunk at once
 SUM_VECTORS = 4  # of 16 bytes, that a thread of a summing warp loads from a row at once
+PULL_CHUNK_BITS = 26  # of `pull_order`, below the index of a source, which is less than `MAX_RANKS`
 WATCH_ENDS_EVERY = 16  # reads of the proxy's progress for one of its end
 BROKEN_STREAMS_CODE = 9  # as refusal: a call has failed after it had posted chunks
 # Words of a handle's `info`: state, number of the view, rows, chunks to pull, tag of the call, counts of local experts.
@@ -117,7 +118,7 @@ class HostCall(RankSized):
     [num_hosts, max_tokens]; `counts` [num_ranks, num_ranks], `records` [num_ranks, num_hosts]: tokens by source;
     `row_base` [num_ranks + 1, ranks of the island]: where a source's rows begin there; `served_places` [served sources,
     max_tokens, ranks of the island]: places of the records that came to this gateway; `pull_order`: chunks, index of
-    the source above 16 bits of chunk; `info`. `host`: this rank's.
+    the source above `PULL_CHUNK_BITS` bits of chunk; `info`. `host`: this rank's.
     """
 
     members = (
@@ -246,6 +247,7 @@ def hosts_head(num_local: int, stall_one_in: int = 0) -> str:
         "kMoveThreads": 32 * (MAX_WORKERS + 2),
         "kPullRecords": PULL_RECORDS,
         "kSumVectors": SUM_VECTORS,
+        "kPullChunkBits": PULL_CHUNK_BITS,
         "kLineWords": LINE_WORDS,
         "kWatchEndsEvery": WATCH_ENDS_EVERY,
         "kChunkSizeBits": SIZE_BITS,
@@ -312,7 +314,7 @@ def make_routes(rank: int, islands: Sequence[Sequence[int]], pages: Sequence[Pag
     num_slots = pages[0].shape.num_slots
     for name, count, most in (
         ("ranks", len(here.host_of), MAX_RANKS),
-        ("islands", here.num_hosts, MAX_HOSTS),
+        ("islands", here.num_hosts, min(MAX_HOSTS, MAX_OUT_WORDS // num_slots)),
         ("ranks of an island", max(map(len, here.hosts)), MAX_LOCAL),
         ("partners of a rank", len(here.partners()), min(MAX_OUTLETS, MAX_OUT_WORDS // num_slots)),
         ("partners of an island", num_inlets, min(MAX_INLETS, MAX_IN_WORDS // num_slots)),

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from epee import reference
-from epee.gpu.hosts import BROKEN_STREAMS_CODE
+from epee.errors import InvalidArgument
+from epee.gpu.hosts import BROKEN_STREAMS_CODE, PULL_CHUNK_BITS
 from epee.link.proxy.words import ABORT, CHUNKS, KINDS, LOST
 from epee.reference import Routed
 from tests.csrc.emulated import has_compiler
@@ -58,6 +59,25 @@ def test_many_chunks_pass_through_few_slots(num_slots: int, num_chunks: int, sta
 @pytest.mark.parametrize("seed", range(3))
 def test_warps_that_stand_still_change_no_bit(seed: int) -> None:
     run_case(HostsCase(((0, 2), (1, 4), (3,)), (30, 21, 9, 40, 14), stall_one_in=3, seed=seed, num_topk=4))
+
+
+def test_a_call_may_have_more_than_65536_chunks() -> None:
+    count = 66_000
+    case = HostsCase(((0,), (1,), (2,)), (1, count, 1), 1, 1, routing="all ranks", num_topk=3, hidden=8, timeout_s=60.0)
+    world, given = HostsWorld(case, 0.0), case.inputs(0)
+    world.run(lambda rank: rank.lay_out(given[rank.rank]))
+    assert [reports_of(world), int(world.ranks[2].keep["info"][3])] == [[[]] * 3, 1 + count]
+    order = world.ranks[2].keep["pull_order"][: 1 + count].tolist()
+    sources = [(entry >> PULL_CHUNK_BITS, entry & (1 << PULL_CHUNK_BITS) - 1) for entry in order]
+    assert sources == [(0, 0), *((1, chunk) for chunk in range(count))]
+
+
+@pytest.mark.parametrize(("num_hosts", "num_slots"), [(9, 64), (16, 33)])
+def test_more_hosts_than_a_dispatch_counts_slots_of_are_refused(num_hosts: int, num_slots: int) -> None:
+    case = HostsCase(tuple((rank,) for rank in range(num_hosts)), (1,) * num_hosts, num_slots)
+    rank = HostsRank(case, 0)
+    with pytest.raises(InvalidArgument, match=rf"at most {512 // num_slots} islands \(with {num_slots} slots\), got"):
+        rank.routes_among([rank])
 
 
 def test_many_hosts_whose_tokens_need_different_chunks_at_once_do_not_wait_in_a_circle() -> None:

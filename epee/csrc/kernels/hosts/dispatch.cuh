@@ -138,8 +138,8 @@ struct Puller {
       if (unit >= num_units) return false;
       take();
       const u32 chunk = reinterpret_cast<const u32*>(p.host.pull_order)[unit / units_per_chunk];
-      flow = static_cast<int>(chunk >> 16);
-      k = static_cast<int>(chunk & 0xFFFF);
+      flow = static_cast<int>(chunk >> kPullChunkBits);
+      k = static_cast<int>(chunk & ((1u << kPullChunkBits) - 1));
       first = unit % units_per_chunk * kPullRecords;
       length = min(kPullRecords, chunk_length(p.host, progress.in[flow], k) - first);
       first += k * p.host.chunk_records;

@@ -329,7 +329,7 @@ DEVICE void list_chunks(const HostLayoutParams& p) {
     i32 before = 0;
     for (int other = 0; other < routes.num_sources; ++other)
       before += min(num_chunks(other), k) + (other < x && num_chunks(other) > k);
-    reinterpret_cast<u32*>(h.pull_order)[before] = static_cast<u32>(x) << 16 | static_cast<u32>(k);
+    reinterpret_cast<u32*>(h.pull_order)[before] = static_cast<u32>(x) << kPullChunkBits | static_cast<u32>(k);
   }
 }
 

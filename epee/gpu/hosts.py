@@ -19,6 +19,8 @@ from ..errors import InvalidArgument
 from ..jit.params import PerRank, RankSized, constants_source, offsets_source, sized, struct_source
 from ..link.proxy.words import (
     ABORT,
+    CALL_BITS,
+    CALL_SHIFT,
     CHUNKS,
     FOR_ONE,
     LINE_WORDS,
@@ -48,7 +50,9 @@ SUM_VECTORS = 4  # of 16 bytes, that a thread of a summing warp loads from a row
 PULL_CHUNK_BITS = 26  # of `pull_order`, below the index of a source, which is less than `MAX_RANKS`
 WATCH_ENDS_EVERY = 16  # reads of the proxy's progress for one of its end
 BROKEN_STREAMS_CODE = 9  # as refusal: a call has failed after it had posted chunks
-# Words of a handle's `info`: state, number of the view, rows, chunks to pull, tag of the call, counts of local experts.
+GAVE_UP_ROOMS = 8  # a rank whose calls fail waits for nobody: it may be so many calls ahead before its word is replaced
+# Words of a handle's `info`: state, number of the view, rows, chunks to pull, number of the dispatch (that of its row,
+# the same on all hosts), counts of local experts.
 INFO_STATE, INFO_VIEW, INFO_ROWS, INFO_CHUNKS, INFO_CALL, INFO_COUNTS = range(6)
 
 _WORD, _INT = ctypes.c_uint64, ctypes.c_int32
@@ -213,6 +217,7 @@ def state_layout() -> Layout:
         Field("rows", ints, (2, ROW_ROOM), 128),
         Field("row_ready", words, (2, MAX_LOCAL), 128),
         Field("combine_ready", words, (MAX_LOCAL,), 128),
+        Field("gave_up", words, (GAVE_UP_ROOMS, MAX_LOCAL), 128),
         Field("next_row", words, (1,), 128),
         Field("next_out", words, (MAX_OUTLETS,)),
         Field("next_in", words, (MAX_INLETS,)),
@@ -252,6 +257,10 @@ def hosts_head(num_local: int, stall_one_in: int = 0) -> str:
         "kWatchEndsEvery": WATCH_ENDS_EVERY,
         "kChunkSizeBits": SIZE_BITS,
         "kForOne": FOR_ONE,
+        "kCallShift": CALL_SHIFT,
+        "kCallBits": CALL_BITS,
+        "kRefusalBytes": UNIT_BYTES,
+        "kGaveUpRooms": GAVE_UP_ROOMS,
         "kRowSlots": ROW_SLOTS,
         "kRowRoom": ROW_ROOM,
         "kBrokenStreamsCode": BROKEN_STREAMS_CODE,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from epee import reference
 from epee.errors import InvalidArgument
-from epee.gpu.hosts import BROKEN_STREAMS_CODE, PULL_CHUNK_BITS
+from epee.gpu.hosts import BROKEN_STREAMS_CODE, PULL_CHUNK_BITS, state_layout
+from epee.gpu.params import control_layout
 from epee.link.proxy.words import ABORT, CHUNKS, KINDS, LOST
 from epee.reference import Routed
 from tests.csrc.emulated import has_compiler
@@ -196,10 +198,20 @@ def test_other_facts_are_named_by_all() -> None:
     check_three_calls(world)
 
 
+def check_that_all_calls_are_refused(world: HostsWorld, given: list[Routed]) -> None:
+    """By rows of counts, and without waiting for the time-out."""
+    for wire in world.wires.values():
+        wire.forge = lambda kind, word, address: word
+    for _ in range(3):
+        world.again()
+        lay_out_all(world, given)
+        assert {(report[0], report[3]) for report in reports_of(world)} == {(4, BROKEN_STREAMS_CODE)}
+
+
 @pytest.mark.parametrize("what", ["size", "place"])
 def test_what_a_partner_says_is_checked_and_the_streams_serve_nobody_afterwards(what: str) -> None:
-    world, given = HostsWorld(WAITING), WAITING.inputs(0)
-    row = 2 * WAITING.hidden
+    world, given = HostsWorld(PATIENT), PATIENT.inputs(0)
+    row = 2 * PATIENT.hidden
 
     def forge(kind: int, word: int, address: int) -> int:
         if kind != CHUNKS:
@@ -213,10 +225,85 @@ def test_what_a_partner_says_is_checked_and_the_streams_serve_nobody_afterwards(
     lay_out_all(world, given)
     found = reports_of(world)
     assert found[1][:2] == [{"size": 3, "place": 8}[what], 0]
-    world.wires[0, 1].forge = lambda kind, word, address: word
+    check_that_all_calls_are_refused(world, given)
+
+
+ISLANDS = HostsCase(((0,), (1, 2), (3, 4)), (20, 14, 9, 16, 11), timeout_s=60.0)
+
+
+def combine_all(world: HostsWorld, spoil: Callable[[HostsRank], None]) -> list[list[int]]:
+    """Combine behind a good dispatch and `spoil`; returns `reports_of`."""
+    given = world.case.inputs(0)
+
+    def calls(rank: HostsRank) -> None:
+        rank.dispatch(given[rank.rank])
+        assert not rank.reports.any()
+
+    world.run(calls)
     world.again()
-    lay_out_all(world, given)
-    assert all(report[0] == 4 and report[3] == BROKEN_STREAMS_CODE for report in reports_of(world))
+    for rank in world.ranks:
+        spoil(rank)
+    world.run(HostsRank.add_up)
+    return reports_of(world)
+
+
+@pytest.mark.parametrize("refusing", [2, 3])
+def test_a_combine_that_one_rank_refuses_ends_on_all_without_the_time_out(refusing: int) -> None:
+    world = HostsWorld(ISLANDS)
+
+    def spoil(rank: HostsRank) -> None:
+        if rank.rank == refusing:
+            rank.keep["info"][0] = 2
+
+    found = combine_all(world, spoil)
+    assert found[refusing][:4] == [4, refusing, 0, 4]
+    assert all(report and report[0] in (4, 9) for report in found), found
+    check_that_all_calls_are_refused(world, ISLANDS.inputs(0))
+
+
+def test_a_combine_on_broken_streams_ends_on_all_without_the_time_out() -> None:
+    world = HostsWorld(ISLANDS)
+    broken = state_layout().offset("broken")
+
+    def spoil(rank: HostsRank) -> None:
+        if rank.rank == 0:
+            rank.state[broken] = 1
+
+    found = combine_all(world, spoil)
+    assert found[0][:4] == [4, 0, 0, BROKEN_STREAMS_CODE]
+    assert all(report and report[0] in (4, 9) for report in found), found
+
+
+def test_a_handle_of_another_view_is_refused_by_all_and_breaks_nothing() -> None:
+    world = HostsWorld(PATIENT)
+
+    def spoil(rank: HostsRank) -> None:
+        rank.control[control_layout(rank.num_local).offset("view") + 8] = 1
+
+    assert [report[:4] for report in combine_all(world, spoil)] == [[4, rank, 0, 6] for rank in range(3)]
+    check_three_calls(world)
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_handles_of_different_dispatches_are_told_apart(other: int) -> None:
+    """Inside an island by the words of its ranks, between hosts by the words of the chunks."""
+    world = HostsWorld(PATIENT)
+    given = PATIENT.inputs(0)
+
+    def calls(rank: HostsRank) -> None:
+        rank.dispatch(given[rank.rank])
+        first = {name: part.clone() for name, part in rank.keep.items()}
+        rank.dispatch(given[rank.rank])
+        if rank.rank == other:
+            for name, part in first.items():
+                rank.keep[name].copy_(part)
+        rank.add_up()
+
+    world.run(calls)
+    found = reports_of(world)
+    assert all(report and report[0] in (3, 9) for report in found), found
+    assert 3 in {report[0] for report in found}
+    check_that_all_calls_are_refused(world, given)
 
 
 @pytest.mark.parametrize("what", ["ABORT", "LOST"])

@@ -43,6 +43,7 @@ from ..topology import Topology
 NUMBER_BITS, SIZE_BITS = 40, 24
 UNIT_BYTES = 16  # chunks have a multiple of it: kernels copy no less; the bits below are flags
 FOR_ONE = 1  # flag: the rank that owns the page is the only reader (partial sums of a combine)
+CALL_SHIFT, CALL_BITS = 1, 2  # flags with which kernels compare a chunk's call with theirs; the proxy passes them on
 MAX_CHUNK_BYTES = (1 << SIZE_BITS) - UNIT_BYTES
 MAX_NUMBER = (1 << NUMBER_BITS) - 1  # more than a year of 30,000 chunks a second
 CHUNKS, ROWS = KINDS = (0, 1)
@@ -75,7 +76,7 @@ def parse_chunk_word(word: int, slot_bytes: int) -> ChunkWord:
     """Return the parts of a chunk word; `ProtocolError` if it names more bytes than a slot has, or unknown flags."""
     low = word & ((1 << SIZE_BITS) - 1)
     flags, nbytes = low % UNIT_BYTES, low - low % UNIT_BYTES
-    if flags & ~FOR_ONE or nbytes > slot_bytes:
+    if flags >> CALL_SHIFT + CALL_BITS or nbytes > slot_bytes:
         raise ProtocolError(f"the word {word:#x} announces {nbytes} bytes with flags {flags}; a slot has {slot_bytes}")
     return ChunkWord((word >> SIZE_BITS) - 1, nbytes, bool(flags))
 

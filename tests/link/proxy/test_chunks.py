@@ -113,7 +113,7 @@ def test_credit_that_goes_back_or_is_no_chunk_of_the_process_is_refused() -> Non
         sender.hear_credit(1)
 
 
-@pytest.mark.parametrize("word", [chunk_word(1, 16), chunk_word(0, SLOT_BYTES + 16), chunk_word(0, 16) | 2])
+@pytest.mark.parametrize("word", [chunk_word(1, 16), chunk_word(0, SLOT_BYTES + 16), chunk_word(0, 16) | 10])
 def test_nonsense_of_a_kernel_is_an_error(word: int) -> None:
     sender, posted, _ = _sender()
     posted[0] = word

@@ -79,7 +79,7 @@ def test_a_chunk_word_says_what_it_was_made_of() -> None:
         assert parse_chunk_word(word, MAX_CHUNK_BYTES) == (chunk, nbytes, is_for_one)
 
 
-@pytest.mark.parametrize("word", [chunk_word(3, 176), chunk_word(3, 160) | 2, chunk_word(3, 160) | 8])
+@pytest.mark.parametrize("word", [chunk_word(3, 176), chunk_word(3, 160) | 10, chunk_word(3, 160) | 8])
 def test_a_word_that_cannot_be_is_refused(word: int) -> None:
     with pytest.raises(ProtocolError, match="a slot has 160"):
         parse_chunk_word(word, 160)

@@ -154,6 +154,7 @@ DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& prog
       is_there = seen == k + 1 || has_arrived(h, tag, progress, progress.in[thread], k);
       if (is_there) seen = k + 1;
     }
+    __syncwarp();  // what one thread has acquired, all of them read
     return __ballot_sync(~0u, is_there) == ~0u;
   };
   found.ranks = __ballot_sync(~0u, found.row != nullptr);
@@ -210,13 +211,26 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
   }
 }
 
-/// Waits until the rows of all ranks of this island are there. The whole warp; false after a report.
+/// The word by which a rank says that its rows are there, and of which dispatch: 16 bits of its number.
+DEVICE u64 ready_word(const HostCall& h, u64 tag) {
+  return tag << 16 | (static_cast<u32>(reinterpret_cast<const i32*>(h.info)[kInfoCall]) & 0xFFFF);
+}
+
+/// Waits until the rows of all ranks of this island are there, all of the same dispatch. The whole warp; false after a
+/// report.
 DEVICE bool await_rows(const HostCombineParams& p, u64 tag) {
   const int position = lane_idx();
   bool is_there = true;
-  if (position < kNumRanks)
-    is_there = wait_word(p.host, tag, state_words(p.host, kStateCombineReadyOffset) + position, tag,
-                         rank_at(routes_of(p.host), p.host.host, position), 42);
+  if (position < kNumRanks) {
+    const u64* word = state_words(p.host, kStateCombineReadyOffset) + position;
+    const int rank = rank_at(routes_of(p.host), p.host.host, position);
+    const u64 want = ready_word(p.host, tag), start = global_time_ns();
+    u64 got;
+    is_there = bounded_wait<kPollsPerLook>([&] { return (got = ld_acquire_sys(word)) >> 16 == tag; },
+                                           [&] { return must_stop(p.host, tag, start, rank, want, got, 42); });
+    if (is_there && got != want) report_failure(p.host.call, tag, {kMismatch, rank, want, got, 46});
+    is_there = is_there && got == want;
+  }
   fence_proxy_async();
   return __ballot_sync(~0u, is_there) == ~0u;
 }
@@ -240,12 +254,13 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
           flow.total = is_out ? records[routes.served[i] * h.num_hosts + h.host] : records[me * h.num_hosts + i];
       });
   progress.out_unit = static_cast<u32>(p.row_bytes);
-  progress.flags = kForOne;
+  const i32* info = reinterpret_cast<const i32*>(h.info);
+  progress.flags = kForOne | (static_cast<u32>(info[kInfoCall]) & ((1u << kCallBits) - 1)) << kCallShift;
   __syncthreads();
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
-  const bool has_begun = !is_broken && reinterpret_cast<const i32*>(h.info)[kInfoState] == kHandleGood;
-  if (!has_begun && threadIdx.x == 0 && blockIdx.x == 0)
-    report_failure(h.call, tag, {kRefused, me, 0, is_broken ? kBrokenStreamsCode : kBadHandleCode, 43});
+  const u64 refusal = is_broken ? kBrokenStreamsCode : flaw_of(view_number(h.call), info);
+  const bool has_begun = refusal == 0;
+  if (!has_begun && threadIdx.x == 0 && blockIdx.x == 0) report_failure(h.call, tag, {kRefused, me, 0, refusal, 43});
   const i64 stage_bytes = min(p.piece_bytes, p.row_bytes);
   u8* stages = dynamic_shared() + progress_bytes(h, progress.num_out, progress.num_in) + 2 * warp * stage_bytes;
   if (warp < num_workers) {
@@ -265,12 +280,12 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
       const i32 count = is_out ? records[rank * h.num_hosts + h.host] : records[source * h.num_hosts + host];
       return is_used ? (count + h.chunk_records - 1) / h.chunk_records : 0;
     };
-    if (announcer(h, tag, progress)) end_call(h, tag, progress, has_begun, kControlCombineDoneOffset, num_sent);
+    if (announcer(h, tag, progress)) end_call(h, tag, progress, refusal, kControlCombineDoneOffset, num_sent);
   } else {
     const int is_mine = lane_idx() == 0 && is_watching(h, tag);
     if (!__shfl_sync(~0u, is_mine, 0)) return;
     if (has_begun && lane_idx() < kNumRanks)
-      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, tag);
+      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, ready_word(h, tag));
     watcher(h, tag);
   }
 }

@@ -149,6 +149,7 @@ struct Puller {
 
   DEVICE bool look() {
     const bool is_there = lane_idx() == 0 && has_arrived(p.host, tag, progress, progress.in[flow], static_cast<u32>(k));
+    __syncwarp();  // what one thread has acquired, all of them read
     return __shfl_sync(~0u, static_cast<int>(is_there), 0) != 0;
   }
   DEVICE const u8* record(i32 index) const { return record_at(p.host, progress, progress.in[flow], index); }
@@ -182,6 +183,7 @@ struct Puller {
           kept[position] = position == h.call.rank ? place : read(position);
     }
     mine = __ballot_sync(~0u, row >= 0);
+    __syncwarp();  // all threads have read their records: see `count_in`
     if (lane_idx() == 0) count_in(h, progress, flow, static_cast<u32>(k), static_cast<u32>(length - __popc(mine)));
     length = 0;
   }
@@ -310,7 +312,8 @@ __global__ void __launch_bounds__(kMoveThreads, 1) dispatch_hosts(const __grid_c
       return is_used ? (count + h.chunk_records - 1) / h.chunk_records : 0;
     };
     if (announcer(h, tag, progress)) {
-      end_call(h, tag, progress, has_begun, kControlDispatchDoneOffset, num_sent);
+      const u64 refusal = *state_words(h, kStateBrokenOffset) != 0 ? kBrokenStreamsCode : kBadHandleCode;
+      end_call(h, tag, progress, has_begun ? 0 : refusal, kControlDispatchDoneOffset, num_sent);
       if (has_failed(h.call, tag)) reinterpret_cast<i32*>(h.info)[kInfoState] = kHandleBad;
     }
   } else {

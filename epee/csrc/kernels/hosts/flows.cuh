@@ -19,6 +19,9 @@
 #include "../../common/load.cuh"
 #include "words.cuh"
 
+/// How long a refusal waits for a slot; longer than a proxy that is alive needs.
+constexpr u64 kTellNs = 1000000000;
+
 /// One flow of a call: number of its first chunk and that chunk's slot, where the slots lie, records, and its outlet or
 /// inlet (-1: rows for this island).
 struct Flow {
@@ -170,6 +173,7 @@ struct Claims {
     const bool is_ready = is_one && (k + 1 == seen || is_free(h, flow, k));
     if (is_ready) seen = k + 1;
     is_over = __ballot_sync(~0u, is_one) == 0;
+    __syncwarp();  // one thread has acquired the slot that all of them fill
     const u32 here = __ballot_sync(~0u, is_ready && flow.link < 0);
     const u32 away = __ballot_sync(~0u, is_ready && flow.link >= 0);
     const u32 ready = away ? away : here;
@@ -249,6 +253,76 @@ DEVICE void announce_chunks(const HostCall& h, const Progress& progress) {
   }
 }
 
+/// Posts the refusal of one outlet behind the chunks of this call, `next` being the first, that the proxy finds one
+/// after the other. One thread; no other warp of the grid posts any more.
+DEVICE void post_refusal(const HostCall& h, const Outlet& at, u64 next, u64 code) {
+  const HostRoutes& routes = routes_of(h);
+  const u64 slots = static_cast<u64>(h.num_slots), start = global_time_ns();
+  const u64 limit = h.call.timeout_ns < kTellNs ? h.call.timeout_ns : kTellNs;
+  u64* posted = reinterpret_cast<u64*>(at.posted);
+  u64 end = 0;  // behind the last chunk that is posted; those that are not lie among the last `slots`
+#pragma unroll 1
+  for (u64 slot = 0; slot < slots; ++slot) {
+    const u64 behind = ld_relaxed_sys(posted + slot) >> kChunkSizeBits;
+    end = behind > end ? behind : end;
+  }
+  u64 chunk = end > next + slots ? end - slots : next;
+  while (ld_relaxed_sys(posted + chunk % slots) >> kChunkSizeBits > chunk) ++chunk;
+  const u64* freed = reinterpret_cast<const u64*>(at.freed) + chunk % slots;
+  const bool is_free = bounded_wait<kPollsPerLook>(
+      [&] { return chunk < routes.first + slots || ld_acquire_sys(freed) == chunk + 1 - slots; },
+      [&] {
+        return global_time_ns() - start > limit ||
+               ld_relaxed_sys(reinterpret_cast<const u64*>(routes.aborts[h.call.rank])) != 0;
+      });
+  if (!is_free) return;  // nobody reads there: the partner has failed, too, or waits for the time-out
+  u64* data = reinterpret_cast<u64*>(at.data + chunk % slots * routes.slot_bytes);
+  data[0] = code;
+  data[1] = 0;
+  st_release_sys(posted + chunk % slots, chunk_word(chunk, kRefusalBytes, 0));
+}
+
+/// Tells the island, and with `ends_streams` other hosts, that this rank has given the call up, and why. One warp, when
+/// all workers of the grid have ended.
+DEVICE void give_up(const HostCall& h, u64 tag, u64 code, bool ends_streams) {
+  const int lane_id = lane_idx();
+  if (lane_id < kNumRanks && lane_id != h.call.rank)
+    st_release_sys(state_words(h, lane_id, kStateGaveUpOffset) + tag % kGaveUpRooms * kMaxLocal + h.call.rank,
+                   tag << 8 | code);
+  u64* broken = state_words(h, kStateBrokenOffset);
+  if (!ends_streams || *broken == kPartnersTold) return;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane_id; i < routes_of(h).num_outlets; i += 32)
+    post_refusal(h, routes_of(h).outlets[i], state_words(h, kStateNextOutOffset)[i], code);
+  __syncwarp();
+  if (lane_id == 0) *broken = kPartnersTold;
+}
+
+/// Fails the call where another rank has given it up.
+DEVICE void report_gave_up(const HostCall& h, u64 tag, int rank, u64 code, u64 where) {
+  if (has_failed(h.call, tag)) return;
+  const FailureCode failure = code == kGaveUpCode ? kPeerGaveUp : kRefused;
+  report_failure(h.call, tag, {failure, rank, 0, code, where});
+}
+
+/// Looks whether the neighbour at this thread's position has given the call up.
+DEVICE void check_neighbour(const HostCall& h, u64 tag) {
+  const int position = lane_idx();
+  if (position >= kNumRanks || position == h.call.rank) return;
+  const u64 word = ld_acquire_sys(state_words(h, kStateGaveUpOffset) + tag % kGaveUpRooms * kMaxLocal + position);
+  if (word >> 8 >= tag) report_gave_up(h, tag, rank_at(routes_of(h), h.host, position), word & 0xFF, 44);
+}
+
+/// Whether a word that has arrived is a partner's refusal: then the call fails.
+DEVICE bool is_refusal(const HostCall& h, u64 tag, const Inlet& at, int slot, u64 word) {
+  const HostRoutes& routes = routes_of(h);
+  if ((word & ((1ull << kChunkSizeBits) - 1)) != kRefusalBytes || word >> kChunkSizeBits <= routes.first) return false;
+  const u64 code = ld_relaxed_sys(reinterpret_cast<const u64*>(at.data + slot * routes.slot_bytes));
+  report_gave_up(h, tag, at.rank, code, 45);
+  return true;
+}
+
 /// Advances the numbers of the streams behind a call, one thread for each; `count(is_out, link)` gives the chunks of
 /// a link in this call. The whole warp.
 template <class Count>
@@ -260,10 +334,11 @@ DEVICE void advance(const HostCall& h, Count count) {
   for (int i = lane_idx(); i < routes.num_inlets; i += 32) state_words(h, kStateNextInOffset)[i] += count(false, i);
 }
 
-/// Ends the call, in the last block to end. One warp. `count` as of `advance`.
+/// Ends the call, in the last block to end. One warp. `refusal`: why this rank has not begun it, 0 if it has;
+/// `is_agreed`: that all ranks have the same reason, so nobody need be told. `count` as of `advance`.
 template <class Count>
-DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, bool has_begun, u64 flags_offset,
-                     Count count) {
+DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, u64 refusal, u64 flags_offset, Count count) {
+  const bool has_begun = refusal == 0;
   const int lane_id = lane_idx(), rank = h.call.rank;
   if (has_begun && !has_failed(h.call, tag) && lane_id < kNumRanks && lane_id != rank) {
     perhaps_stall(tag, rank, 5);
@@ -272,9 +347,10 @@ DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, bool 
               rank_at(routes_of(h), h.host, lane_id), 36);
   }
   __syncwarp();
-  const bool is_good = !has_failed(h.call, tag);
+  // one thread's look for all: the watcher may report while they look
+  const bool is_good = __shfl_sync(~0u, static_cast<int>(!has_failed(h.call, tag)), 0) != 0;
   if (is_good) advance(h, count);
-  if (!is_good && has_begun && lane_id == 0) *state_words(h, kStateBrokenOffset) = 1;
+  if (!is_good) give_up(h, tag, has_begun ? kGaveUpCode : refusal, has_begun || refusal == kBrokenStreamsCode);
   if (lane_id < progress.num_out) state_counters(h, kStateCursorsOffset)[lane_id] = 0;
   for (int i = lane_id; i < progress.num_out * h.num_slots; i += 32) state_counters(h, kStateOutDoneOffset)[i] = 0;
   for (int i = lane_id; i < progress.num_in * h.num_slots; i += 32) state_counters(h, kStateInDoneOffset)[i] = 0;
@@ -315,10 +391,13 @@ DEVICE void watcher(const HostCall& h, u64 tag) {
       const u64 at = is_out ? routes.outlets[link].freed : routes.inlets[link].arrived;
       u64* copy = const_cast<u64*>(is_out ? freed_copy(h, link) : arrived_copy(h, link)) + slot;
       const u64 word = ld_acquire_sys(reinterpret_cast<const u64*>(at) + slot);
-      if (word != ld_relaxed_sys(copy)) st_release_gpu(copy, word);
+      if (word == ld_relaxed_sys(copy) || (!is_out && is_refusal(h, tag, routes.inlets[link], slot, word))) continue;
+      st_release_gpu(copy, word);
     }
-    if (turn++ % kWatchEndsEvery == 0)
+    if (turn++ % kWatchEndsEvery == 0) {
+      check_neighbour(h, tag);
       for (int i = lane_idx(); i < routes.num_inlets; i += 32) check_inlet(h, tag, i);
+    }
     return ld_acquire_gpu(state_words(h, kStateEndedOffset)) == tag;
   });
 }

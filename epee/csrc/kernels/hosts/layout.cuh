@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   info[kInfoState] = is_good ? kHandleGood : kHandleBad;
   info[kInfoView] = static_cast<i32>(view_number(h.call));
   info[kInfoRows] = is_good ? reinterpret_cast<const i32*>(h.row_base)[h.num_ranks * kNumRanks + h.call.rank] : 0;
-  info[kInfoCall] = static_cast<i32>(tag);
+  info[kInfoCall] = static_cast<i32>(row);
   if (!is_good) mark_failed(h.call, tag);
   *state_words(h, kStateNextRowOffset) = row + 1;
 }

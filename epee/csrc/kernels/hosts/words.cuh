@@ -23,13 +23,18 @@
 // where all other warps poll. Each copy is stored with release after the word was loaded with acquire, so a warp that
 // has acquired the copy reads the data behind the word. Bulk loads follow a proxy fence.
 //
-// `State`, one block of device memory for each rank: everything that counts. Peers of the island write `row_ready` and
-// read `rows`; all else is this rank's. Numbers of rows and chunks are those of the streams, and grow from the epoch's
+// `State`, one block of device memory for each rank: everything that counts. Peers of the island write `row_ready`,
+// `combine_ready` and `gave_up`, and read `rows`; all else is this rank's. Numbers of rows and chunks are those of the streams, and grow from the epoch's
 // first one on: kernels advance them at the end of a call, so a captured graph goes on by itself. A call that fails
 // after it may have posted a chunk leaves its numbers as they were and sets `broken`: chunks that are under way would
 // be taken for those of the next call, so every later call is refused until the next epoch sets numbers above. So does
 // one whose rows of counts did not all come. A call that is refused by its counts, as all ranks find alike, moves
-// nothing and breaks nothing.
+// nothing and breaks nothing; nor does a combine with the handle that it leaves, or with one of another view.
+//
+// Who gives a call up tells the others, whose watchers fail it there: neighbours by `gave_up` (a word for each of the
+// last calls), partners by a refusal: a chunk of `kRefusalBytes` without flags, as no call has one, behind the last one
+// that can still be sent. That ends the streams, so it is posted once, by a rank that sets `broken`. Ranks that hear of
+// it do the same. A rank may hear of it while it ends the call before, which then fails there as well.
 //
 // A kernel that is killed at any line leaves chunks that are not posted or not taken. No word announces what is not
 // there: an announcer counts a record after its stores are complete, or its loads.
@@ -39,6 +44,9 @@
 #pragma once
 #include "../../common/call.cuh"
 #include "../../common/work.cuh"
+
+/// Values of `broken`.
+enum Broken : u64 { kIsBroken = 1, kPartnersTold };
 
 enum RowWord : int { kRowSignature = 0, kRowRefusal, kRowTokens, kRowCounts = 4 };
 

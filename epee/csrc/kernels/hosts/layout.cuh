@@ -400,8 +400,10 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   count_tokens(p, tokens, counters);
   scan_counts(counters);
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
-  const bool is_sent =
-      send_row(p, tag, row, counters, is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused);
+  const bool is_sent = send_row(p, tag, row, counters,
+                                is_broken           ? kBrokenStreamsCode
+                                : *counters.num_bad ? kBadExpert
+                                                    : p.refused);
   assign_places(p, tokens, counters);
   bool all_came = false;
   const auto bad_ids = [&] {

@@ -362,6 +362,8 @@ class Staging:
         except expected(Exception) as exc:
             if name not in ("send", "recv"):
                 engine.refuse(name, exc)
+            if engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
+                return Ended(engine, exc)  # as if the call had met the loss itself
             raise
         work = method(*staged.args, **kwargs)
         if isinstance(work, Work):

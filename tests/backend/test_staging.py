@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from epee.arrays import array_of, copy_array
 from epee.backend import staging
 from epee.backend.staging import Twin
 from tests.harness import run_ranks
+from tests.survive import stages
 
 LATE_LOOKS = 3  # how often a mark says "not yet"
 
@@ -483,6 +485,32 @@ def _loses(rank: int, num_ranks: int) -> None:
     device.synchronize()
     assert _plain(x).tolist() == [7.0] * 4, "its own value is all that is left"
     assert dist.get_world_size() == 1
+
+
+def _loses_before_the_next(rank: int, num_ranks: int, folder: str) -> None:
+    """A call reads what an earlier one is to write, which the loss ends while the later one waits for it."""
+    device = _device()
+    group: Any = dist.group.WORLD
+    x = on_gpu(torch.full((4,), 7.0))
+    dist.barrier()
+    if rank == 1:
+        stages.wait_for(folder, "later")
+        time.sleep(0.5)
+        group.shutdown()
+        return
+    works = [dist.irecv(x, 1)]
+    stages.reach(folder, "later")
+    works += [dist.broadcast(x, 1, async_op=True), dist.isend(x, 1)]
+    for work in works:
+        assert work.wait() is True
+        assert not epee.compat.mooncake.pg.get_local_success(work)
+        assert epee.compat.mooncake.pg.get_failed_ranks_hint(work).tolist() == [0, 1]
+    device.synchronize()
+    assert _plain(x).tolist() == [7.0] * 4
+
+
+def test_a_loss_is_reported_by_a_call_that_waited_for_the_one_it_ended(tmp_path: Path) -> None:
+    run_ranks(_loses_before_the_next, 2, str(tmp_path), backend="mooncake")
 
 
 def test_a_loss_leaves_gpu_tensors_alone_and_is_reported() -> None:

@@ -54,4 +54,4 @@ def test_a_repetition_after_an_interrupt_never_pairs_with_another_call(
     tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
 ) -> None:
     lines = run_ranks(repeat, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=90)
-    assert min(lines) > 40, "hardly a line was tried"
+    assert min(lines) * stride > 40, "hardly a line was tried"

@@ -508,7 +508,7 @@ sys.exit(3 if "three" in sys.argv else 0)
 def test_a_process_with_agents_ends_with_its_own_exit_code(words: tuple[str, ...], code: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "UCX_MODULES"}  # ours is to do it
     done = subprocess.run(
-        [sys.executable, "-c", _ENDS, *words], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", _ENDS, *words], capture_output=True, text=True, timeout=150, env=environment
     )
     assert done.returncode == code, done.stderr
 

@@ -98,6 +98,15 @@ def test_turns_know_their_cases(case: str) -> None:
 
 
 @pytest.mark.slow
+def test_turns_print_a_line_per_checkout_and_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["turns", str(ROOT), str(ROOT), "--cases=barrier,broadcast:4", "--turns=1"])
+    turns.main()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["barrier", "broadcast:4"] * 2
+
+
+@pytest.mark.slow
 def test_turns_of_a_checkout_whose_ranks_end_say_why() -> None:
     with pytest.raises(RuntimeError, match=r"rank . of checkout . ended with 1[\s\S]*max_tokens_per_rank"):
         turns.measure([ROOT, ROOT], ["dispatch:0"], 1)

@@ -6,6 +6,7 @@ kernels that is added needs a smoke test. What the kernels' cases claim is compa
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -110,10 +111,13 @@ def _launched(rank: int, num_ranks: int, run: Callable[..., Any], what: Any) -> 
     def begin(self: EmulatedPlatform, num_sms: int, shared_bytes: int = 24 << 10) -> None:
         start(self, max(num_sms, LEAST_SMS), shared_bytes)
 
-    def kernels(self: EmulatedPlatform, path: str, head: str, params: Any) -> Any:
-        found = load(self, path, head, params)
-        for kernel in found.values():
-            kernel._function = _noted(kernel._function, lambda: seen.add(part_of(path)))
+    def kernels(self: EmulatedPlatform, files: Any, head: str) -> Any:
+        found: dict[str, Any] = {}
+        for path, params in files.items():
+            loaded = load(self, {path: params}, head)
+            for kernel in loaded.values():
+                kernel._function = _noted(kernel._function, functools.partial(seen.add, part_of(path)))
+            found.update(loaded)
         return found
 
     EmulatedPlatform.__init__ = begin  # type: ignore[method-assign]

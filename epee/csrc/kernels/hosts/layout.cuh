@@ -153,8 +153,8 @@ DEVICE u64* row_ready(const HostCall& h, int position, int from, u64 row) {
   return state_words(h, position, kStateRowReadyOffset) + row % 2 * kMaxLocal + from;
 }
 
-/// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call. False after a report: there is a host
-/// that the row was not sent to.
+/// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call. False after a report: there is a
+/// host that the row was not sent to.
 DEVICE bool send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);

@@ -24,7 +24,8 @@
 // has acquired the copy reads the data behind the word. Bulk loads follow a proxy fence.
 //
 // `State`, one block of device memory for each rank: everything that counts. Peers of the island write `row_ready`,
-// `combine_ready` and `gave_up`, and read `rows`; all else is this rank's. Numbers of rows and chunks are those of the streams, and grow from the epoch's
+// `combine_ready` and `gave_up`, and read `rows`; all else is this rank's. Numbers of rows and chunks are those of the
+// streams, and grow from the epoch's
 // first one on: kernels advance them at the end of a call, so a captured graph goes on by itself. A call that fails
 // after it may have posted a chunk leaves its numbers as they were and sets `broken`: chunks that are under way would
 // be taken for those of the next call, so every later call is refused until the next epoch sets numbers above. So does

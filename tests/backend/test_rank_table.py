@@ -197,12 +197,16 @@ def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_remo
         is_entry=lambda decision: decision is third,
         begin_with=lambda decision: None,
     )
+    shown: list[bytes] = []
     asking: Any = SimpleNamespace(
         hooks=hooks,
         runtime=SimpleNamespace(view=lambda: third),
         _job=SimpleNamespace(slot=4),
-        _row=SimpleNamespace(tell=lambda told: None),
+        _row=SimpleNamespace(tell=shown.append),
         _rank_table=newcomer,
+        _told=lambda: {0: Offer(FOUNDER, 0, NUM_RANKS, bytes(BLOB_BYTES), 9, request=6)},
     )
-    assert GroupMembership.ask(asking, Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9), 1.0) is third
+    request = Offer(ASKS, 4, NUM_RANKS, bytes(BLOB_BYTES), 9)
+    assert GroupMembership.ask(asking, request, 1.0) is third
+    assert shown == [request._replace(request=7).pack()]
     assert newcomer.ours(third).removed == member_of_it.ours(third).removed == third.removed

@@ -227,3 +227,42 @@ def _comes_back(rank: int, num_ranks: int, folder: str, is_held: bool) -> Any:
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_rank_that_was_put_out_and_asks_to_come_back_is_seen_by_one_that_asks_alone(is_held: bool) -> None:
     assert run_mortal(_comes_back, 3, is_held, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]
+
+
+def _asks_twice(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 2 is put out and taken in again, twice; the second time rank 0 has begun its call when it asks."""
+    group = _start(rank, num_ranks, folder)
+    for turn in range(2):
+        assert _total() == 3
+        stages.meet(folder, f"all-{turn}", rank, range(num_ranks))
+        if rank == 0:
+            assert pg.deactivate_ranks(group, [2]).status is pg.ProposalStatus.Applied
+            stages.reach(folder, f"out-{turn}")
+        stages.wait_for(folder, f"out-{turn}")
+        if rank == 2:
+            if turn == 1:
+                stages.wait_for(folder, "called")
+            pg.join_group(group)
+            continue
+        if turn == 1:
+            assert _total() == 2
+            if rank == 0:
+                assert pg.get_peer_state(group, [2]) == [False]
+                work = dist.all_reduce(torch.ones(1), async_op=True)
+                stages.reach(folder, "called")
+                work.wait()
+            else:
+                deadline = time.monotonic() + LONG_S
+                while 2 not in group.waiting_ranks():
+                    assert time.monotonic() < deadline
+                assert pg.get_peer_state(group, [2]) == [False], "rank 0 has begun its next call without it"
+                assert _total() == 2
+        while not pg.get_peer_state(group, [2])[0]:
+            assert _total() == 2
+        assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        assert dist.get_world_size() == 3
+    return _total()
+
+
+def test_a_rank_that_asks_again_is_not_taken_for_the_one_that_asked_before() -> None:
+    assert run_mortal(_asks_twice, 3, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]

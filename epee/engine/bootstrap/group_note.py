@@ -18,7 +18,7 @@ All are read as untrusted: fixed layouts, every number checked. A crash before t
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ...errors import EpeeError, InvalidState, ProtocolError, expected
@@ -34,11 +34,12 @@ HOSTS = "hosts"  # in that record, of a group over several: the number of hosts 
 LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
-_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQ")
+_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQQ")
 _LOCATOR = struct.Struct(f"<II{BLOB_BYTES}sI")
 FOUNDER, ASKS, IN = 1, 2, 3  # states of an outbox's owner: there since the group began, asks to join, has joined
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
 _MAX_PORT = (1 << 16) - 1
+_MAX_REQUEST = (1 << 62) - 1
 
 
 class Home(NamedTuple):
@@ -194,6 +195,8 @@ class Offer(NamedTuple):
         port: where its links with other hosts are made; 0 where it has none.
         turned: over several hosts, up to which view it needs nothing more of lost ranks
             (`replication/loss_resolution.py`).
+        request: the number of this request to join, above all numbers that the boards show when it is made; of a member
+            the highest number that it knows of.
         next_seq, heard, before: the waiting ranks that the process knows (`local_state.Mark`).
     """
 
@@ -203,6 +206,7 @@ class Offer(NamedTuple):
     blob: bytes
     port: int = 0
     turned: int = 0
+    request: int = 0
     next_seq: int = 0
     heard: int = 0
     before: int = 0
@@ -216,6 +220,10 @@ class Offer(NamedTuple):
         """The locator for a decision."""
         return OutboxLocator(self.rank, self.num_ranks, self.blob, self.port)
 
+    def after(self, others: Iterable[Offer]) -> Offer:
+        """Return this request to join with a number above those that `others` show."""
+        return self._replace(request=min(_MAX_REQUEST, 1 + max((other.request for other in others), default=0)))
+
 
 def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
     """Return the offers on the boards of a group, by slot; invalid ones are left out."""
@@ -223,5 +231,8 @@ def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
     return {
         slot: offer
         for slot, offer in found.items()
-        if offer.state in (FOUNDER, ASKS, IN) and offer.rank < offer.num_ranks <= MAX_RANKS and offer.port <= _MAX_PORT
+        if offer.state in (FOUNDER, ASKS, IN)
+        and offer.rank < offer.num_ranks <= MAX_RANKS
+        and offer.port <= _MAX_PORT
+        and offer.request <= _MAX_REQUEST
     }

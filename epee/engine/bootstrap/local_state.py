@@ -9,6 +9,10 @@ its calls comes next (`Mark`). A call completes only when all members have begun
 rank sees which ranks all members knew before they began call n, and that is the answer until call n + 1 has ended. If
 no member makes calls there is nothing to agree on: after `ALONE_S` without one a rank that all members know counts.
 
+A rank that was taken in may leave and ask again, while marks still have it from its first request: nobody writes marks
+while nobody asks. So each request has a number above those on the boards (`Offer.request`), a mark has the highest
+number that its process knew, and a mark with a lower one does not count for a request.
+
 The agent thread when it learns of a waiting rank, and the thread that asks, write this process's mark, with the
 engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a writer.
 Between hosts marks come a moment later, and ranks of several hosts may then leave their loops one call apart.
@@ -17,7 +21,7 @@ Between hosts marks come a moment later, and ranks of several hosts may then lea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import EpeeError, expected
@@ -43,22 +47,25 @@ class Mark(NamedTuple):
     """The waiting ranks that a process knows, as bits.
 
     Attributes:
+        request: the highest number of their requests, and of those before them.
         next_seq: the call that came next here when it learned of the last of them.
         heard: all of them.
         before: those that it knew before it began the call before `next_seq`.
     """
 
+    request: int = 0
     next_seq: int = 0
     heard: int = 0
     before: int = 0
 
-    def moved(self, heard: int, again: int, next_seq: int) -> Mark:
-        """Return the mark of a process that knows these now; `again`: the ranks among them with another process."""
-        return Mark(next_seq, heard, (self.before if next_seq == self.next_seq else self.heard) & ~again)
+    def moved(self, heard: int, again: int, request: int, next_seq: int) -> Mark:
+        """Return the mark of a process that knows these now; `again`: those among them that have another request."""
+        before = (self.before if next_seq == self.next_seq else self.heard) & ~again
+        return Mark(max(self.request, request), next_seq, heard, before)
 
-    def has(self, rank: int) -> bool:
-        """Return whether the process knows a rank."""
-        return bool(self.heard >> rank & 1)
+    def has(self, rank: int, request: int = 0) -> bool:
+        """Return whether the process knows a rank, by its request of this number."""
+        return bool(self.heard >> rank & 1) and self.request >= request
 
     def has_before(self, rank: int, seq: int) -> bool:
         """Return whether it knew a rank before it began call `seq`."""
@@ -90,7 +97,7 @@ class LocalState:
         self._publish = publish
         self._mark = Mark()
         self._joined_at: dict[int, int] = {}  # rank that asks no more, in the mark still -> the last call begun then
-        self._heard_at: dict[int, float] = {}
+        self._heard_at: dict[tuple[int, int], float] = {}  # by rank and request
         self._last_end = -1, 0.0  # the last call that has ended here, and when it was seen to have
 
     def states(self, ranks: Sequence[int]) -> list[bool]:
@@ -99,7 +106,7 @@ class LocalState:
         view = self._runtime.view()
         alive = self.alive(view)
         wanted = {rank for rank in ranks if rank in asking and rank not in alive}
-        heard = self._heard(wanted, alive) if wanted else set()
+        heard = self._heard({rank: asking[rank] for rank in wanted}, alive) if wanted else set()
         return [rank in alive or rank in heard for rank in ranks]
 
     def alive(self, view: Decision) -> dict[int, int]:
@@ -121,30 +128,31 @@ class LocalState:
             or since.get(rank, 0) > peer_regions.epoch
         ]
 
-    def note(self) -> set[int]:
-        """Publish for which ranks processes wait, as far as this one knows; return these ranks. Any thread."""
-        asking = {*self._admission.waiting()}
+    def note(self) -> dict[int, int]:
+        """Publish for which ranks processes wait, as far as known here; return them and their requests. Any thread."""
+        asking = self._admission.requests()
         now, heard_at = time.monotonic(), self._heard_at
-        self._heard_at = {rank: heard_at.get(rank, now) for rank in asking}
+        self._heard_at = {one: heard_at.get(one, now) for one in asking.items()}
         if asking and self._last_end[0] != self._engine.num_retired:
             self._last_end = self._engine.num_retired, now
-        if _bits(asking) != self._mark.heard:
+        if _bits(asking) != self._mark.heard or max(asking.values(), default=0) > self._mark.request:
             has_lock = self._engine.entry.stop_calls(LOCK_S)
             try:
-                asking = {*self._admission.waiting()}  # another thread may have been here with less, or with more
-                again = asking.intersection(self._joined_at)
+                asking = self._admission.requests()  # another thread may have been here with less, or with more
+                mark = self._mark
+                again = {rank for rank, request in asking.items() if rank in self._joined_at or request > mark.request}
                 heard = _bits(asking) | _bits(self._joined_just_now(asking))
-                if heard != self._mark.heard or again:
+                if heard != mark.heard or again:
                     # A thread that keeps the lock for so long is inside a call, and may begin another one.
                     next_seq = self._engine.seq + (1 if has_lock else 2)
-                    self._mark = self._mark.moved(heard, _bits(again), next_seq)
+                    self._mark = mark.moved(heard, _bits(again), max(asking.values(), default=0), next_seq)
                     self._publish(self._mark)
             finally:
                 if has_lock:
                     self._engine.entry.let_calls()
         return asking
 
-    def _joined_just_now(self, asking: set[int]) -> set[int]:
+    def _joined_just_now(self, asking: Collection[int]) -> set[int]:
         """Return the ranks that ask no more since the last call that ended here: others may ask about them."""
         engine = self._engine
         silent = [rank for rank in range(self._mark.heard.bit_length()) if self._mark.has(rank) and rank not in asking]
@@ -174,17 +182,18 @@ class LocalState:
             return False
         return True
 
-    def _heard(self, ranks: set[int], alive: Mapping[int, int]) -> set[int]:
-        """Return those of the waiting ranks that count."""
+    def _heard(self, requests: Mapping[int, int], alive: Mapping[int, int]) -> set[int]:
+        """Return those of the waiting ranks that count; `requests`: the number of each one's request."""
         marks = self._read_marks()
         marks = {slot: mark for slot, mark in self._read_marks().items() if marks.get(slot) == mark}
-        return {rank for rank in ranks if self._counts(rank, [marks.get(slot) for slot in alive.values()])}
+        members = [marks.get(slot) for slot in alive.values()]
+        return {rank for rank, request in requests.items() if self._counts(rank, request, members)}
 
-    def _counts(self, rank: int, marks: Sequence[Mark | None]) -> bool:
-        has_heard = [mark for mark in marks if mark is not None and mark.has(rank)]
+    def _counts(self, rank: int, request: int, marks: Sequence[Mark | None]) -> bool:
+        has_heard = [mark for mark in marks if mark is not None and mark.has(rank, request)]
         ended, ended_at = self._last_end
         long_ago = time.monotonic() - ALONE_S
-        is_known, is_recent = len(has_heard) == len(marks), self._heard_at.get(rank, 0.0) > long_ago
+        is_known, is_recent = len(has_heard) == len(marks), self._heard_at.get((rank, request), 0.0) > long_ago
         if not is_known and (is_recent or self._admission.is_joiner(rank)):
             return False  # a process in the job shows its request to all at once, and to no agent
         if all(mark.has_before(rank, ended) for mark in has_heard):

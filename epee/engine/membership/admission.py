@@ -66,7 +66,17 @@ class Admission:
 
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks for which a process asks to join."""
-        return tuple(sorted({*self._joiners(), *self._askers(self._runtime.view())}))
+        return tuple(sorted(self.requests()))
+
+    def requests(self) -> dict[int, int]:
+        """Return the ranks for which a process asks to join, and the number of its request (`Offer.request`).
+
+        A process that asks to join the job has none, 0.
+        """
+        askers = self._askers(self._runtime.view())
+        told = self._told() if askers else {}
+        numbers = {rank: told[slot].request if slot in told else 0 for rank, slot in askers.items()}
+        return dict.fromkeys(self._joiners(), 0) | numbers
 
     def ready(self) -> set[int]:
         """Return the ranks for which a process asks to join, or has been taken into the newest view."""

@@ -175,7 +175,7 @@ class GroupMembership:
         deadline = time.monotonic() + timeout_s
         self.hooks.enter_as(self._job.slot, offer.locator.pack())
         assert self._row is not None, "`close` comes later"
-        self._row.tell(offer.pack())
+        self._row.tell(offer.after(self._told().values()).pack())
         while True:
             epoch = self.runtime.view().epoch
             entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
@@ -357,7 +357,7 @@ class GroupMembership:
         return {}
 
     def _read_marks(self) -> dict[int, Mark]:
-        return {slot: Mark(*offer[-3:]) for slot, offer in self._told().items()}
+        return {slot: Mark(*offer[-4:]) for slot, offer in self._told().items()}
 
     def _publish_mark(self, mark: Mark) -> None:
         if self._offer is not None and self._row is not None:

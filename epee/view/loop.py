@@ -262,11 +262,11 @@ class Loop:
         if peer is not None:
             self._bury(peer.member)
 
-    def ask_members(self) -> None:
-        """Ask all other members for decisions, beginning with this process's own, so that each answer has one."""
+    def ask_members(self, question: int) -> None:
+        """Ask all other members for later decisions than this process knows; answers repeat the number `question`."""
         for member in self.agent.decided.members:
             if member.nonce != self.agent.me.nonce:
-                self.switchboard.send(member, Ask(self.agent.epoch - 1), time.monotonic())
+                self.switchboard.send(member, Ask(self.agent.epoch, question), time.monotonic())
 
     def ask_to_join(self) -> None:
         """Ask all processes with a socket in the folder, and all members that they knew, to add this process.
@@ -419,8 +419,8 @@ class Loop:
         if isinstance(message, Obituary):
             self._note_ends()
         peer = self.peers.get(sender)
-        if isinstance(message, Commit) and message.decisions and peer is not None:
-            peer.num_answers += 1
+        if isinstance(message, Commit) and peer is not None:
+            peer.answered = max(peer.answered, message.answers)
 
     def _may_join(self, member: Member, pid: int, asks_itself: bool) -> bool:
         """Watch a process that asks to join; False if its request is not to be handled (yet)."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing.util
 import os
 import secrets
@@ -115,6 +116,7 @@ class Runtime:
         self._loop: Loop | None = None
         self._thread: BackgroundThread | None = None
         self._rows: dict[int, LaneRow] = {}
+        self._questions = itertools.count(1)  # of `catch_up`
         self._is_closed = False
         _runtimes.add(self)
         _at_exit()
@@ -315,15 +317,15 @@ class Runtime:
         """
         loop, own, now = self._running(), self.member.nonce, time.monotonic()
         found = (loop.peers.get(member.nonce) for member in self.view().members if member.nonce != own)
-        awaited = [(peer, peer.num_answers) for peer in found if peer is not None]
-        until, ask_at = now + timeout_s, now
+        awaited = [peer for peer in found if peer is not None]
+        until, ask_at, question = now + timeout_s, now, next(self._questions)
         while now < until and not loop.shared.has_ended:
             members = {loop.peers.get(member.nonce) for member in self.view().members}
-            awaited = [(p, n) for p, n in awaited if p.num_answers == n and not p.is_dead and p in members]
+            awaited = [p for p in awaited if p.answered < question and not p.is_dead and p in members]
             if not awaited:
                 return
             if now >= ask_at:  # again: a message may be lost
-                loop.post(loop.ask_members)
+                loop.post(lambda: loop.ask_members(question))
                 ask_at = now + self.settings.answer_s
             time.sleep(CATCH_UP_POLL_S)
             now = time.monotonic()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epee.view.loop import IDLE_S
-from epee.view.protocol.messages import DEAD, LEFT, STALLED, LaneState
+from epee.view.protocol.messages import DEAD, LEFT, STALLED, Ask, LaneState
 from epee.view.report import look_at_job
 from epee.view.runtime import Runtime
 from tests.survive import stages
@@ -249,6 +249,35 @@ def test_a_dead_rank_is_found_while_another_holds_the_gil(tmp_path: Path) -> Non
         ranks[0].answer()
         settle([ranks[0], *ranks[2:]], {0, 2, 3})
         same_history([ranks[0], *ranks[2:]])
+
+
+def ask_with_lost_questions(runtime: Runtime) -> int:
+    """Catch up while the first two questions are lost, and answers to somebody else's come; return how many it took."""
+    loop, num_asked = runtime._loop, 0
+    assert loop is not None
+    ask = loop.ask_members
+
+    def lose(*question: int) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 2:
+            ask(*question)
+        for member in runtime.view().members[1:]:
+            loop.switchboard.send(member, Ask(runtime.view().epoch - 1), time.monotonic())
+
+    loop.ask_members = lose  # type: ignore[method-assign]
+    try:
+        runtime.catch_up(20.0)
+    finally:
+        loop.ask_members = ask  # type: ignore[method-assign]
+    return num_asked
+
+
+def test_only_an_answer_to_its_own_question_lets_a_process_catch_up(tmp_path: Path) -> None:
+    with group(tmp_path / "run") as job:
+        ranks = job.born(3)
+        assert ranks[0].ask("run", ask_with_lost_questions) >= 3
+        assert ranks[0].ask("call", "catch_up", 20.0) is None
 
 
 def test_nothing_stays_after_a_clean_end_and_a_killed_job_is_swept_by_the_next(tmp_path: Path) -> None:

@@ -693,6 +693,7 @@ def test_a_long_commit_is_cut_into_frames() -> None:
     parts = switchboard._parts(Commit(decisions))
     assert [part.decisions[0] for part in parts] == list(decisions)  # type: ignore[union-attr]
     assert all(encode(part) for part in parts)
+    assert [part.answers for part in switchboard._parts(Commit(decisions, 7))] == [*([0] * 38), 7]  # type: ignore[union-attr]
     assert switchboard._parts(Ask(1)) == [Ask(1)]
     assert first_view([Member(1, 0, NONCE, b"")]).members[0].incarnation == 1
 

@@ -50,7 +50,7 @@ class Peer:
         pidfd: -1 before it is watched, and once it is dead.
         is_dead: its death is proved.
         was_member: it was a member in a decision that this process has seen committed.
-        num_answers: how often it has sent decisions.
+        answered: the highest number of a question of this process (`Ask`) that it has answered.
         board, beat: None where they could not be mapped.
     """
 
@@ -62,7 +62,7 @@ class Peer:
         self.is_mappable = True  # as far as is known
         self.is_told = False  # whether the log says that it cannot be watched yet
         self.was_member = False
-        self.num_answers = 0
+        self.answered = 0
         self.board: BoardView | None = None
         self.beat: BeatView | None = None
         self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed

@@ -263,7 +263,7 @@ class Agent(Proposer):
 
     def _ask(self, sender: bytes, message: Ask) -> None:
         if self.epoch:
-            self._reply(sender, Commit(self._since(message.epoch)))
+            self._reply(sender, Commit(self._since(message.epoch), message.question))
 
     def _report(self, sender: bytes, message: Report) -> None:
         if self._out_of_step(sender, message.epoch):

@@ -204,9 +204,13 @@ class Accepted(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Chosen decisions, in order of their epochs; the receiver skips those it has."""
+    """Chosen decisions, in order of their epochs; the receiver skips those it has.
+
+    `answers` is the `question` of the `Ask` that it answers; 0 where nobody asked, or the question had no number.
+    """
 
     decisions: tuple[Decision, ...]
+    answers: int = 0
 
 
 class Report(NamedTuple):
@@ -236,9 +240,14 @@ class JoinRefused(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request for the decisions after `epoch`. The answer is a `Commit`, empty when there is none newer."""
+    """A request for the decisions after `epoch`. The answer is a `Commit`, empty when there is none newer.
+
+    `question` is a number of the asking process that the answer repeats, or 0: a `Commit` that was sent before the
+    question cannot be taken for its answer (`Runtime.catch_up`).
+    """
 
     epoch: int
+    question: int = 0
 
 
 class BoardState(NamedTuple):

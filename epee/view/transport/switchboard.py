@@ -754,12 +754,16 @@ def _seen(exc: Exception) -> int:
 
 
 def _parts(message: Message | LaneTold) -> list[Message | LaneTold]:
-    """Split a Commit that could be longer than a frame; its receiver takes decisions one by one anyway."""
+    """Split a Commit that could be longer than a frame; its receiver takes decisions one by one anyway.
+
+    The last part alone is the answer to a question: the parts before it have come by then.
+    """
     if not isinstance(message, Commit) or len(message.decisions) < 2:
         return [message]
     if _size(message) <= MAX_FRAME_BYTES // 2:
         return [message]
-    return [Commit((decision,)) for decision in message.decisions]
+    *first, last = ((decision,) for decision in message.decisions)
+    return [*map(Commit, first), Commit(last, message.answers)]
 
 
 def _size(message: Commit) -> int:

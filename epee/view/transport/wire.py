@@ -338,6 +338,7 @@ _EPOCH = Number(0, EPOCH_LIMIT)
 _INCARNATION = Number(0, INCARNATION_LIMIT)
 _LANE = Number(0, LANE_LIMIT)
 _SEQ = Number(0, FOREVER)
+_QUESTION = Number(0, FOREVER)
 _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
 _BALLOT = TupleCodec(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
 _HOST = Text(MAX_HOST_BYTES)
@@ -387,11 +388,11 @@ _BY_NUMBER = dict(
             TupleCodec(Nack, _BALLOT, _EPOCH, _BALLOT),
             TupleCodec(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
             TupleCodec(Accepted, _BALLOT, _EPOCH),
-            TupleCodec(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch)),
+            TupleCodec(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch), _QUESTION),
             TupleCodec(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_LANES, key=lambda want: want.lane)),
             TupleCodec(Join, _MEMBER),
             TupleCodec(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
-            TupleCodec(Ask, _EPOCH),
+            TupleCodec(Ask, _EPOCH, _QUESTION),
             TupleCodec(Obituary, _NONCE, Choice(DEAD, LEFT, EXITED), Maybe(_STATE)),
             TupleCodec(LaneTold, _LANE, Bytes(0, MAX_TOLD_BYTES)),
         ),

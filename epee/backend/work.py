@@ -6,6 +6,7 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..engine.operation import CallsOfWork, Driven, Operation
 from ..engine.p2p.message import ANY, Message
 from ..errors import EpeeError, PeerError, RankFailedError, expected, ignored, is_own, named
 from ..torch_private import C10D, calling_module
-from ..untraced import untraced_methods
+from ..untraced import untraced, untraced_methods
 from ..values import waiting_time
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
@@ -48,13 +49,25 @@ class WorkOfGroup(_WorkBase):  # type: ignore[misc]
         return self._outputs
 
 
+@functools.lru_cache(maxsize=8)
+@untraced
+def _at_once(timeout: timedelta | None = None) -> bool:
+    """Return True. A repeated call runs in the cache, which is C: no exception of a signal handler comes from here."""
+    return True
+
+
+_at_once()
+
+
 @untraced_methods
 class Done(WorkOfGroup):
-    """The work of a call that has completed before it returned."""
+    """The work of a call that has completed before it returned.
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True."""
-        return True
+    torch waits for it behind each blocking collective. No line of Python runs in that `wait`: an exception there would
+    make the program repeat a call that has ended, and be one call ahead of its peers.
+    """
+
+    wait: Any = staticmethod(_at_once)
 
     def is_completed(self) -> bool:
         """Return True."""

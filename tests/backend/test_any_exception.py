@@ -7,6 +7,7 @@ other calls and for the group.
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import epee
 from epee.backend.collectives.reducing_hosts import AllReduce
 from epee.backend.work import Done
 from epee.engine.engine import Engine
@@ -29,6 +31,8 @@ from tests.survive import stages
 
 from . import cases
 
+ROOT = str(Path(epee.__file__).parent)
+NEVER = "return done"
 KINDS = (KeyboardInterrupt, TimeoutError, MemoryError, RecursionError, CommTimeoutError)
 
 
@@ -158,18 +162,15 @@ def test_a_call_that_has_ended_before_the_exception_is_repeated_as_itself(
 def raised_in_torch(rank: int, num_ranks: int, kind: type[BaseException], count: int) -> tuple[list[float], Any]:
     """Rank 0's handler raises in torch's lines behind the group's method; rank 0 repeats, rank 1 calls next."""
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is Done.wait.__code__:
-            sys.settrace(None)
-            raise kind("behind the call")
-        return None
+    def wait() -> None:
+        raise kind("behind the call")
 
     x = torch.full((3,), rank + 1.0)
     if rank == 0:
-        sys.settrace(trace)
-        with pytest.raises(kind, match="behind the call"):
-            dist.all_reduce(x)
-        sys.settrace(None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Done, "wait", staticmethod(wait))
+            with pytest.raises(kind, match="behind the call"):
+                dist.all_reduce(x)
     else:
         dist.all_reduce(x)
     again = torch.full((3,), 1.0) if rank == 0 else torch.full((count,), 20.0)
@@ -187,6 +188,51 @@ def test_an_exception_in_torchs_lines_behind_a_call_leaves_it_made(
 ) -> None:
     """docs/limits.md names it: the tensors are complete, and a repetition is one call more."""
     assert run_ranks(raised_in_torch, 2, kind, count, backend="epee") == [([3.0] * 3, second)] * 2
+
+
+def repeats_at_every_line(rank: int, num_ranks: int, kind: type[BaseException]) -> int:
+    """Rank 0 is interrupted before each line of epee that a blocking collective runs in turn, and repeats the call."""
+    step, is_hit = 0, True
+    while is_hit:
+        step, left, is_hit = step + 1, step + 1, False
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(ROOT):
+                return None
+            # CPython runs no handler between the store before this line and the return, a tracer does
+            is_line = event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() != NEVER
+            left -= is_line
+            if left == 0 and is_line:
+                sys.settrace(None)
+                raise kind(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return trace
+
+        x, is_done = torch.full((4,), 10.0 * step + rank), False
+        while not is_done:
+            try:
+                sys.settrace(trace if rank == 0 and not is_hit else None)
+                dist.all_reduce(x)
+                is_done = True
+            except (CommTimeoutError, MismatchError):
+                assert rank == 1
+            except kind:
+                is_hit = True
+            finally:
+                sys.settrace(None)
+        assert x.tolist() == [20.0 * step + 1] * 4, step
+        more = torch.tensor([float(is_hit)])
+        dist.broadcast(more, 0)
+        is_hit = bool(more.item())
+    return step
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_a_blocking_collective_that_any_line_of_epee_interrupts_is_repeated_as_itself(
+    kind: type[BaseException],
+) -> None:
+    first, second = run_ranks(repeats_at_every_line, 2, kind, backend="epee")
+    assert first == second > 60
 
 
 def drives_another(rank: int, num_ranks: int, kind: type[BaseException], folder: str) -> tuple[float, bool, float]:

@@ -44,7 +44,7 @@ CEILINGS = {
     # machine that was so in five runs of five.
     "kill": {"all_reduce, peer killed": (45, 505)},
 }
-MAX_CODE_LINES = 50_929
+MAX_CODE_LINES = 50_931
 ATTEMPTS = 5
 
 

@@ -53,6 +53,7 @@ logger = logging.getLogger("epee")
 
 MAX_NOTICES = 32  # of one process and group
 _LOOK_S = 0.005
+_CATCH_UP_S = 5.0  # for removals that are on their way; as long as `join` of a member takes at most for decisions
 _HEAD = struct.Struct("<IIQH")  # number, hosts, epoch, bytes of the note about the group
 _WORDS = struct.Struct("<BIIBIBBQQQ6B")  # `BufferConfig.words`
 _SALT = 0xD1B54A32D192ED03
@@ -290,7 +291,11 @@ def _running(job_handle: GroupInView, own_rank: int, timeout_s: float) -> list[t
 
 
 def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
-    """Wait until the notices of all members are known here."""
+    """Wait until the notices of all members are known here, and their removals before this call.
+
+    A call of the group may overtake the removal of a notice: they take different connections. The answer to a question
+    takes that of the notices, so it arrives behind them. A member that does not answer is not waited for for long.
+    """
     started = time.monotonic()
     while missing := runtime.unheard():
         elapsed = time.monotonic() - started
@@ -301,6 +306,7 @@ def _await_words(runtime: Runtime, own_rank: int, timeout_s: float) -> None:
                 missing,
             )
         time.sleep(_LOOK_S)
+    runtime.catch_up(min(_CATCH_UP_S, timeout_s))
 
 
 def _told(job_handle: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:

@@ -292,6 +292,14 @@ def loses_one(rank: int, num_ranks: int, folder: str, mode: str) -> None:
         anyone.wait()
         assert anyone._source_rank() == 1
         assert y.item() == 1.0
+        until = time.monotonic() + 60
+        while True:  # the death is known here at once; the view without the rank needs rank 1, too
+            with pytest.raises(RankFailedError, match="its process has ended") as caught:
+                dist.recv(x, 2)
+            assert caught.value.ranks == (2,)
+            if "not in the view since epoch 2" in str(caught.value):
+                break
+            assert time.monotonic() < until
         for call in (dist.recv, dist.send, dist.irecv, dist.isend):
             with pytest.raises(RankFailedError, match="not in the view since epoch 2") as caught:
                 call(x, 2)

@@ -33,6 +33,7 @@ from .entry import CHANGING, Entry
 from .operation import Block, Driven, Operation
 from .outbox import CORE, GAVE_UP, SLEEPERS, PeerRegions, has_exited, leavers
 from .p2p.message import ANY, STAYS_OPEN, Message
+from .signature import unpack
 from .withdrawal import withdrawn
 
 if TYPE_CHECKING:
@@ -435,11 +436,14 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
 
 
 def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
-    """Return the error of a call that others have ended without putting anything into it."""
-    lost = engine.membership.removed_in(head.peer_regions.epoch)
-    names = ", ".join(map(str, quitters))
-    told = head.describe(engine.peer_regions, peer=names, elapsed=now - head.started)
-    text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"
+    """Return the error of a call that others have ended without putting anything into it.
+
+    Without a root the call is possible in any view: the others had aborted it before the view changed, and no loss has
+    ended it.
+    """
+    lost = engine.membership.removed_in(head.peer_regions.epoch) if unpack(head.plan.signature).root >= 0 else []
+    told = head.describe(engine.peer_regions, peer=", ".join(map(str, quitters)), elapsed=now - head.started)
+    text = f"{told}: ended there without its part; results are untouched; the next call runs in this view"
     kind = RankFailedError if lost else PeerError
     return kind(text, lost or quitters, head.name, head.seq, head.peer_regions.epoch, GAVE_THE_CALL_UP)
 

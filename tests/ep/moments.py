@@ -6,11 +6,12 @@ what. It names no class of the package, so it stays as it is when the code behin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import epee
-from epee.engine.entry import TROUBLED
+from epee.engine.entry import NEWS, TROUBLED
 from epee.engine.operation import Operation
 from epee.engine.plan import Plan
 from epee.ep.control import words
@@ -148,6 +149,29 @@ def before_it_learns_of_a_loss(buffer: Any, action: Action) -> None:
         _once(buffer._exchange.engine.membership, "take_news", action, goes_on=True)
     else:
         _once(buffer._exchange.membership, "decide", action, goes_on=True)
+
+
+def sleep_until_the_view_changes(engine: Any, action: Action = lambda: None) -> None:
+    """Let this rank act once when it waits for a word, and look at none before a view has been decided.
+
+    It gives the lock back, as a sleep does, so that the agents can agree.
+    """
+    poll = engine.waits.poll
+
+    def sleep_long(words: Any, index: int, value: int) -> bool:
+        engine.waits.poll = poll
+        end = time.monotonic() + 60.0
+        engine.entry.let_go()
+        try:
+            action()
+            while not engine.flags & NEWS:
+                assert time.monotonic() < end, "no view is decided"
+                time.sleep(0.001)
+        finally:
+            engine.entry.take_back()
+        return bool(words[index] == value)
+
+    engine.waits.poll = sleep_long
 
 
 def before_it_sends(buffer: Any, action: Action) -> None:

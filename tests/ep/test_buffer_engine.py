@@ -78,6 +78,7 @@ OUTCOMES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (syncs.test_after_a_time_out_sync_brings_all_to_the_same_call, ("epee",)),
     (syncs.test_sync_goes_on_without_who_dies, ("epee", "raise")),
     (syncs.test_a_replacement_is_waited_for_and_taken_in, ()),
+    (returns.test_a_call_given_up_before_a_death_keeps_the_ranks_in_step, (True,)),
     (returns.test_after_a_replacement_the_results_are_those_of_a_fresh_job, ("raise",)),
     (returns.test_a_new_buffer_may_be_made_with_a_replacement, ()),
     (returns.test_buffers_made_after_a_loss, ("raise",)),

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.errors import CommTimeoutError, RankFailedError
+from epee.engine.waiting import GAVE_THE_CALL_UP
+from epee.errors import CommTimeoutError, PeerError, RankFailedError
+from tests.ep import moments
 from tests.harness import run_mortal
 
 from . import stages
@@ -93,3 +95,40 @@ def test_behind_a_call_whose_root_is_lost_the_root_is_shown_no_more(fault_mode: 
     results = run_mortal(loses_its_root, 4, fault_mode, dead={0})
     assert results[1] == [(0, (0,)), *[(1, 3.0)] * 3]
     assert results[2:] == [[(0, (0,)), *[(1, None)] * 3]] * 2
+
+
+def sleeps_over_both(rank: int, num_ranks: int, folder: str) -> tuple[BaseException, float]:
+    """Rank 0 aborts a call; then rank 2, which has not begun it, dies. Rank 1 waits in it, and sees neither before."""
+    options = epee.BackendOptions(fault_mode="mask", on_stall="error", op_timeout=20.0)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group: Any = dist.group.WORLD
+    waits = group._engine.waits
+    poll = waits.poll
+
+    def interrupt(*_: Any) -> None:
+        waits.poll = poll
+        raise KeyboardInterrupt
+
+    dist.barrier()
+    if rank == 2:
+        stages.wait_for(folder, "told-0")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        stages.wait_for(folder, "asleep")
+        waits.poll = interrupt
+    else:
+        moments.sleep_until_the_view_changes(group._engine, lambda: stages.reach(folder, "asleep"))
+    with pytest.raises((KeyboardInterrupt, PeerError)) as caught:
+        dist.all_reduce(torch.ones(1))
+    stages.meet(folder, "told", rank, (0, 1))
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return caught.value, x.item()
+
+
+def test_a_call_aborted_before_a_loss_names_the_rank_that_aborted_it() -> None:
+    first, second, _ = run_mortal(sleeps_over_both, 3, dead={2})
+    assert isinstance(first[0], KeyboardInterrupt)
+    assert (type(second[0]), second[0].ranks, second[0].cause) == (PeerError, (0,), GAVE_THE_CALL_UP)
+    assert first[1] == second[1] == 2.0

@@ -592,7 +592,8 @@ class GroupMembership:
         """Return the ranks that have ended `op`, have put nothing into it, and never will.
 
         They have applied no decision that this rank has not (VIEW), so they did not run it in a later epoch. It
-        happens where a rank calls with another root, which is lost: a joiner, or a rank that learned of a loss later.
+        happens where a rank calls with another root, which is lost: a joiner, or a rank that learned of a loss later;
+        and where they aborted the call in the epoch before, and this rank had not seen it when the call moved.
         """
         peer_regions = op.peer_regions
         through = [

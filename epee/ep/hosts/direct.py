@@ -27,6 +27,11 @@ that is: the last one that `run` has returned (`Engine.latest`, until the caller
 that an exception has left open inside the engine (`unclaimed`). The next call finds out how these have ended
 (`_settle`); a call that is made again never gets the rows of an earlier one.
 
+A rank that aborts a call has ended its number. If the view changes before another rank has read the abort, that rank's
+call moves to the new epoch, in which the first has nothing of it and will not. It finds that in the first's count of
+ended calls (`GroupMembership.ended_without`), ends the call too, and raises `CommTimeoutError`, which names the rank
+that has aborted it: the loss has only moved the call. So both go on with the next number.
+
 A crash leaves rows in slots that nobody grants again, and an engine call that the others end without the rank.
 
 **Members** (`EngineMembership`). The engine handles losses by itself: a call that loses a rank ends as its mode says,

@@ -124,6 +124,7 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 # numpy's or torch's own error about an argument, or no memory
                 if self._engine.seq == seq:
                     self._engine.refuse(name, exc)
+                self._engine.disown_latest(exc)
                 raise
             except BaseException as exc:
                 self._engine.disown_latest(exc)
@@ -347,7 +348,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
             if is_blocking or (opts is not None and not opts.asyncOp):
                 self._engine.run(make, opts, tensors)
                 return DONE
-            return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
+            return Work(self._engine, [self._engine.start(make, opts, tensors, is_noted=True)], outputs)
         except TooShort as exc:
             self._engine.membership.await_lost(exc, timeout_of(opts, self._engine.timeout_s))
         except expected(EpeeError) as exc:

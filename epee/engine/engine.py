@@ -171,7 +171,7 @@ class Engine:
             them could report.
         has_failed: it was closed because the process ends.
         reports_losses: a call that a loss ends raises nothing, its `Work` reports the loss.
-        latest: the call that `run` has returned, until its caller has noted that (`disown_latest`).
+        latest: the call that `run` (or `start`, if asked) has returned, until its caller notes that (`disown_latest`).
         ended_by: why all calls fail, where that is not because the program has ended the group.
     """
 
@@ -337,8 +337,16 @@ class Engine:
         self.contributors = peer_regions.members
         return True
 
-    def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
-        """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
+    def start(
+        self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True, is_noted: bool = False
+    ) -> Operation:
+        """Plan and issue a collective and return; its first contribution is published when the outbox has room.
+
+        Args:
+            make, opts, tensors: as of `run`.
+            may_claim: it may be the repetition of an unclaimed call, and may report a loss.
+            is_noted: it is `latest` until the caller notes that it has the call.
+        """
         seen = self.order.progress() if self.queue or self.messages else None
         peer_regions = self.members
         plan = make(peer_regions)
@@ -362,8 +370,12 @@ class Engine:
                 self._publish_waiting()
                 self.helper.kick()
             self.entry.leave()
+            if is_noted:
+                self.latest = op
             return op
         except BaseException as exc:
+            if is_noted:
+                self.latest = None
             self.recovery.broken = exc, op
             self.recovery.broken_off(exc, op)
             raise
@@ -398,7 +410,7 @@ class Engine:
             raise
 
     def disown_latest(self, exc: BaseException) -> None:
-        """Leave the results of a call that has ended to its repetition: its caller gets `exc`, of a signal handler."""
+        """Abort an issued call, or leave its results to its repetition: its caller gets `exc`, of a signal handler."""
         op, self.latest = self.latest, None
         if op is not None:
             self.recovery.broken_off(exc, op)

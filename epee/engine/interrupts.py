@@ -20,12 +20,13 @@ between which two lines the exception occurred:
   gets the results (`claim`). So the ranks stay in step;
 - a request that the caller still holds (an interrupted `wait`) stays open.
 
-A blocking collective that has ended before the exception leaves the group's method is unclaimed as well
-(`Engine.disown_latest`). In torch's own lines behind that, up to the return of `dist.all_reduce` to the program, the
-call is made, and a repetition is a further call. No code of epee's runs where such an exception passes, and the next
-call cannot tell it from one raised by the program's own next line: both leave a finished call. A mark that the work's
-`wait` takes away would not do: CPython runs handlers behind that as well (in 3.11 after torch's outermost wrapper), and
-by the next call the program may have changed the tensors that hold the only copy of the results.
+A collective that has ended, or was issued, before the exception leaves the group's method is treated so as well
+(`Engine.disown_latest`): its caller has no work. In torch's own lines behind that, up to the return of
+`dist.all_reduce` to the program, the call is made, and a repetition is a further call. No code of epee's runs where
+such an exception passes, and the next call cannot tell it from one raised by the program's own next line: both leave a
+finished call. A mark that the work's `wait` takes away would not do: CPython runs handlers behind that as well (in 3.11
+after torch's outermost wrapper), and by the next call the program may have changed the tensors that hold the only copy
+of the results.
 
 A recovery step that is interrupted as well runs in a thread of its own (`Apart`), where no handler runs and the stack
 is empty; so does the writing of results. If they cannot be written there either, or cannot be kept for a repetition,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.backend import group
 from epee.backend.collectives.reducing_hosts import AllReduce
 from epee.backend.work import Done
 from epee.engine.engine import Engine
@@ -191,8 +192,8 @@ def test_an_exception_in_torchs_lines_behind_a_call_leaves_it_made(
     assert run_ranks(raised_in_torch, 2, kind, count, backend="epee") == [([3.0] * 3, second)] * 2
 
 
-def repeats_at_every_line(rank: int, num_ranks: int, kind: type[BaseException]) -> int:
-    """Rank 0 is interrupted before each line of epee that a blocking collective runs in turn, and repeats the call."""
+def repeats_at_every_line(rank: int, num_ranks: int, kind: type[BaseException], is_async: bool) -> int:
+    """Rank 0 is interrupted before each line of epee that issues a collective in turn, and repeats the call."""
     step, is_hit = 0, True
     while is_hit:
         step, left, is_hit = step + 1, step + 1, False
@@ -213,7 +214,10 @@ def repeats_at_every_line(rank: int, num_ranks: int, kind: type[BaseException]) 
         while not is_done:
             try:
                 sys.settrace(trace if rank == 0 and not is_hit else None)
-                dist.all_reduce(x)
+                work = dist.all_reduce(x, async_op=is_async)
+                sys.settrace(None)
+                if work is not None:
+                    work.wait()
                 is_done = True
             except (CommTimeoutError, MismatchError):
                 assert rank == 1
@@ -228,12 +232,42 @@ def repeats_at_every_line(rank: int, num_ranks: int, kind: type[BaseException]) 
     return step
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
-def test_a_blocking_collective_that_any_line_of_epee_interrupts_is_repeated_as_itself(
-    kind: type[BaseException],
+def test_a_collective_that_any_line_of_epee_interrupts_is_repeated_as_itself(
+    kind: type[BaseException], is_async: bool
 ) -> None:
-    first, second = run_ranks(repeats_at_every_line, 2, kind, backend="epee")
+    first, second = run_ranks(repeats_at_every_line, 2, kind, is_async, backend="epee")
     assert first == second > 60
+
+
+def loses_its_work(rank: int, num_ranks: int, folder: str) -> tuple[str, list[float]]:
+    """Rank 0 has no memory for the work of a call that it has issued; then rank 1 begins, and both repeat the call."""
+    x, told = torch.full((3,), rank + 1.0), ""
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "Work", _no_memory)
+            with pytest.raises(MemoryError):
+                dist.all_reduce(x, async_op=True)
+    stages.meet(folder, "issued", rank, range(num_ranks))
+    for _ in range(2 - (rank == 0)):
+        try:
+            dist.all_reduce(x, async_op=True).wait()
+            break
+        except CommTimeoutError as exc:
+            told = str(exc)
+    return told, x.tolist()
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_call_whose_work_cannot_be_made_is_aborted_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(loses_its_work, 2, str(tmp_path), backend="epee")
+    assert first == ("", [3.0] * 3)
+    assert "rank(s) 0 aborted the call" in second[0]
+    assert second[1] == [3.0] * 3
 
 
 def drives_another(rank: int, num_ranks: int, kind: type[BaseException], folder: str) -> tuple[float, bool, float]:

@@ -184,8 +184,11 @@ def is_own(exc: BaseException) -> bool:
 def is_of_handler(exc: BaseException) -> bool:
     """Return whether an exception comes from a signal handler in Python, and not from the code that it interrupts.
 
-    The frame of a handler stands in the traceback directly behind the interrupted frame, which is its argument.
+    The frame of a handler stands in the traceback directly behind the interrupted frame, which is its argument. A
+    `StopIteration` that a handler raises inside a generator leaves it as a `RuntimeError` (PEP 479).
     """
+    if isinstance(exc, RuntimeError) and isinstance(exc.__cause__, StopIteration):
+        exc = exc.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return any(_is_handler(frame, interrupted) for interrupted, frame in itertools.pairwise(frames))
 

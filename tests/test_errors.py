@@ -202,6 +202,24 @@ def test_a_handlers_error_of_ours_is_not_our_own() -> None:
     assert errors.is_own(errors.InvalidState("not of a handler"))
 
 
+def test_a_stop_iteration_of_a_handler_that_leaves_a_generator_is_the_handlers() -> None:
+    """It arrives as a RuntimeError (PEP 479), which is no error of the code that the clause is about."""
+
+    def handler(*_: Any) -> None:
+        raise StopIteration
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="StopIteration") as caught, errors.ignored(RuntimeError):
+            all(signal.raise_signal(signal.SIGUSR1) is None for _ in range(2))
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert errors.is_of_handler(caught.value)
+    with pytest.raises(RuntimeError) as own:
+        all(next(iter(())) for _ in range(2))
+    assert not errors.is_of_handler(own.value)
+
+
 def test_a_recursion_error_is_no_run_time_error_unless_a_clause_names_it() -> None:
     def nested() -> None:
         nested()

@@ -80,15 +80,17 @@ def make_group(rank: int, num_ranks: int, folder: str, nth: int) -> list[Outcome
     return _ended(rank, num_ranks, folder, found)
 
 
-def make_buffer(rank: int, num_ranks: int, folder: str, nth: int, backend: str) -> list[Outcome]:
+def make_buffer(
+    rank: int, num_ranks: int, folder: str, nth: int, backend: str, kind: type[Any] = epee.Buffer
+) -> list[Outcome]:
     _init(rank, num_ranks, folder, backend)
     dist.barrier()
     stages.meet(folder, "made", rank, range(num_ranks))
     if rank == VICTIM:
         die_at_call(nth)
-    made: list[epee.Buffer] = []
+    made: list[Any] = []
     arguments: dict[str, Any] = {"num_experts": num_ranks, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 4}
-    found = [_outcome(lambda: made.append(epee.Buffer(timeout=TIMEOUT_S, **arguments)))]
+    found = [_outcome(lambda: made.append(kind(timeout=TIMEOUT_S, **arguments)))]
     if rank != VICTIM and made:
         x, idx = torch.ones(2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
         found += [_outcome(lambda: made[0].dispatch(x, idx, torch.ones(2, 1))) for _ in range(2)]
@@ -125,3 +127,20 @@ def test_a_death_while_a_group_over_hosts_is_made(tmp_path: Path, nth: int) -> N
 def test_a_death_while_a_buffer_is_made(tmp_path: Path, backend: str, nth: int) -> None:
     found = run_ranks(make_buffer, 3, str(tmp_path), nth, backend, backend=None, dead={VICTIM})
     _check(found, FAILED, *([GROUP_FAILED] if backend == "gloo" else []))
+
+
+@pytest.mark.parametrize("nth", [3, 250, *SLOW])
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+def test_a_death_while_a_latency_buffer_is_made(tmp_path: Path, backend: str, nth: int) -> None:
+    found = run_ranks(make_buffer, 3, str(tmp_path), nth, backend, epee.LatencyBuffer, backend=None, dead={VICTIM})
+    _check(found, FAILED, *([GROUP_FAILED] if backend == "gloo" else []))
+
+
+@pytest.mark.parametrize("nth", [250, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 1400, 166))])
+@pytest.mark.parametrize("placement", [(0, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("kind", [epee.Buffer, epee.LatencyBuffer])
+def test_a_death_while_a_buffer_over_hosts_is_made(
+    tmp_path: Path, kind: type[Any], placement: tuple[int, ...], nth: int
+) -> None:
+    found = run_on_loopbacks(make_buffer, placement, str(tmp_path), nth, "epee", kind, backend=None, dead={VICTIM})
+    _check(found, FAILED, LATE)

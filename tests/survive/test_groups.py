@@ -130,3 +130,37 @@ def train(rank: int, num_ranks: int, folder: str) -> Any:
 def test_data_parallel_training_goes_on_and_replicas_stay_equal() -> None:
     results = run_mortal(train, 4, dead={2}, timeout_s=80)
     assert results[0] == results[1] == results[3]
+
+
+def objects(rank: int, num_ranks: int, folder: str, victim: int) -> Any:
+    """One of three ranks is lost; torch reads the objects itself, from what a tensor collective has left."""
+    start(rank, num_ranks, folder, "mask")
+    assert total() == 3
+    if rank == victim:
+        die()
+    while total() != 2:
+        pass
+    found: list[str] = []
+    for call in (
+        lambda: dist.all_gather_object([None] * 3, rank),
+        lambda: dist.gather_object(rank, [None] * 3 if rank == 1 else None, dst=1),
+        lambda: dist.broadcast_object_list([rank], src=victim),
+        lambda: dist.scatter_object_list([None], [0, 1, 2] if rank == victim else None, src=victim),
+    ):
+        try:
+            call()
+            found.append("")
+        except Exception as error:  # noqa: BLE001 - the test shows it, whatever it is
+            found.append(type(error).__name__)
+        assert total() == 2
+    items = [rank]
+    dist.broadcast_object_list(items, src=1)
+    return found, items
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_object_collectives_with_a_lost_rank_raise_alike_and_the_group_goes_on(victim: int) -> None:
+    results = run_mortal(objects, 3, victim, dead={victim}, timeout_s=60)
+    for rank in {0, 1, 2} - {victim}:
+        gathered = "EOFError" if rank == 1 else ""
+        assert results[rank] == (["EOFError", gathered, "RankFailedError", "RankFailedError"], [1])

@@ -245,7 +245,7 @@ class Engine:
         try:
             if self.unsettled.loss is not None or (self.unsettled.calls and self.flags & CHANGING):
                 self._report_loss()
-            op = self.recovery.claim(make) if self.unclaimed else None
+            op = self.recovery.claim(make, opts) if self.unclaimed else None
             if op is None:
                 if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):  # planned too early
                     peer_regions = self.members
@@ -355,7 +355,7 @@ class Engine:
         try:
             if may_claim and (self.unsettled.loss is not None or (self.unsettled.calls and self.flags & CHANGING)):
                 self._report_loss()
-            op = self.recovery.claim(make) if self.unclaimed and may_claim else None
+            op = self.recovery.claim(make, opts) if self.unclaimed and may_claim else None
             if op is None:
                 if peer_regions is not self.members or (seen and self.order.has_advanced(seen)):
                     peer_regions = self.members

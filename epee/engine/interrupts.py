@@ -40,11 +40,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState, expected, is_of_handler, is_own
 from .entry import ENDED
-from .operation import Driven, Operation
+from .operation import Driven, Operation, timeout_of
 from .p2p.message import Message
 from .plan import Make, Plan, refused
 
@@ -267,11 +267,12 @@ class Recovery:
                 f"{told}: {head.describe(head.peer_regions)} has failed twice in writing its results", error
             )
 
-    def claim(self, make: Make) -> Operation | None:
+    def claim(self, make: Make, opts: Any = None) -> Operation | None:
         """Return the unclaimed call that `make` repeats, with its results in the tensors of the repetition.
 
-        None: a new call. The outcome of that call must be known first. A call of another kind repeats none of them: its
-        caller continues without their results, as do the other ranks that have them.
+        None: a new call. The outcome of that call must be known first: the repetition waits for it for its own timeout.
+        A call of another kind repeats none of them: its caller continues without their results, as do the other ranks
+        that have them.
 
         Raises:
             CommTimeoutError: the outcome is still open; nothing was issued, the call may be repeated.
@@ -282,7 +283,7 @@ class Recovery:
             if plan is None:
                 continue
             if not op.done:
-                engine.drive(op, time.monotonic() + engine.timeout_s)
+                engine.drive(op, time.monotonic() + timeout_of(opts, engine.timeout_s))
             if op.error is None:
                 plan.deliver(op.plan.sinks())
                 engine.contributors = op.peer_regions.members

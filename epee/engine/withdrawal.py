@@ -12,7 +12,12 @@ have to complete it.
 A rank that was stopped learns of an abort when it continues. A refusal is not revoked: no rank can complete with it,
 and its reason is for ranks that arrive late. After GRACE_S, or the timeout if that is shorter, the caller of a call
 that is still open gets its error; the repetition of the call continues its number (`Engine.claim`), so no rank pairs it
-with another call. If a rank has ended the call and its words were damaged, they give no answer: then the call is lost.
+with another call, and waits for its end for its own timeout. If a rank has ended the call and its words were damaged,
+they give no answer: then the call is lost.
+
+Hosts answer one by one, each behind the abort. Among three and more, a part that one answer misses may have been found
+on a host where the abort had not arrived yet, so the hosts are asked once more when all have answered
+(`end_behind`; all orders: `tests/hosts/test_aborts_model.py`).
 
 A rank inside rounds that others do not need (a gather's senders) has ended the call before another's timeout. A crash
 between two stores leaves a rank that is not in the next epoch.
@@ -25,7 +30,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ..errors import CommTimeoutError
-from ..view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
+from ..view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_behind, gave_up, names_of
 from .call import EngineCall
 from .outbox import (
     COMPLETES,
@@ -108,6 +113,9 @@ class Withdrawal:
         self.cause = cause
         self.undecided: list[int] = []
         self.must_complete = False
+        # whether the checks ask once more because the abort had arrived everywhere; one other host answers about all
+        # its ranks at once, and the words of this host are read behind its answer
+        self._is_repeated = len(peer_regions.sites) <= 2
         patience_s = call.deadline - call.started if call.deadline else GRACE_S
         self._grace_s = min(GRACE_S, patience_s)
         self._until = time.monotonic() + self._grace_s
@@ -119,12 +127,9 @@ class Withdrawal:
 
         True when it ends here: it has failed, or it `must_complete`.
         """
-        found = {peer_regions.members[peer]: self._stance_at(peer_regions, peer, lost) for peer in peer_regions.peers}
-        look = end_of(found, lost)
-        if look.end is End.FAILED:
-            # a part that is missing here may yet complete the call where this abort has not arrived
-            unheard = [peer for peer in peer_regions.peers if self._words_behind(peer_regions, peer, lost) is None]
-            look = Look(End.OPEN, tuple(unheard)) if unheard else look
+        stances = self._stances(peer_regions, lost)
+        look = end_behind(stances, lost, self._is_repeated)
+        self._is_repeated = self._is_repeated or None not in stances.values()
         if look.end is End.COMPLETES:
             self.must_complete = True
             return True
@@ -150,10 +155,14 @@ class Withdrawal:
         where = call.describe(peer_regions, elapsed=time.monotonic() - call.started if call.started else 0.0)
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others, has_job=True)
 
-    def _stance_at(self, peer_regions: PeerRegions, peer: int, lost: Collection[int]) -> Stance:
-        """Return the outcome of the call at a peer, behind this rank's abort; OPEN if that is not known yet."""
-        words = self._words_behind(peer_regions, peer, lost)
-        return Stance.OPEN if words is None else _stance_of(words, self._at)
+    def _stances(self, peer_regions: PeerRegions, lost: Collection[int]) -> dict[int, Stance | None]:
+        """Return the state of the call at each peer, behind this rank's abort; None: not known yet.
+
+        Words of this host are loaded when all answers have been taken (`sight` only refers to them), so they are newer.
+        """
+        sight = [(peer, self._words_behind(peer_regions, peer, lost)) for peer in peer_regions.peers]
+        members = peer_regions.members
+        return {members[peer]: None if words is None else _stance_of(words, self._at) for peer, words in sight}
 
     def _words_behind(
         self, peer_regions: PeerRegions, peer: int, lost: Collection[int]
@@ -171,7 +180,7 @@ class Withdrawal:
         if rank in lost:  # everything that exists of it has been received
             return words
         indices = (CONSUMED, CONSUMED_TOO, LIFE, cell, cell + GAVE_UP, cell + SIGNATURE)
-        found: Mapping[int, int] | None = exports.looks.at(rank, indices, (self._name, tag))
+        found: Mapping[int, int] | None = exports.looks.at(rank, indices, (self._name, tag, self._is_repeated))
         return found
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epee.engine import engine, operation
+from epee.engine.operation import Operation
 from epee.engine.outbox import CELL_WORDS
+from epee.engine.withdrawal import withdrawn
 from epee.errors import CommTimeoutError, MismatchError
 
 from ..harness import run_ranks
+from ..hosts import run_on_loopbacks
 from ..survive import stages
 from . import cases
 
@@ -137,6 +144,49 @@ def test_a_rank_that_comes_with_the_time_out_ends_as_the_others_do(tmp_path: Pat
     results = run_ranks(race, 3, str(tmp_path), length, backend=None, timeout_s=60)
     assert results[0] == results[1] == results[2]
     assert "given up" in results[0]
+
+
+def slow_to_decide(rank: int, num_ranks: int) -> list[str]:
+    """Rank 2 aborts a call when the others have checked for that, and before they announce that they complete it."""
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=30))
+    dist.barrier()
+    x = torch.full((3,), float(rank))
+    if rank == 2:
+        give_up = Operation.withdraw
+
+        def give_up_late(*args: Any) -> None:
+            time.sleep(0.4)
+            give_up(*args)
+
+        Operation.withdraw = give_up_late  # type: ignore[method-assign]
+        group.set_timeout(timedelta(seconds=0.05))
+    else:
+
+        def check_then_wait(*args: Any) -> list[int]:
+            found = withdrawn(*args)
+            time.sleep(1.0)
+            return found
+
+        engine.withdrawn = operation.withdrawn = check_then_wait  # type: ignore[attr-defined]
+        time.sleep(0.2)  # rank 2 finds none of the parts in time
+    told = []
+    try:
+        dist.all_reduce(x)
+    except CommTimeoutError as error:
+        told.append("open" if "neither aborted nor complete" in str(error) else str(error))
+        group.set_timeout(timedelta(seconds=30))
+        dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 3
+    engine.withdrawn = operation.withdrawn = withdrawn  # type: ignore[attr-defined]
+    group.set_timeout(timedelta(seconds=30))
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("run", [partial(run_ranks, num_ranks=3), partial(run_on_loopbacks, placement=(0, 0, 1))])
+def test_the_repetition_of_an_open_call_waits_for_its_end_as_long_as_a_call(run: Callable[..., Any]) -> None:
+    assert run(slow_to_decide, backend="epee") == [[], [], ["open"]]
 
 
 def many(rank: int, num_ranks: int, folder: str) -> list[str]:

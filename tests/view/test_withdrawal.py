@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from epee.view.protocol.withdrawal import End, Look, Stance, end_of
+from epee.view.protocol.withdrawal import End, Look, Stance, end_behind, end_of
 
 EVERYTHING = [dict(enumerate(stances, 1)) for stances in product(Stance, repeat=3)]
 
@@ -56,3 +56,21 @@ def test_one_that_tells_nothing_loses_the_call_once_nobody_else_can_tell(others:
 
 def test_a_rank_without_peers_has_nobody_to_follow() -> None:
     assert end_of({}) == Look(End.FAILED)
+
+
+def test_between_hosts_a_part_is_missing_when_it_is_still_missing_behind_everybody_s_answer() -> None:
+    for stances in EVERYTHING:
+        look, is_missing = end_of(stances), bool(those(stances, Stance.MISSING))
+        assert end_behind(stances, (), is_repeated=True) == look
+        early = end_behind(stances, (), is_repeated=False)
+        assert early == (
+            Look(End.OPEN, those(stances, Stance.MISSING)) if look.end is End.FAILED and is_missing else look
+        )
+
+
+def test_between_hosts_a_call_is_open_while_a_rank_has_not_answered() -> None:
+    for stances in EVERYTHING:
+        for is_repeated in (True, False):
+            look = end_behind({**stances, 1: None}, (), is_repeated)
+            assert (look.end is End.COMPLETES) == bool(those({**stances, 1: Stance.OPEN}, Stance.COMPLETES))
+            assert look.end in (End.COMPLETES, End.OPEN)

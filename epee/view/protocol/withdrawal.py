@@ -92,6 +92,26 @@ def end_of(stances: Mapping[int, Stance], dead: Collection[int] = ()) -> Look:
     return Look(End.FAILED)
 
 
+def end_behind(stances: Mapping[int, Stance | None], dead: Collection[int], is_repeated: bool) -> Look:
+    """Return the end of an aborted call where peers of other hosts answer one by one, each behind the abort.
+
+    None stands for a peer that has not answered. Answers are of different times: between that of a peer whose part is
+    MISSING and that of another host, the part can come there before the abort does. So a missing part fails the call
+    only if it is missing in an answer to a question that was asked when the abort had arrived everywhere.
+
+    Args:
+        stances: of all peers.
+        dead: ranks that publish nothing any more.
+        is_repeated: whether the answers are of such a question.
+    """
+    look = end_of({rank: Stance.OPEN if found is None else found for rank, found in stances.items()}, dead)
+    if look.end is not End.FAILED:
+        return look
+    doubtful = {None} if is_repeated else {None, Stance.MISSING}
+    undecided = tuple(rank for rank, found in stances.items() if found in doubtful)
+    return Look(End.OPEN, undecided) if undecided else look
+
+
 def gave_up(others: Collection[int]) -> list[str]:
     """Return the part of an abort error that names the ranks that aborted the call before."""
     return [f"rank(s) {names_of(others)} aborted the call"] if others else []

@@ -6,6 +6,7 @@ before, a source is in a result as a whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.hosts.latency.path import LatencyHostsPath
+from epee.errors import EpeeError
+from epee.link.topology import Topology
 from epee.reference import latency as oracle
 from epee.reference import latency_hosts
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, inputs, make
@@ -336,6 +340,49 @@ def _killed(rank: int, num_ranks: int, hosts: Sequence[int], victim: int) -> lis
         reports.append(masked_round(buffer, seed, mask, 10 * US))
     buffer.close()
     return reports
+
+
+# ---- what the errors name
+
+
+def _error_behind_a_death(
+    rank: int, num_ranks: int, placement: Sequence[int], victim: int, knowing: Sequence[int]
+) -> tuple[str, tuple[int, ...]]:
+    """Call without a mask behind a death; ranks that are not `knowing` find it in the others' abort alone."""
+    torch.set_num_threads(1)
+    if rank not in knowing:
+        setattr(LatencyHostsPath, "_ended", lambda _: set())  # noqa: B010 - mypy
+    with make(SHAPE, timeout=15.0) as buffer:
+        check_round(buffer, SHAPE, NUM_TOKENS, 1, hosts=placement)
+        dist.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        path: Any = buffer._path
+        while rank in knowing and victim not in path._ended():
+            time.sleep(0.001)
+        if rank > 0:
+            time.sleep(0.5)  # rank 0 has nothing of the others when it looks
+        with pytest.raises(EpeeError) as caught:
+            dispatch(buffer, inputs(SHAPE, NUM_TOKENS, 2, "random")[rank])
+        found = type(caught.value).__name__, tuple(getattr(caught.value, "ranks", ()))
+        with contextlib.suppress(EpeeError):
+            dist.barrier()  # the end of a rank is no further loss
+            dist.barrier()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("placement", "victim", "knowing"),
+    [
+        ((0, 0, 1, 1), 1, (0,)),  # the victim's host knows first
+        ((0, 1, 1, 1), Topology(0, ["a", "b", "b", "b"]).gateway(0, 1), range(4)),  # nothing reaches the others there
+    ],
+)
+def test_without_a_mask_all_ranks_name_the_one_that_died(
+    placement: tuple[int, ...], victim: int, knowing: Sequence[int]
+) -> None:
+    told = run_on_loopbacks(_error_behind_a_death, placement, placement, victim, tuple(knowing), dead={victim})
+    assert told == [DEAD if rank == victim else ("RankFailedError", (victim,)) for rank in range(4)]
 
 
 @pytest.mark.hosts

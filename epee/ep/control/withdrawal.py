@@ -33,7 +33,8 @@ from ...memory.signals import fence
 from ...view.protocol.withdrawal import Look, Stance, end_of
 
 LINE_WORDS = 8  # of a rank in an inbox: one cache line
-GAVE_UP, GATHERED, FAILED = 2, 3, 4  # offsets in the rank's own line of its inbox, after the two of a source
+# offsets in the rank's own line of its inbox, after the two of a source; LOST: over hosts (`hosts/latency/wire.py`)
+GAVE_UP, GATHERED, FAILED, LOST = 2, 3, 4, 5
 
 
 class EndWords:

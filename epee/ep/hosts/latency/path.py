@@ -321,7 +321,9 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self.wire = wire = HostsWire(
             control.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
         )
-        pending_calls = HostsPendingCalls(wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted)
+        pending_calls = HostsPendingCalls(
+            wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted, self._cut_off_by
+        )
         self._sums = HostSums(topology, wire, pending_calls)
         super().__init__(control, wire, pending_calls, poison)
 
@@ -344,17 +346,27 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
         A rank that joined after the epoch began has no part in it, even if it has the rank of a member.
         """
-        ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
-        ended.update(self._engine.watch.dead())
+        ended, removed = self._lost_ranks()
+        return ended | {rank for rank in self._topology.elsewhere if self._gateways_to(rank) & {None, *removed}}
+
+    def _lost_ranks(self) -> tuple[set[int], set[int]]:
+        """Return the ranks that have ended or left, and of them those that the epoch has lost."""
         since, (members, epoch) = self._engine.membership.admission.since(), self._met
         there = {rank for rank in members if rank in since and since[rank] <= epoch}
-        cut = set(range(self.config.num_ranks)).difference(there)
-        ended |= cut
-        ended.update(rank for rank in self._topology.elsewhere if self._roles.keeper(rank) in cut)
-        for host in range(self._topology.num_hosts):
-            if host != self._topology.host and self.wire.gateways.get(host) in (None, *cut):
-                ended.update(self._topology.hosts[host])
-        return ended
+        removed = set(range(self.config.num_ranks)).difference(there)
+        left = {rank for rank, words in enumerate(self._life) if has_left(words)}
+        return removed.union(left, self._engine.watch.dead()), removed
+
+    def _gateways_to(self, rank: int) -> set[int | None]:
+        """Return the ranks through which a rank of another host is heard here, and hears this rank; None: nobody."""
+        return {self._roles.keeper(rank), self.wire.gateways.get(self._topology.host_of[rank])}
+
+    def _cut_off_by(self, rank: int) -> set[int]:
+        """Return the lost ranks that cut a living rank of another host off; none where it is lost itself."""
+        ended, removed = self._lost_ranks()
+        if rank in ended or self._topology.is_here(rank):
+            return set()
+        return removed.intersection(gateway for gateway in self._gateways_to(rank) if gateway is not None)
 
     def _why_gone(self, rank: int) -> tuple[type[PeerError], str]:
         if has_exited(self._life[rank]):

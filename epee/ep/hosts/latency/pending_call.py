@@ -3,16 +3,19 @@
 Ranks lost beside those whose message does not arrive: in a dispatch a rank whose records are not for this one. In a
 combine the message of a rank that had this one's tokens may have arrived, and be in no sum: with a mask `got` and
 `lost_weight` report that; without one it is a loss. A message that was overwritten while it was read has not arrived.
+
+The error of a call without a mask names the ranks that are lost, on all ranks alike: not those that a lost gateway cuts
+off, and also those for whose loss a peer has aborted the call, though this rank has not found it yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from ....errors import CommTimeoutError, EpeeError, PeerError
+from ....errors import CommTimeoutError, EpeeError, PeerError, RankFailedError
 from ...latency.pending_call import PendingCall, PendingCalls
 from ...latency.wire import LATENCY_DISPATCH, SectionHeader
-from .wire import HostsWire, TakenBack
+from .wire import HostsEndWords, HostsWire, TakenBack
 
 
 class HostsPendingCalls(PendingCalls):
@@ -23,6 +26,7 @@ class HostsPendingCalls(PendingCalls):
         epoch, dead, why_gone: as of `PendingCalls`.
         counted: returns, by the headers of the arrived messages, the ranks whose rows are in the sums that this rank
             has got in a combine, a bit per rank.
+        cut_off_by: returns the lost ranks that cut a living rank of another host off; none where it is lost itself.
     """
 
     def __init__(
@@ -32,9 +36,18 @@ class HostsPendingCalls(PendingCalls):
         dead: Callable[[], Collection[int]],
         why_gone: Callable[[int], tuple[type[PeerError], str]],
         counted: Callable[[PendingCall, Mapping[int, SectionHeader]], int],
+        cut_off_by: Callable[[int], Collection[int]],
     ) -> None:
         super().__init__(wire, epoch, dead, why_gone, _nothing)
-        self._hosts_wire, self._counted = wire, counted
+        self._hosts_wire, self._counted, self._cut_off_by = wire, counted, cut_off_by
+
+    def lose(self, pending_call: PendingCall, peer: int) -> None:
+        """As `PendingCalls.lose`; a rank that is cut off is not named beside those by whose loss it is."""
+        super().lose(pending_call, peer)
+        if pending_call.is_alike and pending_call.lost[peer] == "gone":
+            for rank in self._cut_off_by(peer):
+                pending_call.lost[peer] = "cut"
+                super().lose(pending_call, rank)
 
     def head(self, pending_call: PendingCall, src: int) -> SectionHeader | None:
         """As `PendingCalls.head`."""
@@ -79,6 +92,18 @@ class HostsPendingCalls(PendingCalls):
         self._judge(pending_call, heads)
         self.require_all(pending_call)
         return heads
+
+    def _loss(self, pending_call: PendingCall) -> EpeeError | None:
+        words, mark = pending_call.words, pending_call.mark
+        assert isinstance(words, HostsEndWords)
+        if not words.is_gathered(mark):
+            for rank in words.lost_by_peers(mark):
+                if pending_call.lost.get(rank) != "dead":
+                    pending_call.lost[rank] = "gone"
+        error = super()._loss(pending_call)
+        if isinstance(error, RankFailedError):
+            words.lost = sum(1 << rank for rank in error.ranks)
+        return error
 
     def _may_be_refused(self, pending_call: PendingCall) -> bool:
         """As `PendingCalls._may_be_refused`; a failed call is seen here later than a rank's leaving it."""

@@ -7,7 +7,7 @@ it.
     freed    [num_slots]            the last call whose messages this rank has read, or aborted
     cut      [num_ranks]            up to which call this rank excludes a peer
     waiting  [1]                    its last wait: call, until when, for how long, its ordinal number
-    ends     [num_slots]            call that it has begun, how it ended (`control/withdrawal.py`)
+    ends     [num_slots]            call that it has begun, how it ended (`control/withdrawal.py`), for which lost ranks
     early    [num_slots]            tag of a combine whose weights have been written
     laid     [num_slots]            tag of a combine whose header and `parts` can be read by the own host
     counts   [num_slots][source]    rows in `parts`

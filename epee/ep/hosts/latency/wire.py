@@ -27,14 +27,17 @@ ranks are all lost has no gateway, and nothing is sent there.
 
 The end of a call without a mask is common to all ranks, by the words of `control/withdrawal.py`. Each rank writes its
 own words only. A rank that aborts a call sends that to all hosts, after the word that it had gathered an earlier one.
-Then it reads the words of the others: on its own host directly, on another one by a query on the same stream
-(`engine/replication/remote_reads.py`), which is answered after the words sent before it: the word is in the mirror
-there, followed by a fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the
-other continues, at least one sees the other, as on one host.
+With it goes the word LOST: the ranks, a bit each, whose loss is the reason. An abort can arrive on another host before
+the death shows there; a rank that finds it names these ranks as well. Then a rank that has aborted reads the words of
+the others: on its own host directly, on another one by a query on the same stream (`engine/replication/
+remote_reads.py`), which is answered after the words sent before it: the word is in the mirror there, followed by a
+fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the other continues, at
+least one sees the other, as on one host.
 
-The state of a rank that has not answered is unknown: the call stays open. If the link to it is lost no answer arrives.
-The caller gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing
-more, because it never rejoins this buffer. Should it have completed the call there, it is the only one.
+A message that is missing fails a call when all hosts have answered (three and more: twice, `end_behind`). The state of
+a rank that has not answered is unknown: the call stays open. If the link to it is lost no answer arrives. The caller
+gets its error then, which names the lost rank; from the next call on (`GRACE_S` later) it decides nothing more, because
+it never rejoins this buffer. Should it have completed the call there, it is the only one.
 
 A crash leaves words as they were, for which the gateway continues to answer queries as long as it lives.
 """
@@ -57,9 +60,9 @@ from ....errors import ProtocolError, expected
 from ....link.frames import NO_WORD
 from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
-from ....view.protocol.withdrawal import GRACE_S, Look, Stance
+from ....view.protocol.withdrawal import GRACE_S, Look, Stance, end_behind
 from ...config import BufferConfig
-from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, EndWords
+from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, LOST, EndWords
 from ...latency.region import RegionWords, SectionCut
 from ...latency.rows import Floats
 from ...latency.wire import Patience, SectionHeader, Wire, pack_head
@@ -77,6 +80,9 @@ class HostsEndWords(EndWords):
         first: index of word 0 of `words` among those of an outbox.
         looks: the queries.
         tell: sends the own line to all hosts.
+
+    Attributes:
+        lost: bits of the ranks whose loss is this rank's reason to abort the call.
     """
 
     def __init__(
@@ -93,44 +99,63 @@ class HostsEndWords(EndWords):
         self._line, self._first = line, first
         self._topology = topology
         self._looks, self._tell = looks, tell
-        self._unheard: set[int] = set()
         self._since = 0.0  # when this rank has first checked
+        self._is_repeated = topology.num_hosts <= 2  # as of `engine.withdrawal.Withdrawal`
+        self.lost = 0
 
     def give_up(self, mark: int) -> None:
         """As `EndWords.give_up`."""
+        self._words[self._rank][self._own_at + LOST] = self.lost
         super().give_up(mark)
         self._tell()
 
+    def lost_by_peers(self, mark: int) -> list[int]:
+        """Return the ranks for whose loss peers have aborted a call; this rank is none of them."""
+        bits = 0
+        for peer, at in self._peers:
+            words = self._words[peer]
+            bits |= words[at + LOST] if words[at + GAVE_UP] == mark else 0  # stored in the opposite order
+        return [peer for peer, _ in self._peers if bits >> peer & 1]
+
     def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
         """As `EndWords.look`; a rank that has not answered, though it may be lost, may have completed the call."""
-        self._unheard.clear()
         self._since = self._since or time.monotonic()
-        for peer in self._topology.elsewhere:
-            if peer not in absent and self._answer_of(peer, mark) is None:
-                self._unheard.add(peer)
         is_over = time.monotonic() - self._since >= GRACE_S
-        return super().look(parity, mark, [rank for rank in dead if is_over or rank not in self._unheard], absent)
-
-    def _stance_of(self, peer: int, at: int, parity: int, mark: int) -> Stance:
-        if self._topology.is_here(peer):
-            return super()._stance_of(peer, at, parity, mark)
-        told = self._answer_of(peer, mark)
-        if told is None:
-            return Stance.OPEN
-        if told[at + GATHERED] == mark:
-            return Stance.COMPLETES
-        if told[at + FAILED] >= mark or told[at + GAVE_UP] > mark:
-            return Stance.FAILED
-        if told[at] != mark:
-            return Stance.MISSING
-        return Stance.GAVE_UP if told[at + GAVE_UP] == mark else Stance.OPEN
+        answers = {peer: self._answer_of(peer, mark) for peer in self._topology.elsewhere}
+        stances: dict[int, Stance | None] = {}
+        for peer, at in self._peers:  # words of this host are loaded behind all answers
+            if peer in absent:
+                continue
+            stances[peer] = (
+                super()._stance_of(peer, at, parity, mark)
+                if self._topology.is_here(peer)
+                else _stance_of(answers[peer], at, mark)
+            )
+            if stances[peer] is None and is_over and peer in dead:
+                stances[peer] = Stance.GAVE_UP
+        look = end_behind(stances, dead, self._is_repeated)
+        self._is_repeated = self._is_repeated or None not in stances.values()
+        return look
 
     def _answer_of(self, peer: int, mark: int) -> dict[int, int] | None:
         """Return the line of a rank of another host as of a time after this rank's word; None if it is not here yet."""
         # each is loaded before those that were stored before it
         indices = [self._first + self._line + word for word in (FAILED, GAVE_UP, GATHERED, 0)]
-        told = self._looks.at(peer, indices, ("latency", mark))
-        return None if told is None else {index - self._first: value for index, value in told.items()}
+        found = self._looks.at(peer, indices, ("latency", mark, self._is_repeated))
+        return None if found is None else {index - self._first: value for index, value in found.items()}
+
+
+def _stance_of(found: Mapping[int, int] | None, at: int, mark: int) -> Stance | None:
+    """Return the state in a line of another host's rank, as of a time after this rank's word; None: there is none."""
+    if found is None:
+        return None
+    if found[at + GATHERED] == mark:
+        return Stance.COMPLETES
+    if found[at + FAILED] >= mark or found[at + GAVE_UP] > mark:
+        return Stance.FAILED
+    if found[at] != mark:
+        return Stance.MISSING
+    return Stance.GAVE_UP if found[at + GAVE_UP] == mark else Stance.OPEN
 
 
 _FIRST_LOOK = 1 << 40  # queries of the engine have smaller numbers
@@ -246,7 +271,7 @@ class HostsWire(Wire):
             """Notify all hosts that this rank has aborted, after what it had gathered before."""
             for host in self.gateways:
                 self._tell(host, 0, 0, line + GATHERED)
-                self._tell(host, 0, 0, line + GAVE_UP)
+                self._tell(host, line + LOST, 1, line + GAVE_UP)
 
         return HostsEndWords(self.rank, words, line, self.topology, self._own.base // 8, self._looks, tell)
 

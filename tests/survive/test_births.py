@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.engine.outbox import LIFE
+from epee.engine.replication.exports import Exports
 from epee.errors import CommTimeoutError, PeerError, RankFailedError
 from tests.harness import DEAD, run_ranks
 from tests.hosts import run_on_loopbacks
@@ -120,6 +122,49 @@ def test_a_death_while_a_group_is_made(tmp_path: Path, nth: int) -> None:
 @pytest.mark.parametrize("nth", [3, pytest.param(700, marks=pytest.mark.slow), *SLOW])
 def test_a_death_while_a_group_over_hosts_is_made(tmp_path: Path, nth: int) -> None:
     _check(run_on_loopbacks(make_group, (0, 0, 1), str(tmp_path), nth, backend=None, dead={VICTIM}), FAILED, LATE)
+
+
+def _die_ready() -> None:
+    """End this process when its host can read that it is ready, and before that is sent to others."""
+    word = Exports.word
+
+    def look(self: Exports, index: int, value: int) -> None:
+        if index == LIFE:
+            _die()
+        word(self, index, value)
+
+    setattr(Exports, "word", look)  # noqa: B010 - mypy
+
+
+def make_with_a_death_behind(rank: int, num_ranks: int, folder: str, kind: str) -> list[Outcome]:
+    is_group = kind == "group"
+    if not is_group:
+        _init(rank, num_ranks, folder, "epee")
+        dist.barrier()
+        stages.meet(folder, "made", rank, range(num_ranks))
+    if rank == VICTIM:
+        _die_ready()
+    if is_group:
+        found = [_outcome(lambda: _init(rank, num_ranks, folder, "epee"))]
+        if not found[0][0]:
+            found.append(_outcome(lambda: dist.all_reduce(torch.ones(2))))
+        return _ended(rank, num_ranks, folder, found)
+    made: list[Any] = []
+    arguments: dict[str, Any] = {"num_experts": num_ranks, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 4}
+    found = [_outcome(lambda: made.append(getattr(epee, kind)(timeout=TIMEOUT_S, **arguments)))]
+    if made:
+        x, idx = torch.ones(2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+        found.append(_outcome(lambda: made[0].dispatch(x, idx, torch.ones(2, 1))))
+    return _ended(rank, num_ranks, folder, found)
+
+
+@pytest.mark.parametrize("kind", ["group", "Buffer", "LatencyBuffer"])
+@pytest.mark.parametrize("placement", [(0, 0, 1), (0, 1, 1)])
+def test_a_rank_that_dies_ready_is_told_alike_on_all_hosts(
+    tmp_path: Path, placement: tuple[int, ...], kind: str
+) -> None:
+    found = run_on_loopbacks(make_with_a_death_behind, placement, str(tmp_path), kind, backend=None, dead={VICTIM})
+    _check(found, FAILED)
 
 
 @pytest.mark.parametrize("nth", [3, 250, *SLOW])

@@ -204,8 +204,26 @@ class BootstrapAttempt:
             self._tell(error)
         self._over = True
 
-    def _tell(self, error: BaseException) -> None:
-        """Put an error record under the keys that the ranks read next."""
+    def settle(self, error: EpeeError | None, watch: DeathWatch) -> None:
+        """Agree with the other ranks whether a group over several hosts is made: the first to write counts for all.
+
+        Called when this rank has set LIFE_READY and has found that of all others, or an error; return if it is made.
+
+        Raises:
+            EpeeError: it is not; that of the first rank where it names ranks that died or did not come, else `error`.
+        """
+        mine = found = json.dumps({} if error is None else self._record_of(error)).encode()
+        with ignored(RuntimeError):  # the store no longer exists, or cannot do it: this rank's own finding counts
+            found = bytes(self.store.compare_set(f"epee/{self.number}/made", "", mine.decode()))
+        if found != mine:
+            fields = read_fields(found, self.rank)
+            first = failure(fields, self.rank, self.num_ranks) if fields else None
+            is_first = first is None or "dead" in fields or "late" in fields
+            error = first if is_first else error or self.heard(watch) or first
+        if error is not None:
+            raise error
+
+    def _record_of(self, error: BaseException) -> dict[str, Any]:
         record: dict[str, Any] = {
             "failed": self.rank,
             "kind": _plain(type(error).__name__, MAX_KIND_CHARS),
@@ -215,6 +233,11 @@ class BootstrapAttempt:
             record["dead"] = list(error.ranks)
         elif isinstance(error, CommTimeoutError):
             record["late"] = list(error.ranks)
+        return record
+
+    def _tell(self, error: BaseException) -> None:
+        """Put an error record under the keys that the ranks read next."""
+        record = self._record_of(error)
         with ignored(RuntimeError):  # the store no longer exists: the error itself counts
             for rank in range(self.num_ranks):
                 for what in WHATS:

@@ -4,7 +4,10 @@ Each rank makes its outbox and puts one record into the group's store: version, 
 identity and address, and the blob of its outbox. It reads all ranks' records, checks each and its writer (`proof.py`),
 and maps the outbox, which must name this rank as its owner. The last step needs no store: a rank sets its LIFE word
 when it has mapped all outboxes and waits for those of all others, so after the creation no rank depends on another's
-file descriptor or on the store, which is never used again.
+file descriptor or on the store, which is never used again. A rank that dies behind that word has died in the group; its
+host's ranks all read the word, but on another host it may not have arrived, and never will. So over several hosts the
+ranks agree: the first that finds all words, or an error, writes that into the store, and it holds for all
+(`BootstrapAttempt.settle`).
 
 The key of a record (`record.py`) holds how often this rank began in this store, so a group that is destroyed and
 made again with the same store does not meet old records.
@@ -27,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ... import env
-from ...errors import CommTimeoutError, ProtocolError
+from ...errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, expected
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.shared import SharedRegion
@@ -280,10 +283,25 @@ def await_all(
 ) -> None:
     """Publish that this rank has mapped all outboxes; wait until all have. `check` raises errors reported meanwhile."""
     peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
+    error: EpeeError | None = None
+    try:
+        _await_ready(this, peer_regions, watch, deadline, check)
+    except expected(CommTimeoutError, PeerError) as exc:
+        if not peer_regions.exports.spans:
+            raise
+        error = this.heard(watch) or exc
+    if peer_regions.exports.spans:
+        this.settle(error, watch)
+
+
+def _await_ready(
+    this: BootstrapAttempt, peer_regions: PeerRegions, watch: DeathWatch, deadline: float, check: Callable[[], None]
+) -> None:
     pause = 0.0001
     for peer in peer_regions.peers:
         while peer_regions.words[peer][LIFE] == LIFE_BORN:
-            dead = watch.dead()
+            # read behind the death: all ranks of the host find the same
+            dead = tuple(rank for rank in watch.dead() if peer_regions.words[rank][LIFE] == LIFE_BORN)
             if dead:
                 raise this.heard(watch) or died(this.rank, dead)
             _raise_if_failed(this, peer_regions, watch)

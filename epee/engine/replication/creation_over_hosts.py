@@ -41,7 +41,7 @@ from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.job_handle import Greeting
 from ..bootstrap.record import RankRecord
-from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, OutboxOwner, PeerRegions, open_outbox
+from ..outbox import LIFE, LIFE_BORN, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, OutboxOwner, PeerRegions, open_outbox
 from .links import GroupLinks
 from .mirror import FROM_BIRTH
 
@@ -49,6 +49,7 @@ logger = logging.getLogger("epee")
 
 _LOOK_S = 0.5  # how often a waiting rank checks whether another has failed
 _PAUSE_S = 0.0005
+_NOTE_S = 2.0  # a gateway that lives takes some milliseconds
 
 
 class StoreLook:
@@ -166,8 +167,8 @@ def map_mirror(
             check()
             if time.monotonic() > deadline:
                 rank = layout.rank
-                told = f"init (rank={rank}): rank {keeper} did not make its mirrors in time"
-                raise CommTimeoutError(told, [keeper], has_job=False)
+                text = f"init (rank={rank}): rank {keeper} did not make its mirrors in time"
+                raise CommTimeoutError(text, [keeper], has_job=False)
             time.sleep(_PAUSE_S)
         blob = bytes(words[row + MIRROR_BLOB : row + MIRROR_BLOB + BLOB_BYTES // 8])
     finally:
@@ -222,14 +223,17 @@ def await_told(
     lost: Callable[[], tuple[int, ...]],
     deadline: float,
 ) -> None:
-    """Wait until every other host has asked for this rank's state; all ranks are ready by now.
+    """Wait until every other host has asked for this rank's state; the group is made, so all ranks have been ready.
 
-    So the group is made. A rank that has died or left since may not have asked, and is not waited for: the calls report
-    the consequences.
+    A rank that has died or left since may not have asked, and is not waited for: the calls report the consequences.
 
     Raises:
         CommTimeoutError: one has not in time.
     """
+    ways.note_made()
+    until = min(deadline, time.monotonic() + _NOTE_S)
+    while any(peer_regions.words[peer][LIFE] == LIFE_BORN for peer in peer_regions.peers) and time.monotonic() < until:
+        time.sleep(_PAUSE_S)  # a gateway of this host has not noted it yet
     while (
         not ways.is_told
         and not watch.dead()
@@ -238,6 +242,6 @@ def await_told(
         if lost():
             return
         if time.monotonic() > deadline:
-            told = f"init (rank={peer_regions.rank}): a gateway of another host has not asked for our words"
-            raise CommTimeoutError(told, has_job=False)
+            text = f"init (rank={peer_regions.rank}): a gateway of another host has not asked for our words"
+            raise CommTimeoutError(text, has_job=False)
         time.sleep(_PAUSE_S)

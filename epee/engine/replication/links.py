@@ -71,6 +71,9 @@ from ..outbox import (
     FINAL,
     GENERATION,
     LANE_WORDS,
+    LIFE,
+    LIFE_BORN,
+    LIFE_READY,
     MIRROR_BLOB,
     MIRROR_CUT,
     MIRROR_MADE,
@@ -290,6 +293,17 @@ class GroupLinks:
             self._take(peer, connected)
         self._links.attend(self._meeting, self.serve)
         self._links.start(self._lost, self.exports.tell_progress)
+
+    def note_made(self) -> None:
+        """Note in the mirrors kept here that their ranks have been ready, where their word has not arrived.
+
+        The ranks have agreed on that (`BootstrapAttempt.settle`). The word of a rank that has died may never arrive.
+        """
+        with self._links.lock:
+            for mirror in self.mirrors.values():
+                if mirror.words[LIFE] == LIFE_BORN:
+                    mirror.words[LIFE] = LIFE_READY
+        fence()
 
     @property
     def topology(self) -> Topology:

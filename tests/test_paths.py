@@ -21,8 +21,8 @@ CEILINGS = {
         "all_reduce 16 MiB cpu": (24, 85),
     },
     "engine": {
-        "dispatch engine": (30, 140),
-        "combine engine": (29, 120),
+        "dispatch engine": (30, 136),
+        "combine engine": (28, 114),
     },
     "hosts": {
         "dispatch hosts": (47, 220),

@@ -123,7 +123,10 @@ def combine_header(call: CombineCall, rank: int, slot: int, arena_alignment: int
 NUM_AGREED = 10
 HEADER_NAMES = tuple(Header.__annotations__)
 NUM_HEADER = len(HEADER_NAMES)
+_INT64 = np.dtype(np.int64)
 HEADER = struct.Struct(f"{NUM_HEADER}Q")
+_AGREED = struct.Struct(f"{NUM_AGREED}Q")
+_COMPARED = struct.Struct(f"{_AGREED.size}s{NUM_HEADER - NUM_AGREED}Q")  # the same, what must be equal in one piece
 _MULTIPLE = 8  # a row fills whole cache lines
 TEXT_AT = 1 + NUM_HEADER  # word of a row at which its free bytes begin
 _COUNTS_AT = TEXT_AT + REASON_BYTES // 8
@@ -249,7 +252,9 @@ class RowFormat:
 
     def __init__(self, config: BufferConfig) -> None:
         self._num_ranks = config.num_ranks
+        self._counts_shape = config.num_ranks, config.num_ranks + config.num_experts
         self.num_words = num_row_words(config)
+        self._row_bytes = 8 * self.num_words
 
     def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
         """Return a row without its tag; zeros for counts that the receivers know."""
@@ -257,9 +262,38 @@ class RowFormat:
         row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
         return row.ljust(8 * (self.num_words - 1), b"\0")
 
+    def alike(self, rows: bytes, mine: Header, limits: Limits) -> list[Header] | None:
+        """Return the headers in copies of all ranks' rows if all ranks make the call that this one makes.
+
+        None if one does not, or refuses its call, or cannot be right: `parse_header` and `check_agreed` find out why.
+
+        Args:
+            mine: the header of this rank.
+            limits: of the fields.
+        """
+        agreed, headers = mine[:NUM_AGREED], []
+        same = _AGREED.pack(*agreed)
+        most_alignment, _, most_tokens, last_slot, _ = limits[1][NUM_AGREED:]
+        for src in range(self._num_ranks):
+            theirs, alignment, refused, num_tokens, slot, rank = _COMPARED.unpack_from(rows, src * self._row_bytes + 8)
+            if theirs != same or refused or rank != src:
+                return None
+            if alignment > most_alignment or num_tokens > most_tokens or slot > last_slot:
+                return None
+            headers.append(tuple.__new__(Header, (*agreed, alignment, 0, num_tokens, slot, src)))
+        return headers
+
+    def texts(self, rows: bytes) -> list[bytes]:
+        """Return the free bytes of copies of all ranks' rows."""
+        width = self._row_bytes
+        ends = range(8 * _COUNTS_AT, width * self._num_ranks + 8 * _COUNTS_AT, width)
+        return [rows[end - REASON_BYTES : end] for end in ends]
+
+    def counts(self, rows: bytes) -> Ints:
+        """Return the counts in copies of all ranks' rows: `[num_ranks, num_ranks + num_experts]`, unchecked."""
+        return np.ndarray(self._counts_shape, _INT64, rows, 8 * _COUNTS_AT, (self._row_bytes, 8))
+
     def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
         """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, counts by rank."""
-        width, ranks = 8 * self.num_words, range(self._num_ranks)
-        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
-        texts = [rows[src * width + 8 * TEXT_AT :][:REASON_BYTES] for src in ranks]
-        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]
+        headers = [HEADER.unpack_from(rows, src * self._row_bytes + 8) for src in range(self._num_ranks)]
+        return headers, self.texts(rows), self.counts(rows)

@@ -21,6 +21,7 @@ from .header import OP_GATHER, REASON_BYTES, REFUSED, Header, Moved
 from .inbox import Exchange
 
 _log = logging.getLogger(__name__)
+_BFLOAT16 = DTYPE_CODES.index(torch.bfloat16)  # of calls that move no rows
 
 
 SomeExchange = TypeVar("SomeExchange", bound=RowExchange)
@@ -50,7 +51,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
         for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
             piece = data[first : first + REASON_BYTES]
             number = 1 + idx % MAX_EXPERT_ALIGNMENT
-            header = self._bare_header(OP_GATHER)._replace(handle=len(data), expert_alignment=number)
+            header = Header(OP_GATHER, 0, _BFLOAT16, len(data), expert_alignment=number, rank=self.rank)
             rows = self.exchange.call(header, None, piece, deadline)
             for rank in rows.parties:
                 parts[rank] += rows.texts[rank][: len(piece)]
@@ -64,7 +65,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
 
     def _bare_header(self, op: int) -> Header:
         """Return the header of a call that moves no rows."""
-        return Header(op, 0, DTYPE_CODES.index(torch.bfloat16), rank=self.rank)
+        return Header(op, 0, _BFLOAT16, rank=self.rank)
 
 
 ControlPlane = ControlPlaneOver[Exchange]  # of a buffer on one host

@@ -71,7 +71,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ...engine import Engine, EngineMeeting, awaited
@@ -256,20 +255,20 @@ class DirectExchange(RowsOverEngine):
             Moved: the call has ended in a later epoch, in which it is to be made again, or a process has joined.
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
         """
-        row = self._row(header, counts, text, self.membership.newest_join)
-        name, engine = OP_NAMES[header.op], self.engine
+        name, engine, membership = OP_NAMES[header.op], self.engine, self.membership
+        row = self._row(header, counts, text, name, membership.newest_join)
         self._op, self._number = name, self._number + 1
         if engine.latest is not None or engine.unclaimed:
             self._settle(deadline)
         if self.end.lost:
             raise InvalidState(self.end.lost)
-        done = self._run(partial(row.plan, name=name), deadline)
+        done = self._run(row.plan, deadline)
         met = self._read(row, done)
-        newest = max(row.marks(met.members))
+        newest = row.newest_mark(met.members)
         is_same = done.peer_regions.epoch == self.epoch
-        if newest > self.membership.engine_epoch or not (is_same or self._goes_on(header.op, met.members)):
+        if newest > membership.engine_epoch or not (is_same or self._goes_on(header.op, met.members)):
             engine.latest = None  # the call is to be made again, on all ranks
-            self.membership.read_joins(newest)
+            membership.read_joins(newest)
             self.enter(done.peer_regions)
             raise Moved
         if not is_same:
@@ -358,9 +357,8 @@ class DirectExchange(RowsOverEngine):
         """Send this rank's row, as one that refuses the call, and wait for no rank."""
         self._await_refusal(deadline)
         self._number += 1
-        row = self._row(header, counts, text, self.membership.newest_join)
-        make = partial(row.plan, name=OP_NAMES[header.op])
-        self._refusal = self.engine.start(make, CallPatience.until(deadline))
+        row = self._row(header, counts, text, OP_NAMES[header.op], self.membership.newest_join)
+        self._refusal = self.engine.start(row.plan, CallPatience.until(deadline))
 
     def _await_refusal(self, deadline: float) -> None:
         """Wait for the end of a call that this rank has refused, whatever it is.

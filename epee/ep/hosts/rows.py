@@ -10,6 +10,7 @@ A crash leaves rows that some ranks have and others have not: an engine call end
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,7 +25,6 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
-from ...engine.tensors import Array
 from ...errors import ProtocolError, context
 from ..config import BufferConfig
 from ..control.header import ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
@@ -32,45 +32,61 @@ from ..throughput.placement import Ints
 
 _BYTE = np.dtype(np.uint8)
 _ROWS = "rows of a buffer's call"
-MARK_BYTES = 8  # at the beginning of a row: what its writer knows, which is no part of the call
+_MARK = struct.Struct("<Q")
+MARK_BYTES = _MARK.size  # at the beginning of a row: what its writer knows, which is no part of the call
 
 
-class CallPatience(NamedTuple):
-    """The options of a call that the engine reads from torch."""
+class CallPatience:
+    """The options of a call that the engine reads from torch, once the call has to wait.
 
-    timeout: timedelta
+    Args:
+        seconds: how long it waits for silent ranks.
+    """
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
     @classmethod
     def until(cls, deadline: float) -> CallPatience:
         """Return it for a call that begins now; `deadline` is a `time.monotonic()` value."""
-        return cls(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+        return cls(max(1e-3, deadline - time.monotonic()))
+
+    @property
+    def timeout(self) -> timedelta:
+        """As of torch's options."""
+        return timedelta(seconds=self._seconds)
 
 
 class OwnRow:
-    """This rank's row of a call, and the array for all rows.
+    """This rank's row of a call, and the memory for all rows.
 
     Args:
         data: its bytes.
+        header: that is in it.
         num_ranks: of the buffer.
         signature: of the engine's call that exchanges rows of this length.
+        name: of the call, for messages.
 
     Attributes:
-        data: its bytes.
-        found: `[num_ranks, bytes]` uint8, zeros for rows that have not arrived.
+        found: the rows of all ranks, zeros for rows that have not arrived.
+        has_counts: whether there are counts of rows in it.
     """
 
-    def __init__(self, data: bytes, num_ranks: int, signature: int) -> None:
-        self.data = data
-        self.signature = signature
-        self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
+    def __init__(self, data: bytes, header: Header, num_ranks: int, signature: int, name: str) -> None:
+        self.data, self.header, self.signature, self.name = data, header, signature, name
+        self.found = bytearray(num_ranks * len(data))
+        self.has_counts = False
 
-    def marks(self, members: Sequence[int]) -> list[int]:
-        """Return the marks of the rows of these ranks."""
-        return [int.from_bytes(self.found[rank, :MARK_BYTES].tobytes(), "little") for rank in members]
+    def newest_mark(self, members: Sequence[int]) -> int:
+        """Return the highest mark of the rows of these ranks."""
+        length, found = len(self.data), self.found
+        return max([_MARK.unpack_from(found, rank * length)[0] for rank in members])
 
-    def plan(self, peer_regions: PeerRegions, name: str = _ROWS) -> RowsPlan:
-        """Plan their exchange; `name`: of the call, for messages."""
-        return RowsPlan(self, peer_regions, name)
+    def plan(self, peer_regions: PeerRegions) -> RowsPlan:
+        """Plan their exchange."""
+        return RowsPlan(self, peer_regions)
 
 
 class RowsPlan(Plan):
@@ -81,10 +97,10 @@ class RowsPlan(Plan):
     does not look at it.
     """
 
-    def __init__(self, own: OwnRow, peer_regions: PeerRegions, name: str) -> None:
+    def __init__(self, own: OwnRow, peer_regions: PeerRegions) -> None:
         self.own = own
+        self.name, self.signature = own.name, own.signature
         self.put_bytes = self.read_bytes = self._length = length = len(own.data)
-        super().__init__(name, own.signature)
         if length > MIN_STAGING_BYTES:
             rounds = cut(length, 1, peer_regions.staging_bytes)
             if rounds.num_rounds > 1:
@@ -93,19 +109,21 @@ class RowsPlan(Plan):
 
     def put(self, peer_regions: PeerRegions, k: int, offset: int) -> None:
         """Write round `k` of this rank's row."""
-        part = np.frombuffer(self.own.data, dtype=_BYTE)[k * self._length : (k + 1) * self._length]
-        peer_regions.views[_BYTE][peer_regions.rank][offset : offset + len(part)] = part
+        part = memoryview(self.own.data)[k * self._length : (k + 1) * self._length]
+        peer_regions.views[_BYTE][peer_regions.rank].data[offset : offset + len(part)] = part
 
     def take(self, peer_regions: PeerRegions, k: int, offsets: list[int]) -> None:
         """Copy round `k` of every member's row."""
-        first, views = k * self._length, peer_regions.views[_BYTE]
-        found = self.own.found[:, first : first + self._length]
+        first, views, found = k * self._length, peer_regions.views[_BYTE], memoryview(self.own.found)
+        length = len(self.own.data)
+        num_bytes = min(self._length, length - first)
         for view, offset, rank in zip(views, offsets, peer_regions.members, strict=True):
-            found[rank] = view[offset : offset + found.shape[1]]
+            start = rank * length + first
+            found[start : start + num_bytes] = view.data[offset : offset + num_bytes]
 
     def sinks(self) -> Sequence[Sink]:
         """Return the destination of the rows."""
-        return (Sink(self.own.found),)
+        return (Sink(np.frombuffer(self.own.found, dtype=_BYTE)),)
 
     def is_like(self, other: Plan) -> bool:
         """As `Plan.is_like`."""
@@ -156,6 +174,7 @@ class RowsOverEngine:
         self._interrupt = interrupt
         self._format = RowFormat(config)
         self._limits = limits_of(config)
+        self._no_counts = np.zeros((config.num_ranks, config.num_ranks + config.num_experts), dtype=np.int64)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
         ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
         self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
@@ -165,32 +184,36 @@ class RowsOverEngine:
         """Number of the last call; equal on all ranks in the same call."""
         raise NotImplementedError
 
-    def _row(self, header: Header, counts: Ints | None, text: bytes, mark: int = 0) -> OwnRow:
+    def _row(self, header: Header, counts: Ints | None, text: bytes, name: str = _ROWS, mark: int = 0) -> OwnRow:
         """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""
-        data = mark.to_bytes(MARK_BYTES, "little") + self._format.pack(header, text, counts)
-        return OwnRow(data, self.config.num_ranks, self._signature)
+        data = _MARK.pack(mark) + self._format.pack(header, text, counts)
+        row = OwnRow(data, header, self.config.num_ranks, self._signature, name)
+        row.has_counts = counts is not None
+        return row
 
     def _read(self, row: OwnRow, op: Operation) -> MemberRows:
         """Return the rows of the members of a call, checked and agreed on."""
-        members, seq = op.peer_regions.members, op.seq
-        if row.found[self.rank, MARK_BYTES:].tobytes() != row.data[MARK_BYTES:]:
+        peer_regions, seq, num_ranks = op.peer_regions, op.seq, self.config.num_ranks
+        members, epoch = peer_regions.members, peer_regions.epoch
+        found, start, length = bytes(row.found), self.rank * len(row.data), len(row.data)
+        if found[start + MARK_BYTES : start + length] != row.data[MARK_BYTES:]:
             raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
-        raw, texts, told = self._format.split(row.found.tobytes())
-        mine = parse_header(raw[self.rank], self.rank, self._limits)
-        headers = [
-            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
-            for src, words in enumerate(raw)
-        ]
-        check_agreed(headers, texts, members, seq, op.peer_regions.epoch)
-        told = told[:, : len(self._owners)]
-        if len(members) < self.config.num_ranks:
-            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
+        layout, mine = self._format, row.header
+        headers = layout.alike(found, mine, self._limits) if len(members) == num_ranks else None
+        texts, told = layout.texts(found), layout.counts(found) if row.has_counts else self._no_counts
+        if headers is None:
+            raw, _, _ = layout.split(found)
+            headers = [
+                parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
+                for src, words in enumerate(raw)
+            ]
+            check_agreed(headers, texts, members, seq, epoch)
+        if len(members) < num_ranks:
+            lost = np.setdiff1d(np.arange(num_ranks), members)
             told = told.copy()
             told[lost] = 0
             told[:, np.isin(self._owners, lost)] = 0
-        return MemberRows(
-            ExchangedRows(headers, told, texts, members), members, op.peer_regions.epoch, seq, op.peer_regions
-        )
+        return MemberRows(ExchangedRows(headers, told, texts, members), members, epoch, seq, peer_regions)
 
     def where(self, op: str) -> str:
         """Return the context of a message about the current call."""

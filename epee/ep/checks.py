@@ -341,14 +341,14 @@ def check_dispatch(
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
     if config.is_cuda:  # kernels read the ids and plan: reading them here would make the CPU wait
         return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None, capacity=most)
-    check_topk_idx(idx, config.num_experts)
     sent = idx if members is None else _among(idx, members, config)
     plan = plan_by_rank(sent, config) if layout == "rank" else plan_by_expert(sent, config)
     return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None, capacity=most)
 
 
 def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig) -> torch.Tensor:
-    """Return expert ids with -1 for those whose rank is not a member."""
+    """Return expert ids with -1 for those whose rank is not a member; raises as `check_topk_idx`."""
+    check_topk_idx(topk_idx, config.num_experts)
     is_there = torch.zeros(config.num_ranks + 1, dtype=torch.bool, device="cpu")
     is_there[list(members)] = True
     return torch.where(is_there[topk_idx.div(config.num_local_experts, rounding_mode="floor")], topk_idx, -1)

@@ -79,10 +79,10 @@ class Destination:
     """
 
     def __init__(self, payload: PayloadRows, arena: Arena, slot: int, num_recv: int) -> None:
-        self.rows = array_of(rows_of(arena, slot, "payload", 0, num_recv, payload.rows.shape[1]))
+        self.rows = rows_of(arena, slot, "payload", 0, num_recv, payload.rows.shape[1])
         self.scales = None
         if payload.scales is not None:
-            self.scales = array_of(rows_of(arena, slot, "scales", 0, num_recv, payload.scales.shape[1]))
+            self.scales = rows_of(arena, slot, "scales", 0, num_recv, payload.scales.shape[1])
 
 
 class RecordsPlan(Plan):

@@ -109,9 +109,9 @@ class OwnArenas:
 def clear_padding(payload: PayloadRows, padding: Sequence[tuple[int, int]], arena: Arena, slot: int) -> None:
     """Write zeros to the rows that only fill up blocks."""
     for first, end in padding:
-        rows_of(arena, slot, "payload", first, end - first, payload.rows.shape[1]).zero_()
+        rows_of(arena, slot, "payload", first, end - first, payload.rows.shape[1]).fill(0)
         if payload.scales is not None:
-            rows_of(arena, slot, "scales", first, end - first, payload.scales.shape[1]).zero_()
+            rows_of(arena, slot, "scales", first, end - first, payload.scales.shape[1]).fill(0)
 
 
 class Arenas(OwnArenas):

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from ...arrays import writing
+from ...arrays import Array, array_of, writing
 from ...errors import (
     NoQuorumError,
     PeerError,
@@ -43,7 +43,7 @@ from ..streams import Lane, RunOptions
 from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, pack_rows, without_destinations, without_sources
-from .placement import Segment
+from .placement import Ints, Segment, by_rank
 from .reduce import (
     combine_expert_rows,
     combine_expert_rows_in_order,
@@ -60,7 +60,6 @@ from .rows import (
     rows_of,
     typed,
     with_meta,
-    write_meta,
     write_rows,
 )
 
@@ -188,20 +187,25 @@ class CpuPath(Path):
 
     def _send(self, call: DispatchCall, handle: CpuHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
-        by_rank: dict[int, list[Segment]] = {}
-        for segment in handle.placement.segments:
-            by_rank.setdefault(segment.dst_rank, []).append(segment)
-        meta = {segment.dst_rank: segment for segment in handle.placement.meta_segments}
+        tokens, segments = array_of(handle.plan.tokens), by_rank(handle.placement.segments)
+        parts: list[tuple[str, Array, Ints | None, dict[int, list[Segment]]]]
+        parts = [("payload", array_of(call.payload.rows), tokens, segments)]
+        if call.payload.scales is not None:
+            parts.append(("scales", array_of(call.payload.scales), tokens, segments))
         packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
+        if packed is not None and handle.layout == "rank":
+            parts.append(("meta", packed, tokens, segments))
+        elif packed is not None:
+            parts.append(("meta", packed, None, by_rank(handle.placement.meta_segments)))
         for step in range(1, self.config.num_ranks + 1):
             dst_rank = (self.rank + step) % self.config.num_ranks
             if dst_rank not in slots:
                 continue
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
-            for segment in by_rank.get(dst_rank, ()):
-                write_rows(call.payload, handle, segment, target, slot)
-            if packed is not None and dst_rank in meta:
-                write_meta(packed, handle, meta[dst_rank], target, slot)
+            for name, source, index, segments in parts:
+                for segment in segments.get(dst_rank, ()):
+                    place = rows_of(target, slot, name, segment.dst_row, segment.num_rows, source.shape[1])
+                    write_rows(source, index, segment, place)
             if dst_rank != self.rank:
                 self.exchange.signal_data(dst_rank)
 
@@ -309,7 +313,8 @@ class CpuPath(Path):
             return call.y[segment.dst_row : segment.dst_row + segment.num_rows]
         words = call.y.shape[1] * call.y.element_size() // 8
         target, slot = slots[segment.dst_rank], granted[segment.dst_rank]
-        return rows_of(target, slot, "payload", segment.dst_row, segment.num_rows, words).view(call.y.dtype)
+        rows = rows_of(target, slot, "payload", segment.dst_row, segment.num_rows, words)
+        return torch.from_numpy(rows).view(call.y.dtype)
 
     def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
         if call.topk_weights is None:
@@ -317,12 +322,10 @@ class CpuPath(Path):
         handle, num_topk = _own(call.handle), self.config.num_topk
         width = num_topk if handle.layout == "rank" else 1
         dtype = call.topk_weights.dtype  # a float64 buffer carries float32 weights widened: narrowing them is exact
-        parts = [
-            rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width).to(
-                dtype
-            )
-            for seg in handle.placement.segments
-        ]
+        parts = []
+        for dst_rank, _, count, first in handle.placement.segments:
+            rows = rows_of(slots[dst_rank], granted[dst_rank], "topk_weights", first, count, width)
+            parts.append(torch.from_numpy(rows).to(dtype))
         if handle.layout == "rank":
             return return_rank_weights(handle, parts, num_topk, dtype)
         return return_expert_weights(handle, [part.view(-1) for part in parts], num_topk, dtype)

@@ -11,7 +11,7 @@ Both layouts are alike from then on: a dispatch copies segments, a combine reads
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -43,6 +43,14 @@ class Segment(NamedTuple):
     dst_row: int
 
 
+def by_rank(segments: Sequence[Segment]) -> dict[int, list[Segment]]:
+    """Return the segments of each destination."""
+    found: dict[int, list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.dst_rank, []).append(segment)
+    return found
+
+
 class SendPlan(NamedTuple):
     """This rank's rows, sorted by destination.
 
@@ -70,12 +78,23 @@ def check_topk_idx(topk_idx: torch.Tensor, num_experts: int) -> None:
     )
 
 
-def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
-    """Plan the rank layout: a token goes once to each rank that owns one of its experts."""
+def _counted(topk_idx: torch.Tensor, num_experts: int) -> tuple[Ints, Ints]:
+    """Return int64 ids as an array, and how many slots each expert has; raises as `check_topk_idx`."""
     ids = array_of(topk_idx)
+    # as unsigned numbers, ids below -1 are too large as well; all of those are counted behind the experts
+    which = np.minimum((ids + 1).view(np.uint64), num_experts + 1).view(np.int64)
+    counts = np.bincount(which.reshape(-1), minlength=num_experts + 2)
+    if counts[-1]:
+        check_topk_idx(topk_idx, num_experts)
+    return ids, counts[1:-1]
+
+
+def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the rank layout: a token goes once to each rank that owns one of its experts; raises as `check_topk_idx`."""
+    ids, per_expert = _counted(topk_idx, config.num_experts)
     member = np.zeros((config.num_ranks + 1, len(ids)), dtype=np.bool_)
     member[(ids // config.num_local_experts).T, np.arange(len(ids))] = True  # -1 is the last row, which is dropped
-    return _plan_members(member[:-1], _slots_per_expert(ids, config))
+    return _plan_members(member[:-1], per_expert)
 
 
 def plan_by_mask(is_token_in_rank: torch.Tensor, config: BufferConfig) -> SendPlan:
@@ -90,14 +109,9 @@ def _plan_members(member: npt.NDArray[np.bool_], per_expert: Ints) -> SendPlan:
     return SendPlan(torch.from_numpy(np.ascontiguousarray(tokens)), None, np.concatenate([per_rank, per_expert]))
 
 
-def _slots_per_expert(ids: Ints, config: BufferConfig) -> Ints:
-    return np.bincount(ids.ravel() + 1, minlength=config.num_experts + 1)[1:]
-
-
 def plan_by_expert(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
-    """Plan the expert layout: a row for each (token, k) with an expert."""
-    ids = array_of(topk_idx)
-    per_expert = _slots_per_expert(ids, config)
+    """Plan the expert layout: a row for each (token, k) with an expert; raises as `check_topk_idx`."""
+    ids, per_expert = _counted(topk_idx, config.num_experts)
     slots = np.argsort(ids, axis=None, kind="stable")[ids.size - per_expert.sum() :]
     per_rank = per_expert.reshape(config.num_ranks, config.num_local_experts).sum(1)
     tokens = torch.from_numpy(slots // config.num_topk)
@@ -163,12 +177,12 @@ class Counts(NamedTuple):
     per_expert: Ints
 
 
-@cache
-def most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
-    """Return the highest counts that one token can cause: rows for each rank, then slots for each expert."""
+@lru_cache(maxsize=8)  # calls have the same numbers of tokens, time and again
+def most_counts(num_tokens: tuple[int, ...], layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
+    """Return the highest counts that so many tokens of each rank can cause: rows for ranks, then slots for experts."""
     rows = config.num_topk if layout == "expert" else 1
-    most = [rows] * config.num_ranks + [config.num_topk] * config.num_experts
-    return np.array(most, dtype=np.uint64)
+    per_token = [rows] * config.num_ranks + [config.num_topk] * config.num_experts
+    return np.outer(num_tokens, per_token).astype(np.uint64)
 
 
 def checked_counts(
@@ -191,9 +205,8 @@ def checked_counts(
     """
     num_ranks, (layout, alignment, most) = config.num_ranks, how
     per_rank, per_expert = told[:, :num_ranks], told[:, num_ranks:]
-    tokens = np.array(num_tokens, dtype=np.uint64)[:, None]
     # as unsigned numbers, counts below 0 are too large as well
-    possible = not (told.view(np.uint64) > tokens * most_per_token(layout, config)).any()
+    possible = not (told.view(np.uint64) > most_counts(tuple(num_tokens), layout, config)).any()
     if layout == "expert":
         possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
     if not possible:

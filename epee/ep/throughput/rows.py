@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...arrays import NUMPY_DTYPES, array_of
+from ...arrays import NUMPY_DTYPES, Array, array_of
 from ...errors import context
 from ...gpu.event import DONE
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
-from ..checks import DispatchCall, PayloadRows
+from ..checks import DispatchCall
 from ..config import BufferConfig
 from ..control.header import ExchangedRows
 from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
@@ -23,10 +23,12 @@ from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows
 from .placement import place as placed
 
+THREADED_BYTES = 1 << 20  # torch divides larger copies among its threads; smaller ones cost numpy less
 
-def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
+
+def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> Array:
     """Return rows `first ... first + count - 1` of a slot field that is cut into rows of `width` elements."""
-    return slots.field(slot, name)[first * width : (first + count) * width].view(count, width)
+    return slots.array(slot, name)[first * width : (first + count) * width].reshape(count, width)
 
 
 def typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
@@ -35,14 +37,24 @@ def typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
     return raw[: field.nbytes].view(field.dtype).view(field.shape)
 
 
-def write_rows(payload: PayloadRows, handle: CpuHandle, segment: Segment, target: Slots, slot: int) -> None:
-    """Copy the rows (and scales) of one segment to their final offset, each of them once."""
-    tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
-    for name, source in (("payload", payload.rows), ("scales", payload.scales)):
-        if source is not None:
-            width = source.shape[1]
-            place = rows_of(target, slot, name, segment.dst_row, segment.num_rows, width)
-            torch.index_select(source, 0, tokens, out=place)
+def write_rows(source: Array, index: Ints | None, segment: Segment, place: Array) -> None:
+    """Copy the rows of one segment to their final offset, each of them once.
+
+    Args:
+        source: has a row for each token, or for each row of the plan.
+        index: the row of `source` for each row of the plan; None: they are in its order.
+        segment: which rows of the plan.
+        place: their final memory.
+    """
+    part = slice(segment.first, segment.first + segment.num_rows)
+    if index is None:
+        place[:] = source[part]
+    elif place.nbytes < THREADED_BYTES:
+        # "clip" cannot clip here, tokens are in range; the default mode would go through a temporary copy
+        source.take(index[part], 0, place, "clip")
+    else:
+        rows, tokens, target = map(torch.from_numpy, (source, index[part], place))
+        torch.index_select(rows, 0, tokens, out=target)
 
 
 def pack_meta(call: DispatchCall, handle: CpuHandle, words: int) -> Ints | None:
@@ -75,18 +87,6 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     return packed
 
 
-def write_meta(packed: Ints, handle: CpuHandle, segment: Segment, target: Slots, slot: int) -> None:
-    """Copy what travels beside the rows of one destination, in the plan's order."""
-    part = slice(segment.first, segment.first + segment.num_rows)
-    words = packed.shape[1]
-    place = target.array(slot, "meta")[segment.dst_row * words : (segment.dst_row + segment.num_rows) * words]
-    if handle.layout == "expert":
-        place.reshape(-1, words)[:] = packed[part]
-    else:
-        # "clip" cannot clip here, tokens are in range; the default mode would go through a temporary copy
-        np.take(packed, array_of(handle.plan.tokens)[part], axis=0, out=place.reshape(-1, words), mode="clip")
-
-
 def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
@@ -114,13 +114,14 @@ def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_exper
         if call.topk_idx is not None:
             local = meta[:, 1 : 1 + handle.num_topk] - first_expert
             # as unsigned numbers, ids below 0 are too large as well
-            np.putmask(local, local.view(np.uint64) >= len(handle.num_tokens_per_expert), -1)
+            local[local.view(np.uint64) >= len(handle.placement.num_tokens_per_expert)] = -1
             news["recv_topk_idx"] = torch.from_numpy(local)
     news["recv_weights"] = None
     if dtype is not None:
         assert local is not None
-        received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk]
-        news["recv_weights"] = torch.from_numpy(np.where(local < 0, dtype.type(0), received))
+        received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
+        received[local < 0] = 0
+        news["recv_weights"] = torch.from_numpy(received)
     return _with(handle, call, news)
 
 

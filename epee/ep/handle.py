@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..gpu.event import DONE, Event
 from .hosts.host_records import NO_RECORDS, HostRecords
 from .throughput.order import CombineOrder
-from .throughput.placement import Placement, SendPlan, runs
+from .throughput.placement import Ints, Placement, SendPlan, runs
 
 SomeHandle = TypeVar("SomeHandle", bound="Handle")
 _Bound = TypeVar("_Bound", bound="BoundToBuffer")
@@ -49,12 +49,14 @@ class DispatchRouting(NamedTuple):
     mask: torch.Tensor | None
 
 
-def _by_k(slots: torch.Tensor, rows: torch.Tensor, num_topk: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    k = slots.remainder(num_topk)
-    order = torch.argsort(k, stable=True)
-    counts = torch.bincount(k, minlength=num_topk).tolist()
-    tokens = slots.div(num_topk, rounding_mode="floor")[order].split(counts)
-    return [(idx, tokens[idx], part) for idx, part in enumerate(rows[order].split(counts)) if len(part)]
+def _by_k(slots: Ints, rows: Ints, num_topk: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    tokens, which_k = np.divmod(slots, num_topk)
+    found = []
+    for k in range(num_topk):
+        of_k = (which_k == k).nonzero()[0]
+        if len(of_k):
+            found.append((k, torch.from_numpy(tokens[of_k]), torch.from_numpy(rows[of_k])))
+    return found
 
 
 def new_buffer_id() -> int:
@@ -371,16 +373,16 @@ class CpuHandle(Handle):
         """Expert layout: what a combine reads from each rank, ranks ascending, k ascending within a rank."""
         assert self.plan.slots is not None
         segments = self.placement.segments
-        dst_row = torch.tensor([segment.dst_row for segment in segments], dtype=torch.int64, device="cpu")
-        count = torch.tensor([segment.num_rows for segment in segments], dtype=torch.int64, device="cpu")
-        rows = runs(dst_row, count)
+        dst_row = np.array([segment.dst_row for segment in segments], dtype=np.int64)
+        count = np.array([segment.num_rows for segment in segments], dtype=np.int64)
+        slots, rows = array_of(self.plan.slots), runs(dst_row, count)
         pulls = []
         first = 0
         for dst_rank, num_sent in enumerate(self.num_sent):
             part = slice(first, first + num_sent)
             first += num_sent
             if num_sent:
-                pulls.append(Pull(dst_rank, _by_k(self.plan.slots[part], rows[part], self.num_topk)))
+                pulls.append(Pull(dst_rank, _by_k(slots[part], rows[part], self.num_topk)))
         return pulls
 
     def unweighted(self) -> CpuHandle:

@@ -243,14 +243,18 @@ class CpuPath(Path):
 
     def _stage(self, call: CombineCall, arena: Arena, slot: int, is_staged: bool) -> None:
         """Bring y, unless it lies in the slot already, and the weights to where peers may read them."""
-        if not is_staged:
-            staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
-            for first, end in self._rows_for_others(_own(call.handle)):
-                if first < end:
-                    staged[first:end].copy_(call.y[first:end])
+        for first, end in () if is_staged else self._rows_for_others(_own(call.handle)):
+            if first < end:
+                self._payload(call.y, arena, slot, first, end - first).copy_(call.y[first:end])
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
+
+    @staticmethod
+    def _payload(y: torch.Tensor, slots: Slots, slot: int, first: int, count: int) -> torch.Tensor:
+        """Return `count` rows of a slot from row `first` on, as those of `y`."""
+        words = y.shape[1] * y.element_size() // 8
+        return torch.from_numpy(rows_of(slots, slot, "payload", first, count, words)).view(y.dtype)
 
     def _rows_for_others(self, handle: CpuHandle) -> tuple[tuple[int, int], ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
@@ -311,10 +315,8 @@ class CpuPath(Path):
     ) -> torch.Tensor:
         if segment.dst_rank == self.rank:
             return call.y[segment.dst_row : segment.dst_row + segment.num_rows]
-        words = call.y.shape[1] * call.y.element_size() // 8
         target, slot = slots[segment.dst_rank], granted[segment.dst_rank]
-        rows = rows_of(target, slot, "payload", segment.dst_row, segment.num_rows, words)
-        return torch.from_numpy(rows).view(call.y.dtype)
+        return self._payload(call.y, target, slot, segment.dst_row, segment.num_rows)
 
     def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
         if call.topk_weights is None:

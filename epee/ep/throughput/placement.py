@@ -206,7 +206,7 @@ def checked_counts(
     num_ranks, (layout, alignment, most) = config.num_ranks, how
     per_rank, per_expert = told[:, :num_ranks], told[:, num_ranks:]
     # as unsigned numbers, counts below 0 are too large as well
-    possible = not (told.view(np.uint64) > most_counts(tuple(num_tokens), layout, config)).any()
+    possible = not np.count_nonzero(told.view(np.uint64) > most_counts(tuple(num_tokens), layout, config))
     if layout == "expert":
         possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
     if not possible:
@@ -242,7 +242,7 @@ def place(counts: Counts, rank: int, layout: str, alignment: int, config: Buffer
     if layout == "rank":
         return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
     segments = _segments_by_expert(counts.per_expert, rank, alignment, config)
-    recv_rows, padding = _receive_by_expert(torch.from_numpy(mine.copy()), per_expert)
+    recv_rows, padding = _receive_by_expert(mine, per_expert)
     return Placement(segments, meta, num_received, sum(per_expert), per_expert, recv_rows, padding)
 
 
@@ -273,19 +273,17 @@ def _segments_by_expert(per_expert: Ints, rank: int, alignment: int, config: Buf
     return segments
 
 
-def _receive_by_expert(mine: torch.Tensor, padded: list[int]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    ends = torch.tensor(padded, dtype=torch.int64, device="cpu").cumsum(0)
-    block = ends - torch.tensor(padded, dtype=torch.int64, device="cpu")
+def _receive_by_expert(mine: Ints, padded: list[int]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    ends = np.cumsum(padded)
+    block = ends - padded
     start = block + mine.cumsum(0) - mine  # [num_ranks, num_local_experts], first row of each (source, expert) run
-    recv_rows = runs(start.reshape(-1), mine.reshape(-1))
+    recv_rows = torch.from_numpy(runs(start.reshape(-1), mine.reshape(-1)))
     filled = (block + mine.sum(0)).tolist()
     padding = [(first, end) for first, end in zip(filled, ends.tolist(), strict=True) if first < end]
     return recv_rows, padding
 
 
-def runs(start: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return `start[0], start[0] + 1, ...` (`count[0]` of them), then the run of `start[1]`, and so on (int64)."""
-    ends = count.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    index = torch.arange(total, dtype=torch.int64, device="cpu")
-    return torch.repeat_interleave(start - (ends - count), count, output_size=total) + index
+def runs(start: Ints, count: Ints) -> Ints:
+    """Return `start[0], start[0] + 1, ...` (`count[0]` of them), then the run of `start[1]`, and so on."""
+    skipped = start - count.cumsum() + count
+    return np.repeat(skipped, count) + np.arange(count.sum())

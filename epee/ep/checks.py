@@ -1,7 +1,7 @@
 """The checks of arguments, which return checked calls. Nothing has been sent yet when a rule here is broken.
 
 Every message contains name, rule, value and remedy. Cheap checks only: shapes, dtypes and devices cost no pass over the
-data; expert ids are read once (`aminmax`).
+data; expert ids are checked as they are counted (`throughput/placement.py`).
 """
 
 from __future__ import annotations

@@ -36,27 +36,15 @@ _MARK = struct.Struct("<Q")
 MARK_BYTES = _MARK.size  # at the beginning of a row: what its writer knows, which is no part of the call
 
 
-class CallPatience:
-    """The options of a call that the engine reads from torch, once the call has to wait.
+class CallPatience(NamedTuple):
+    """The options of a call that the engine reads from torch."""
 
-    Args:
-        seconds: how long it waits for silent ranks.
-    """
-
-    __slots__ = ("_seconds",)
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    timeout: timedelta
 
     @classmethod
     def until(cls, deadline: float) -> CallPatience:
         """Return it for a call that begins now; `deadline` is a `time.monotonic()` value."""
-        return cls(max(1e-3, deadline - time.monotonic()))
-
-    @property
-    def timeout(self) -> timedelta:
-        """As of torch's options."""
-        return timedelta(seconds=self._seconds)
+        return cls(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
 
 
 class OwnRow:
@@ -71,13 +59,11 @@ class OwnRow:
 
     Attributes:
         found: the rows of all ranks, zeros for rows that have not arrived.
-        has_counts: whether there are counts of rows in it.
     """
 
     def __init__(self, data: bytes, header: Header, num_ranks: int, signature: int, name: str) -> None:
         self.data, self.header, self.signature, self.name = data, header, signature, name
         self.found = bytearray(num_ranks * len(data))
-        self.has_counts = False
 
     def newest_mark(self, members: Sequence[int]) -> int:
         """Return the highest mark of the rows of these ranks."""
@@ -174,7 +160,6 @@ class RowsOverEngine:
         self._interrupt = interrupt
         self._format = RowFormat(config)
         self._limits = limits_of(config)
-        self._no_counts = np.zeros((config.num_ranks, config.num_ranks + config.num_experts), dtype=np.int64)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
         ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
         self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
@@ -187,9 +172,7 @@ class RowsOverEngine:
     def _row(self, header: Header, counts: Ints | None, text: bytes, name: str = _ROWS, mark: int = 0) -> OwnRow:
         """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""
         data = _MARK.pack(mark) + self._format.pack(header, text, counts)
-        row = OwnRow(data, header, self.config.num_ranks, self._signature, name)
-        row.has_counts = counts is not None
-        return row
+        return OwnRow(data, header, self.config.num_ranks, self._signature, name)
 
     def _read(self, row: OwnRow, op: Operation) -> MemberRows:
         """Return the rows of the members of a call, checked and agreed on."""
@@ -200,7 +183,7 @@ class RowsOverEngine:
             raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
         layout, mine = self._format, row.header
         headers = layout.alike(found, mine, self._limits) if len(members) == num_ranks else None
-        texts, told = layout.texts(found), layout.counts(found) if row.has_counts else self._no_counts
+        texts, told = layout.texts(found), layout.counts(found)
         if headers is None:
             raw, _, _ = layout.split(found)
             headers = [

@@ -283,17 +283,16 @@ class RowFormat:
             headers.append(tuple.__new__(Header, (*agreed, alignment, 0, num_tokens, slot, src)))
         return headers
 
-    def texts(self, rows: bytes) -> list[bytes]:
-        """Return the free bytes of copies of all ranks' rows."""
-        width = self._row_bytes
-        ends = range(8 * _COUNTS_AT, width * self._num_ranks + 8 * _COUNTS_AT, width)
-        return [rows[end - REASON_BYTES : end] for end in ends]
+    def contents(self, rows: bytes) -> tuple[list[bytes], Ints]:
+        """Return the free bytes in copies of all ranks' rows, and the counts, unchecked.
 
-    def counts(self, rows: bytes) -> Ints:
-        """Return the counts in copies of all ranks' rows: `[num_ranks, num_ranks + num_experts]`, unchecked."""
-        return np.ndarray(self._counts_shape, _INT64, rows, 8 * _COUNTS_AT, (self._row_bytes, 8))
+        These are `[num_ranks, num_ranks + num_experts]`.
+        """
+        width, first = self._row_bytes, 8 * _COUNTS_AT
+        texts = [rows[end - REASON_BYTES : end] for end in range(first, first + width * self._num_ranks, width)]
+        return texts, np.ndarray(self._counts_shape, _INT64, rows, first, (width, 8))
 
     def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
         """Return the unchecked contents of copies of all ranks' rows: headers, free bytes, counts by rank."""
         headers = [HEADER.unpack_from(rows, src * self._row_bytes + 8) for src in range(self._num_ranks)]
-        return headers, self.texts(rows), self.counts(rows)
+        return headers, *self.contents(rows)

@@ -183,7 +183,7 @@ class RowsOverEngine:
             raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
         layout, mine = self._format, row.header
         headers = layout.alike(found, mine, self._limits) if len(members) == num_ranks else None
-        texts, told = layout.texts(found), layout.counts(found)
+        texts, told = layout.contents(found)
         if headers is None:
             raw, _, _ = layout.split(found)
             headers = [

@@ -30,7 +30,12 @@ def _routing(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _buffer(num_ranks: int) -> epee.Buffer:
     return epee.Buffer(
-        num_experts=2 * num_ranks, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=torch.float32
+        num_experts=2 * num_ranks,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        max_tokens_per_rank=TOKENS,
+        dtype=torch.float32,
+        max_recv_rows=num_ranks * TOKENS * TOPK,  # room for any routing, as it is random
     )
 
 

@@ -39,7 +39,6 @@ from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .hosts.direct import DirectExchange
 from .latency.region import region_layout
-from .membership.birth import is_awaited
 from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
@@ -124,11 +123,9 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        on_engine: RowExchange | None = None
-        if not spans and alone is None and _latency_has_engine(group, job_handle, self.config):
-            on_engine = _latency_exchange(group, self.config, self._timeout, closing)
-        if on_engine is not None:
-            born, self._exchange = Born([], DeathWatch()), on_engine
+        if not spans and alone is None and _latency_has_engine(job_handle, self.config):
+            born = Born([], DeathWatch())
+            self._exchange = _latency_exchange(group, self.config, self._timeout, closing)
         elif not spans:
             born = bear(self.config)
             here: Exchange | DirectExchange
@@ -444,26 +441,21 @@ def _has_engine(config: BufferConfig) -> bool:
     return ON_ENGINE and config.is_lane and not config.is_synced
 
 
-def _latency_has_engine(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> bool:
+def _latency_has_engine(job_handle: GroupInView, config: BufferConfig) -> bool:
     """Return whether a `LatencyBuffer` of one host on CPUs is made with an engine; the same on all ranks."""
-    if not ON_ENGINE or not config.is_latency or config.is_cuda or config.num_ranks == 1 or job_handle.spans:
-        return False
-    from .hosts.birth import has_store
-
-    return has_store(group)
+    is_here = config.is_latency and not config.is_cuda and config.num_ranks > 1 and not job_handle.spans
+    return ON_ENGINE and is_here
 
 
 def _latency_exchange(
     group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
-) -> MemberExchange | None:
+) -> MemberExchange:
     """Make the engine of a `LatencyBuffer` of one host, and its membership, or join one that runs. Collective.
 
-    Returns None, alike on all ranks, where the buffer has no engine: in a group that has lost a rank, or over hosts.
-
     Raises:
-        As `create_over_hosts`, `come_into` and `EpochMembers.begin`.
+        As `create_here`, `come_into` and `EpochMembers.begin`.
     """
-    from .hosts.birth import LacksRanks, announcement, come_into, create_over_hosts, mode_of
+    from .hosts.birth import announcement, come_into, create_here, mode_of
     from .hosts.notices import find_running
     from .latency.one_host.members import EpochMembers, MemberExchange
 
@@ -471,10 +463,8 @@ def _latency_exchange(
     try:
         if job_handle.is_joiner:
             running = find_running(group, job_handle, config, timeout_s)
-            if running is None and is_awaited(group, job_handle, config):
-                return None
         if running is None:
-            engine = create_over_hosts(group, config, timeout_s)
+            engine = create_here(group, job_handle, config, timeout_s)
         else:
             engine = come_into(job_handle, rank, config, running, timeout_s)
         exchange = MemberExchange(config, rank, engine, closing.check)
@@ -490,8 +480,6 @@ def _latency_exchange(
             exchange.release()
             exchange.membership.close()
             raise
-    except expected(LacksRanks):
-        return None
     finally:
         retire()
     return exchange

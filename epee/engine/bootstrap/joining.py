@@ -268,7 +268,7 @@ def come_in(
             f"ranks must be those that the group was made with, {place.home.num_ranks} of them, and maybe more behind "
             f"them, got {len(founders)}"
         )
-    own = own_job()
+    own = own_job() if before is None else before.membership.job
     job = None if own is None else retained(own.key)
     if job is None:
         raise InvalidState("this process is in no job any more; start it again with is_extension=True")

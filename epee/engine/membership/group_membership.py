@@ -57,7 +57,7 @@ from ...errors import (
 from ...link.topology import Roles, one_host
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
-from ...view.job import JobHandle
+from ...view.job import Job, JobHandle
 from ...view.process.board import LaneRow
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
@@ -141,13 +141,7 @@ class GroupMembership:
             CommTimeoutError: it does not come.
             RankFailedError: a rank of the group is not in it.
         """
-        if self._rank_table.known.epoch < epoch:
-            self.runtime.await_decision(epoch - 1, timeout_s)
-            found = [decision for decision in list(self.hooks.decisions) if decision.epoch == epoch]
-            if not found:
-                text = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
-                raise CommTimeoutError(text, has_job=True)
-            self._rank_table.known = found[0]
+        self._rank_table.known = self.view_at(epoch, timeout_s)
         present = {member.slot for member in self._rank_table.known.members}
         lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
         if lost:
@@ -157,6 +151,22 @@ class GroupMembership:
                 f"{epoch}; see its output, then start all ranks",
                 lost,
             )
+
+    def view_at(self, epoch: int, timeout_s: float) -> Decision:
+        """Return the view of an epoch that is not before `self.epoch`, once it is known here.
+
+        Raises:
+            CommTimeoutError: it does not come.
+        """
+        until = time.monotonic() + timeout_s
+        known = (self._rank_table.known,)
+        while not (found := [one for one in (*known, *list(self.hooks.decisions)) if one.epoch == epoch]):
+            if time.monotonic() > until or epoch < self.epoch:
+                text = f"init: epoch {epoch} of the view did not come; is a rank in another job?"
+                raise CommTimeoutError(text, has_job=True)
+            self.runtime.await_decision(epoch - 1, max(1e-3, until - time.monotonic()))
+            time.sleep(SHOWN_POLL_S)  # it is delivered to the groups a moment after it is shown
+        return found[0]
 
     def begin_with(self, view: Decision) -> None:
         """Begin with the members of a view that all of them know, and fetch the decisions since.
@@ -207,6 +217,11 @@ class GroupMembership:
         """The group's id, slots of its initial members (in a job's first group of all), whether it is that."""
         rank_table = self._rank_table
         return rank_table.lane, rank_table.slot_of if rank_table.is_home else [*rank_table.founders], rank_table.is_home
+
+    @property
+    def job(self) -> Job:
+        """The group's job."""
+        return self._job
 
     @property
     def token(self) -> Token:

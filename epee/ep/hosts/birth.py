@@ -1,10 +1,20 @@
-"""The creation of a buffer over several hosts: an engine of its own, beside the one of its group.
+"""The creation of the engine of a buffer, beside the one of its group.
 
-The ranks compare their arguments (`control/bootstrap.py`, as on one host) and agree on a number. Then they make a group
-for the buffer alone, as the backend makes one (`engine/bootstrap/creation.py`), through the store of the given group
-and under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that
+The ranks compare their arguments (`control/bootstrap.py`) and agree on a number. It is the buffer's own engine so that
 calls of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will
 do.
+
+    one host        `create_here`: in the job of the group, or in one that the ranks find through a group of another
+                    backend. They exchange all that they need through the group: its members make the buffer, also if
+                    it has lost ranks, and its store with them (`engine/bootstrap/meeting.py`).
+
+        round 1     version, arguments, number, the id that this rank proposes for the engine's group; or a refusal
+        round 2     the newest epoch known, and the blob of this rank's outbox; or why there is none
+        round 3     whether this rank has mapped all of them. After it calls may be made
+
+    several hosts   `create_over_hosts`: after round 1 the ranks make a group as the backend makes one
+                    (`engine/bootstrap/creation.py`), through the store of the given group and under a prefix with the
+                    number: outboxes, mirrors of them on other hosts, links. All ranks of the group must be there.
 
 The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`exchange.py`). A
 `LatencyBuffer` uses it in `sync` alone, which continues with the remaining ranks.
@@ -13,12 +23,15 @@ A process that replaces a lost rank in the group takes part in a running buffer 
 the engine's group, with a memory that is cut as that of the others, and waits until they admit it (`assembly.py`). Each
 rank publishes a notice of its buffer to the group as long as it has it.
 
-A rank that fails on the way notifies the others through that store; one that dies is named by them, or awaited until
-the timeout. No rank has a part of a buffer then.
+A rank that fails on the way notifies the others, through the group or that store; one that dies is named by them, or
+awaited until the timeout. No rank has a part of a buffer then. In a group of mode "mask" one that dies in round 2 or 3
+of one host is a loss of the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -26,24 +39,92 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...engine import Engine, EngineOptions, Place, come_in, create_engine, place_of
-from ...engine.limits import MIN_STAGING_BYTES
+from ...engine import Engine, EngineMeeting, EngineOptions, Place, come_in, create_engine, place_of
 from ...errors import CommTimeoutError, EpeeError, UnsupportedError, expected
+from ...memory.shared import BLOB_BYTES
 from ...view.group import GroupInView
+from ...view.process.machine import KEY_DIGITS
+from ...view.transport.wire import LANE_LIMIT
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
-from ..membership.group_view import job_handle_of
+from ..membership.birth import death_behind, ended_of, job_found, naming_deaths, tell_problems
+from ..membership.group_view import job_handle_of, process_of
 from .latency.region import latency_layout
 from .layout import staging_bytes
 from .member_sync import LINE_BYTES
 from .notices import BufferNotice, tell
 
 _NUMBER = struct.Struct("<Q")
+_PROPOSAL = struct.Struct("<QQ")  # number of the last buffer here, id of a group
+_PART = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, outbox
 _newest = 0  # number of the last buffer that this process has made
 
 
-class LacksRanks(Exception):
-    """An engine cannot be made without all ranks of the group yet; the buffer is made without one (on trial)."""
+def create_here(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Engine:
+    """Make this rank's part of an engine on one host; returns when all ranks have made theirs. Collective.
+
+    Args:
+        job_handle: of the group; of one in no view `NO_VIEW`.
+        timeout_s: how long to wait for a decision of the view; the timeout of calls as well.
+
+    Raises:
+        MismatchError: the ranks disagree, or another one was refused.
+        ResourceError: memory, permission or a descriptor is missing on some rank; the same on all.
+        RankFailedError: a rank has died meanwhile, and the group's calls fail by that; the same on all.
+    """
+    with contextlib.ExitStack() as undo:
+        if not job_handle.slots:
+            job_handle = undo.enter_context(job_found(group, config))
+        return _create_in(group, job_handle, config, timeout_s)
+
+
+def _create_in(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Engine:
+    global _newest
+    host, refusal, rank = bytes(KEY_DIGITS), None, group.rank()
+    try:
+        host = host_id()
+    except expected(EpeeError) as exc:
+        refusal = exc
+    proposed = _PROPOSAL.pack(_newest, secrets.randbelow(LANE_LIMIT))
+    told = gather_present(group, pack(config, host, proposed, refusal))
+    records = {peer: BufferRecord(data) for peer, data in told.items()}
+    if refusal is not None:
+        raise refusal
+    judge(records)
+    proposals = {peer: _PROPOSAL.unpack_from(record.blob) for peer, record in records.items()}
+    _newest = 1 + max(newest for newest, _ in proposals.values())
+    _, group_id = proposals[min(proposals)]
+    rank_of = {slot: peer for peer, slot in enumerate(job_handle.slots) if peer in records}
+    members = {rank_of[one.slot]: one for one in job_handle.runtime.view().members if one.slot in rank_of}
+    deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
+    with contextlib.ExitStack() as undo:
+        problem, part = None, bytes(_PART.size)
+        try:
+            meeting = EngineMeeting(
+                job_handle.job, job_handle.slots, group_id, rank, mode_of(config), _extra_of(config)
+            )
+            undo.callback(meeting.close)
+            part = _PART.pack(meeting.epoch, meeting.region.blob)
+        except expected(EpeeError) as exc:
+            problem = exc
+        with naming_deaths(deaths):
+            parts = {peer: _PART.unpack(data) for peer, data in tell_problems(group, problem, part).items()}
+        try:
+            epoch = max(known for known, _ in parts.values())
+            met = meeting.members_at(epoch, parts.keys(), timeout_s)
+            meeting.meet(epoch, met)
+            regions = {}
+            for peer in met.keys() - {rank}:
+                regions[peer] = region = meeting.attach(peer, parts[peer][1])
+                undo.callback(region.close)
+            engine = meeting.begin(regions, timeout_s)
+            undo.callback(engine.close)
+        except expected(EpeeError) as exc:
+            problem = death_behind(exc, deaths)
+        with naming_deaths(deaths):
+            tell_problems(group, problem)
+        undo.pop_all()
+        return engine
 
 
 def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s: float) -> Engine:
@@ -52,7 +133,6 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     Raises:
         MismatchError: the ranks disagree, or another one was refused.
         UnsupportedError: torch does not know the store of the group.
-        LacksRanks: on one host: the group has lost a rank; on all ranks alike.
         as `create_engine`.
     """
     global _newest
@@ -67,15 +147,12 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     if refusal is not None:
         raise refusal
     judge(records, config.num_hosts)
-    if config.num_hosts == 1 and len(records) < config.num_ranks:
-        raise LacksRanks
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
 
     def choose() -> EngineOptions:
         """Return the options of the engine."""
-        staged = staging_bytes(config) if config.num_hosts > 1 else MIN_STAGING_BYTES  # rows of `sync` alone pass it
-        return EngineOptions(staged, mode_of(config), _extra_of(config))
+        return EngineOptions(staging_bytes(config), mode_of(config), _extra_of(config))
 
     return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
 
@@ -144,11 +221,6 @@ def _extra_of(config: BufferConfig) -> int:
 
 def _nothing() -> None:
     """Do nothing: no process joins a group without a view, or on one host."""
-
-
-def has_store(group: dist.ProcessGroup) -> bool:
-    """Return whether torch knows the store through which a group was made; the same on all its ranks. Local."""
-    return group in dist.distributed_c10d._world.pg_map
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

@@ -673,7 +673,8 @@ class EngineMembership(BufferLane):
                 raise InvalidState(f"Buffer: this rank is not in epoch {epoch}; make the buffer again")
             group_id = (self._view.lane ^ epoch * _SALT) & ((1 << 62) - 1)
             handle, mode = self._view.job_handle, f"{self._config.fault_mode}/{self._config.on_stall}"
-            meeting = EngineMeeting(handle.job, handle.slots, group_id, self._rank, members, epoch, mode)
+            meeting = EngineMeeting(handle.job, handle.slots, group_id, self._rank, mode)
+            meeting.meet(epoch, members)
             self._outboxes.coming = coming = _Coming(epoch, members, meeting)
         return coming
 

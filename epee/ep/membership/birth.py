@@ -37,7 +37,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -81,6 +81,7 @@ logger = logging.getLogger("epee")
 _EXTRA = struct.Struct("<QQ")  # sent instead of an inbox's blob: newest buffer, epoch
 _PROBLEM = struct.Struct(f"<Q{TEXT_BYTES}s")  # ranks that are dead, a bit for each; text
 _ENDED = "process ended"
+_DEATHS = (DEAD, EXITED)
 _OP = "Buffer"  # the call named in the errors of this module
 _DYING_S = 1.0  # how long to wait for the proof that a process is dead which seems to be dying
 Enter = Callable[["Begun"], "Entrant"]
@@ -112,16 +113,8 @@ class Begun:
 
     def deaths(self) -> tuple[int, ...]:
         """Return the makers that have died since they began; waits for the proof if one is dying."""
-        until = time.monotonic() + _DYING_S
-        processes = {rank: process for rank, process in self._processes.items() if rank in self.makers}
-        while True:
-            told = {loss.rank for loss in self.roster.losses(self.first) if loss.cause in (DEAD, EXITED)}
-            seen = {rank for rank, process in processes.items() if has_ended(*process) or is_torn_down(*process)}
-            dead = tuple(sorted(self.makers & (told | seen)))
-            is_sure = dead or not any(is_leaving(*process) for process in processes.values())
-            if is_sure or time.monotonic() > until:
-                return dead
-            time.sleep(1e-3)
+        makers = {rank: process for rank, process in self._processes.items() if rank in self.makers}
+        return ended_of(makers, lambda: [loss.rank for loss in self.roster.losses(self.first) if loss.cause in _DEATHS])
 
     def close(self) -> None:
         """Release the buffer's part in the group; idempotent. Talks to the agent thread."""
@@ -138,6 +131,18 @@ class Begun:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
             self.roster.job_handle.job.release()
+
+
+def ended_of(processes: Mapping[int, tuple[int, int]], told: Callable[[], Collection[int]] = tuple) -> tuple[int, ...]:
+    """Return the ranks whose processes have ended, or that are `told` to have; waits for the proof if one is dying."""
+    until = time.monotonic() + _DYING_S
+    while True:
+        seen = {rank for rank, process in processes.items() if has_ended(*process) or is_torn_down(*process)}
+        dead = tuple(sorted(processes.keys() & {*seen, *told()}))
+        is_sure = dead or not any(is_leaving(*process) for process in processes.values())
+        if is_sure or time.monotonic() > until:
+            return dead
+        time.sleep(1e-3)
 
 
 class Entrant(Protocol):
@@ -175,14 +180,8 @@ def begin(
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
     if not job_handle.slots:
-        processes = _compare(group, config)
-        with _naming_ended(processes):
-            place = _find_place(group, len(processes))
-            try:
-                there = job_handle_at(place, config.fault_mode, config.on_stall)
-                return _make(group, there, config, timeout_s, enter, has_calls)
-            finally:
-                place.job_handle.job.release()  # the buffer owns it now, or creation failed
+        with job_found(group, config) as there:
+            return _make(group, there, config, timeout_s, enter, has_calls)
     if not config.takes_replacements:
         if job_handle.is_joiner:
             _refuse_to_join(group, job_handle, config)
@@ -192,6 +191,23 @@ def begin(
         if begun is not None:
             return begun
     return _make(group, job_handle, config, timeout_s, enter, has_calls)
+
+
+@contextlib.contextmanager
+def job_found(group: dist.ProcessGroup, config: BufferConfig) -> Iterator[GroupInView]:
+    """Find the job that the ranks of another backend's group share, or make one; held for what runs inside. Collective.
+
+    Raises:
+        MismatchError: the ranks disagree about the buffer, or another one was refused. As `founding.find_place`.
+        RankFailedError: a rank is dead, and that is why the group has failed.
+    """
+    processes = _compare(group, config)
+    with _naming_ended(processes):
+        place = _find_place(group, len(processes))
+        try:
+            yield job_handle_at(place, config.fault_mode, config.on_stall)
+        finally:
+            place.job_handle.job.release()  # the buffer holds it now, or creation failed
 
 
 def registry_of(group: dist.ProcessGroup, job_handle: GroupInView) -> Registry:
@@ -292,17 +308,17 @@ def _make(
             undo.callback(entrant.close)
             entrant.offer()
         except expected(EpeeError) as exc:
-            problem = _death_behind(exc, begun)
-        with _naming_deaths(begun):
-            _tell_problems(group, problem)
+            problem = death_behind(exc, lambda: _deaths(begun))
+        with naming_deaths(lambda: _deaths(begun)):
+            tell_problems(group, problem)
         assert begun is not None  # otherwise all have raised
         assert entrant is not None
         try:
             entrant.come_in(time.monotonic() + timeout_s)
         except expected(EpeeError) as exc:
-            problem = _death_behind(exc, begun)
-        with _naming_deaths(begun):
-            _tell_problems(group, problem)
+            problem = death_behind(exc, lambda: _deaths(begun))
+        with naming_deaths(lambda: _deaths(begun)):
+            tell_problems(group, problem)
         undo.pop_all()
         return begun
 
@@ -319,36 +335,42 @@ def death_in_birth(dead: Sequence[int]) -> RankFailedError:
     )
 
 
-def _death_behind(error: EpeeError, begun: Begun | None) -> EpeeError:
+def _deaths(begun: Begun | None) -> tuple[int, ...]:
+    return () if begun is None else begun.deaths()
+
+
+def death_behind(error: EpeeError, deaths: Callable[[], Sequence[int]]) -> EpeeError:
     """Return the death of a maker whose memory could not be opened because it has ended; else the error itself."""
-    if isinstance(error, OwnerEndedError) and begun is not None and (dead := begun.deaths()):
+    if isinstance(error, OwnerEndedError) and (dead := deaths()):
         return death_in_birth(dead)
     return error
 
 
 @contextlib.contextmanager
-def _naming_deaths(begun: Begun | None) -> Iterator[None]:
+def naming_deaths(deaths: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Raise that a rank is dead if that may be why the group has failed: another backend's, or in mode "raise"."""
     try:
         yield
     except expected(RuntimeError) as error:
         is_groups = not isinstance(error, EpeeError) or (isinstance(error, PeerError) and error.cause == GROUP_FAILED)
         is_groups = is_groups or (isinstance(error, RankFailedError) and error.op != _OP)
-        if is_groups and begun is not None and (dead := begun.deaths()):
+        if is_groups and (dead := deaths()):
             raise death_in_birth(dead) from error
         raise
 
 
-def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None) -> None:
-    """Report to all ranks why this one cannot make its part, if so; raise that cause on all ranks."""
+def tell_problems(group: dist.ProcessGroup, problem: EpeeError | None, data: bytes = b"") -> dict[int, bytes]:
+    """Report to all ranks why this one cannot make its part, if so; raise that cause on all ranks.
+
+    Returns:
+        The `data` of the ranks, equally long on all, by rank.
+    """
     mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
     lost = 0
     if isinstance(problem, RankFailedError) and problem.cause == _ENDED:
         lost = sum(1 << rank for rank in problem.ranks)
-    told = {
-        rank: _PROBLEM.unpack(data)
-        for rank, data in gather_present(group, _PROBLEM.pack(lost, mine.encode()[:TEXT_BYTES])).items()
-    }
+    parts = gather_present(group, _PROBLEM.pack(lost, mine.encode()[:TEXT_BYTES]) + data)
+    told = {rank: _PROBLEM.unpack_from(part) for rank, part in parts.items()}
     dead = functools.reduce(operator.or_, (bits for bits, _ in told.values()), 0)
     if dead:
         raise death_in_birth([rank for rank in range(dead.bit_length()) if dead >> rank & 1]) from problem
@@ -356,6 +378,7 @@ def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None) -> None:
     for rank in sorted(texts, key=lambda rank: texts[rank].startswith(CommTimeoutError.__name__)):
         if texts[rank]:
             raise ResourceError(f"Buffer: rank {rank} could not make its part: {texts[rank]}")
+    return {rank: part[_PROBLEM.size :] for rank, part in parts.items()}
 
 
 def _open(
@@ -414,11 +437,6 @@ def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
         if theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :] and theirs[at]:
             found.append(theirs[at])
     return own[at] if own[at] in found else found[0] if found else 0
-
-
-def is_awaited(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> bool:
-    """Return whether a buffer runs that this process, a replacement, takes part in by `begin`. Local."""
-    return _running(registry_of(group, job_handle), Roster(job_handle), group.rank(), config) is not None
 
 
 def _refuse_to_join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig) -> None:

@@ -21,7 +21,7 @@ from .bootstrap.joining import (
     leave_note,
     place_of,
 )
-from .bootstrap.meeting import EngineMeeting, awaited
+from .bootstrap.meeting import EngineMeeting
 from .engine import Engine
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "Place",
     "alone",
     "attempt",
-    "awaited",
     "close_at_exit",
     "come_in",
     "create_engine",

@@ -103,23 +103,21 @@ ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)
 
 
-def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0, has_messages: bool = True) -> Layout:
+def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0) -> Layout:
     """Return the layout of an outbox in a group that may have `capacity` ranks; `staging_bytes`: of one staging buffer.
 
     Four such buffers are laid out: two that send and two that hold what a rank has reduced for others. `extra_bytes`, a
-    multiple of 8, are among the words that peers read, and may request. Without `has_messages` the ranks exchange none,
-    and there is no room for their payload.
+    multiple of 8, are among the words that peers read, and may request.
     """
-    num_peers = capacity if has_messages else 0
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
-        Field("lanes", torch.uint64, (num_peers, LANE_WORDS)),
+        Field("lanes", torch.uint64, (capacity, LANE_WORDS)),
         Field("mirrors", torch.uint64, (capacity, MIRROR_WORDS)),
         Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
-        Field("lane_data", torch.uint8, (num_peers, LANE_BYTES), align_bytes=4096),
+        Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
     )
 
 
@@ -357,11 +355,10 @@ class PeerRegions:
         epoch: int,
         capacity: int | None = None,
         extra_bytes: int = 0,
-        has_messages: bool = True,
     ) -> None:
         num_ranks = len(regions)
         self.capacity = capacity = num_ranks if capacity is None else capacity
-        layout = outbox_layout(capacity, staging_bytes, extra_bytes, has_messages)
+        layout = outbox_layout(capacity, staging_bytes, extra_bytes)
         for peer, region in enumerate(regions):
             if region.nbytes < layout.nbytes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")

@@ -37,7 +37,6 @@ from .control.header import OP_DISPATCH, OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
-from .hosts.direct import DirectExchange
 from .latency.region import region_layout
 from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
@@ -46,6 +45,7 @@ from .streams import Lanes
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
+    from .hosts.direct import DirectExchange
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
     from .latency.one_host.members import MemberExchange
@@ -123,17 +123,13 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not spans and alone is None and _latency_has_engine(job_handle, self.config):
+        if not spans and alone is None and _has_engine(job_handle, self.config):
             born = Born([], DeathWatch())
-            self._exchange = _latency_exchange(group, self.config, self._timeout, closing)
+            make = _latency_exchange if self.config.is_latency else _direct_exchange
+            self._exchange = make(group, job_handle, self.config, self._timeout, closing)
         elif not spans:
             born = bear(self.config)
-            here: Exchange | DirectExchange
-            if _has_engine(self.config):
-                here = DirectExchange(self.config, self.rank, closing.check)
-            else:
-                here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
-            self._exchange = here
+            self._exchange = here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
             if self.config.is_lane:
                 begin_lane(group, job_handle, here, born.watch, self._timeout, closing.check)
         else:
@@ -168,10 +164,9 @@ class SharedBuffer:
     def _show_name(self, group: dist.ProcessGroup) -> None:
         """Number the buffer among those of its group, alike on all ranks, for errors and hang reports."""
         membership = self._exchange.membership
-        if not isinstance(membership, BufferLane):
-            return  # of one rank, or over several hosts: there is no number on which the ranks agree
-        number, _ = membership.identity
-        self._turns.label.text = text = f"{type(self).__name__} {number} of {label_of(group)}"
+        if not membership.number:
+            return  # of one rank, or over several hosts
+        self._turns.label.text = text = f"{type(self).__name__} {membership.number} of {label_of(group)}"
         membership.call_it(text)
 
     _platform_of = staticmethod(platform_of)
@@ -436,19 +431,47 @@ def _tell_of_one_host(
     )
 
 
-def _has_engine(config: BufferConfig) -> bool:
-    """Return whether a buffer of one host has an engine of its own; the same on all ranks."""
-    return ON_ENGINE and config.is_lane and not config.is_synced
+def _has_engine(job_handle: GroupInView, config: BufferConfig) -> bool:
+    """Return whether a buffer of one host on CPUs has an engine of its own; the same on all ranks."""
+    return ON_ENGINE and not config.is_cuda and config.num_ranks > 1 and not job_handle.spans
 
 
-def _latency_has_engine(job_handle: GroupInView, config: BufferConfig) -> bool:
-    """Return whether a `LatencyBuffer` of one host on CPUs is made with an engine; the same on all ranks."""
-    is_here = config.is_latency and not config.is_cuda and config.num_ranks > 1 and not job_handle.spans
-    return ON_ENGINE and is_here
+def _direct_exchange(
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, closing: Closing
+) -> DirectExchange:
+    """Make the engine of a `Buffer` of one host, and its membership. Collective.
+
+    A process that joins a running one gets its engine with its first call.
+
+    Raises:
+        As `create_here` and `find_running`.
+    """
+    from .hosts.birth import create_here, mode_of, tell_of
+    from .hosts.direct import BufferMembers, DirectExchange
+    from .hosts.notices import find_running
+
+    exchange = DirectExchange(config, group.rank(), closing.check)
+    members = BufferMembers(exchange, mode_of(config), job_handle, timeout_s, closing.check)
+    exchange.membership = members
+    try:
+        running = find_running(group, job_handle, config, timeout_s)
+        if running is not None:
+            members.join_later(group, running)
+        else:
+            engine, members.number = create_here(group, job_handle, config, timeout_s)
+            members.begin_first(engine)
+            exchange.take_back = tell_of(group, engine, config)
+    except BaseException:
+        exchange.release()
+        members.close()
+        raise
+    finally:
+        retire()
+    return exchange
 
 
 def _latency_exchange(
-    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, closing: Closing
 ) -> MemberExchange:
     """Make the engine of a `LatencyBuffer` of one host, and its membership, or join one that runs. Collective.
 
@@ -459,12 +482,11 @@ def _latency_exchange(
     from .hosts.notices import find_running
     from .latency.one_host.members import EpochMembers, MemberExchange
 
-    job_handle, rank, running = job_handle_of(group, config.num_ranks), group.rank(), None
+    rank = group.rank()
     try:
-        if job_handle.is_joiner:
-            running = find_running(group, job_handle, config, timeout_s)
+        running = find_running(group, job_handle, config, timeout_s)
         if running is None:
-            engine = create_here(group, job_handle, config, timeout_s)
+            engine, _ = create_here(group, job_handle, config, timeout_s)
         else:
             engine = come_into(job_handle, rank, config, running, timeout_s)
         exchange = MemberExchange(config, rank, engine, closing.check)

@@ -23,7 +23,6 @@ from .control.header import OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlane, ControlPlaneOver
 from .control.words import inbox_layout
-from .hosts.direct import DirectExchange, EngineMembership
 from .latency.region import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import EpochLane
@@ -210,7 +209,7 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
 def begin_lane(
     group: dist.ProcessGroup,
     job_handle: GroupInView,
-    exchange: Exchange | DirectExchange,
+    exchange: Exchange,
     watch: DeathWatch,
     timeout_s: float,
     interrupt: Callable[[], None],
@@ -218,11 +217,8 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
     config = exchange.config
 
-    def enter(begun: Begun) -> EngineMembership | EpochLane | SyncedLane:
+    def enter(begun: Begun) -> EpochLane | SyncedLane:
         """Make the membership of this rank in a group that has begun, and give it to the exchange."""
-        if not isinstance(exchange, Exchange):
-            exchange.membership = EngineMembership(begun, exchange, timeout_s, interrupt)
-            return exchange.membership
         lane: EpochLane | SyncedLane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
@@ -234,9 +230,7 @@ def begin_lane(
         return lane
 
     try:
-        begun = begin(
-            group, job_handle, config, timeout_s, enter, isinstance(exchange, Exchange) and not config.is_synced
-        )
+        begun = begin(group, job_handle, config, timeout_s, enter)
     except BaseException:
         watch.close()
         exchange.release()

@@ -60,6 +60,53 @@ def has_engine(buffer: Any) -> bool:
     return isinstance(getattr(buffer, "_exchange", None), DirectExchange)
 
 
+class Known:
+    """The view of the job, as a rank of a `Buffer` on CPUs of one host knows it.
+
+    Args:
+        buffer: of the rank.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._exchange, self._members = buffer._exchange, buffer._exchange.membership
+        self._has_engine = has_engine(buffer)
+
+    @property
+    def runtime(self) -> Any:
+        """The control plane of this process."""
+        return self._exchange.engine.membership.runtime if self._has_engine else self._members.roster.job_handle.runtime
+
+    @property
+    def job(self) -> Any:
+        """The job of the buffer."""
+        return self._members._job if self._has_engine else self._members.roster.job_handle.job
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch of the job."""
+        return self.runtime.view().epoch if self._has_engine else self._members.roster.heard
+
+    @property
+    def newest(self) -> int:
+        """The newest epoch that has changed something for the buffer; with an engine that of the job."""
+        return self.epoch if self._has_engine else self._members.roster.newest
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are in the buffer, or may come into it."""
+        if not self._has_engine:
+            return list(self._members.roster.view.members)
+        present = self._exchange.engine.membership.admission.present()
+        return sorted({*present, *self._members._in_group()})
+
+    def check(self) -> None:
+        """Raise why this rank's calls cannot succeed."""
+        if self._has_engine:
+            self._exchange.engine.membership.hooks.raise_trouble()
+        else:
+            self._members.roster.check()
+
+
 def when_it_waits(buffer: Any, act: Action) -> None:
     """Start `act` once when this rank has published its part of the next call, and is about to wait for a peer."""
     exchange = buffer._exchange

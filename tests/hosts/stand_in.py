@@ -12,8 +12,9 @@ from typing import Any
 from epee.engine.operation import Operation
 from epee.engine.plan import Plan
 from epee.ep import base
+from epee.ep.control import bootstrap
 from epee.ep.control.bootstrap import judge
-from epee.ep.hosts import birth, layout
+from epee.ep.hosts import layout
 from epee.link.topology import Topology
 
 _exchange_over_hosts = base._exchange_over_hosts
@@ -31,7 +32,7 @@ def invent_hosts(placement: Sequence[int], length: int = 2) -> None:
     """Let buffers of this process believe that rank r runs on host `placement[r]`; rounds have `length` tokens."""
     keys = [str(host) for host in placement]
     base.topology_of = lambda group, num_ranks: Topology(group.rank(), keys)  # type: ignore[assignment]
-    birth.judge = lambda records, num_hosts: judge(records)  # type: ignore[assignment]
+    bootstrap.judge = lambda records, num_hosts: judge(records)
     base._exchange_over_hosts = _exchange_over_hosts  # a worker may have had a `LatencyBuffer` before
     shorten_rounds(length)
 

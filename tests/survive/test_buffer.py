@@ -15,6 +15,7 @@ import torch.distributed as dist
 import epee
 from epee.errors import RankFailedError
 from epee.view.report import look_at_job
+from tests.ep.moments import Known
 from tests.harness import DEAD, run_mortal
 
 from ..harness import run_ranks
@@ -94,11 +95,12 @@ def lose_while_telling(rank: int, num_ranks: int, folder: str) -> list[tuple[int
                 time.sleep(0.01)
             die()
         survivor: Any = buffer._exchange.membership
+        known = Known(buffer)
         tell = survivor._failure
 
         def tell_late(*args: Any) -> Any:
             begun.write_text("")
-            while len(survivor.roster.losses(0)) < 2 and time.monotonic() < deadline:
+            while len(known.ranks) > 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             return tell(*args)
 

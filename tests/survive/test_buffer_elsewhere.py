@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.engine import EngineMeeting
+from epee.engine.outbox import OutboxOwner
 from epee.ep import base
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.registry import Registry
 from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError
 from epee.view import founding
 from epee.view.job import hold_jobs, jobs
+from tests.ep.moments import Known
 from tests.harness import DEAD, run_mortal, run_ranks
 
 from . import stages
@@ -117,13 +120,13 @@ def leaves_early(rank: int, num_ranks: int, folder: str) -> tuple[str, str]:
         stages.reach(folder, "left")
         stages.wait_for(folder, "through")
         return "left", ""
-    path = buffer._path
+    path, known = buffer._path, Known(buffer)
     pull = path._pull  # type: ignore[union-attr]
 
     def late(*args: Any) -> Any:
         stages.wait_for(folder, "left")
         until = time.monotonic() + 20.0
-        while 0 in buffer._exchange.membership.roster.view.members:  # type: ignore[attr-defined]
+        while 0 in known.ranks:
             assert time.monotonic() < until
             time.sleep(0.01)
         return pull(*args)
@@ -220,8 +223,7 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
     given = {} if ours else policy
     first = buffer_on(group, **given)
     make_step(first, 0, "rank")
-    membership: Any = first._exchange.membership
-    job, lent = membership.roster.job_handle.job, type(membership._inboxes)
+    job = Known(first).job
     before = job.num_groups
     patch = pytest.MonkeyPatch()
 
@@ -229,11 +231,11 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
         raise ResourceError("nothing left today")
 
     if rank == num_ranks - 1:
-        owner, name = {
-            "line": (Registry, "open"),
-            "inbox": (lent, "offer"),
-            "mapping": (lent, "_attach"),
-        }[where]
+        names = {"line": (Registry, "open"), "inbox": (Inboxes, "offer"), "mapping": (Inboxes, "_attach")}
+        if base.ON_ENGINE:
+            kind = EngineMeeting
+            names = {"line": (kind, "__init__"), "inbox": (OutboxOwner, "sign"), "mapping": (kind, "attach")}
+        owner, name = names[where]
         patch.setattr(owner, name, fails)
     with pytest.raises(ResourceError) as caught:
         buffer_on(group, **given, timeout=600.0)  # nobody waits for it
@@ -298,20 +300,21 @@ def test_a_job_is_shared_if_its_newest_view_has_all_ranks() -> None:
 def dies_on_the_way(rank: int, num_ranks: int, folder: str) -> list[int]:
     """Rank 3 dies while the buffer is made, with its inbox lent: some may have mapped it, some not."""
     group = start(rank, num_ranks, folder, "mask", on_stall="evict")
-    name = "meet_those" if base.ON_ENGINE else "meet"
-    meet = getattr(Inboxes, name)
+    owner: Any = EngineMeeting if base.ON_ENGINE else Inboxes
+    meet = owner.meet
     patch = pytest.MonkeyPatch()
 
-    def late(self: Inboxes, *args: Any) -> Any:
+    def late(self: Any, *args: Any) -> Any:
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
-            survivor = self._look.__self__  # type: ignore[attr-defined]
-            while survivor.roster.newest == args[1].epoch:
+            runtime = self._membership.runtime if base.ON_ENGINE else self._roster.job_handle.runtime
+            first = args[0] if base.ON_ENGINE else args[1].epoch
+            while runtime.view().epoch == first:
                 time.sleep(0.001)
         return meet(self, *args)
 
-    patch.setattr(Inboxes, name, late)
+    patch.setattr(owner, "meet", late)
     with make_buffer(group) as buffer:
         patch.undo()
         return list(make_step(buffer, 0, "rank")[2])

@@ -15,6 +15,7 @@ import torch
 from epee.ep.membership import epochs
 from epee.errors import EpeeError, EvictedError, ResourceError
 from tests.ep import moments
+from tests.ep.moments import Known
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -62,8 +63,8 @@ def until_ok(buffer: Any, times: int) -> list[str]:
 
 def await_epoch(buffer: Any, epoch: int) -> None:
     """Wait until this rank has heard of an epoch."""
-    deadline = time.monotonic() + 40
-    while buffer._exchange.membership.roster.newest < epoch:
+    deadline, known = time.monotonic() + 40, Known(buffer)
+    while known.newest < epoch:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -137,19 +138,19 @@ def evicted(rank: int, num_ranks: int, folder: str) -> Any:
     if rank != 2:
         stages.meet(folder, "gave up", rank, range(3))
     stages.meet(folder, "all", rank, range(3))
-    roster = buffer._exchange.membership.roster
+    known = Known(buffer)
     if rank == 2:
-        while tried(roster.check) == OK:
+        while tried(known.check) == OK:
             time.sleep(0.01)
         with pytest.raises(EvictedError):
-            roster.check()
+            known.check()
     else:
         if rank == 0:
 
             def accuse() -> None:
                 time.sleep(0.5)
-                while roster.newest < 2:
-                    roster.job_handle.runtime.accuse(2, 12345, 1, roster.heard)
+                while known.newest < 2:
+                    known.runtime.accuse(2, 12345, 1, known.epoch)
                     time.sleep(0.1)
 
             threading.Thread(target=accuse).start()

@@ -56,13 +56,12 @@ def stop_once() -> Callable[[], None]:
 def live_memory(buffer: epee.Buffer) -> str:
     """Return a digest of all memory of this rank that peers may write to now."""
     exchange, path = buffer._exchange, buffer._path
-    if isinstance(exchange, DirectExchange):
-        own = exchange.engine.peer_regions.regions[exchange.rank]
-    else:
+    own: list[Any] = []
+    if not isinstance(exchange, DirectExchange):  # an outbox is written by its owner alone
         assert isinstance(exchange.membership, EpochLane)
         assert exchange.membership._inboxes.own is not None
-        own = exchange.membership._inboxes.own
-    regions = [own, *(arena.region for arena in path.arenas._own.values())]  # type: ignore[union-attr]
+        own.append(exchange.membership._inboxes.own)
+    regions = [*own, *(arena.region for arena in path.arenas._own.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()
     for region in regions:
         digest.update(region.mapping[:])

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.hosts.direct import EngineMembership
+from epee.engine import EngineMeeting
+from epee.ep import base
+from epee.ep.hosts.member_sync import MemberSync
 from epee.ep.membership.call_course import CallCourse
 from epee.ep.membership.epochs import EpochLane
 from epee.ep.membership.inboxes import Inboxes
@@ -30,6 +32,7 @@ from epee.errors import (
 )
 from epee.view.protocol.agent import Agent
 from epee.view.protocol.messages import Ballot
+from tests.ep.moments import Known
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -71,6 +74,20 @@ def begin(rank: int, folder: str, mode: str, backend: str, **options: Any) -> tu
     return group, buffer
 
 
+def when_it_shows_that_it_comes(buffer: epee.Buffer, act: Callable[[], None]) -> None:
+    """Act once when this rank has shown the others that it has come to a sync."""
+    members: Any = buffer._exchange.membership
+    owner, name = (members._sync, "_write") if base.ON_ENGINE else (members._line, "come_to_sync")
+    works = getattr(owner, name)
+
+    def shows(*args: Any) -> None:
+        setattr(owner, name, works)
+        works(*args)
+        act()
+
+    setattr(owner, name, shows)
+
+
 def answers_in_vain(folder: str) -> None:
     """Let this rank's agent promise nothing before the job has given up waiting for it, once."""
     ask = Agent._ask_for_promise
@@ -93,10 +110,10 @@ def comes_late(
         answers_in_vain(folder)
     if rank == 2:
         if is_in_vain:
-            roster = buffer._exchange.membership.roster  # type: ignore[attr-defined]
-            while roster.heard < 2:
+            known = Known(buffer)
+            while known.epoch < 2:
                 time.sleep(0.005)
-            assert (roster.view.epoch, list(roster.view.members)) == (1, [0, 1, 2])  # that decision was about nobody
+            assert (buffer.epoch, known.ranks) == (1, [0, 1, 2])  # that decision was about nobody
             stages.reach(folder, "in vain")
         stages.wait_for(folder, "out")
         for call in (lambda: step(buffer, 2), buffer.sync, lambda: step(buffer, 2)):
@@ -283,19 +300,15 @@ def test_the_death_of_one_that_was_out_is_no_loss(backend: str, mode: str) -> No
 def stops(rank: int, num_ranks: int, folder: str, backend: str, victim: int) -> list[list[int]]:
     """One stops when it has shown that it has come: the others go on without it, be it the one that asks for all."""
     _, buffer = begin(rank, folder, "mask", backend)
-    survivor: Any = buffer._exchange.membership
     others = [other for other in ALL if other != victim]
     if rank == victim:
         Path(f"{folder}/pid").write_text(str(os.getpid()))
-        show = survivor._line.come_to_sync
 
-        def show_and_stop(*args: int) -> None:
-            survivor._line.come_to_sync = show
-            show(*args)
+        def stop() -> None:
             stages.reach(folder, "came")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        survivor._line.come_to_sync = show_and_stop
+        when_it_shows_that_it_comes(buffer, stop)
         seen = [buffer.sync(ones(), timeout=60.0).tolist()]
     else:
         stages.wait_for(folder, "came")
@@ -378,7 +391,8 @@ def with_a_replacement(slot: int, folder: str, delay: Callable[[], None]) -> epe
             time.sleep(0.005)
         group.recover_ranks([2])
     stages.wait_for(folder, "joined")
-    while len(buffer._exchange.membership.roster.view.members) != 3:  # type: ignore[attr-defined]
+    known = Known(buffer)
+    while len(known.ranks) != 3:
         time.sleep(0.005)
     return buffer
 
@@ -454,21 +468,25 @@ def gives_up_too_late(rank: int, num_ranks: int, folder: str, backend: str) -> l
     """Rank 2 has seen nobody come and is about to say so when rank 0 comes, which agrees with it."""
     _, buffer = begin(rank, folder, "mask", backend)
     if rank == 2:
-        no_quorum = Sync._no_quorum
+        kind: Any = MemberSync if base.ON_ENGINE else Sync
+        no_quorum = kind._no_quorum
 
-        def hesitate(self: Sync, *args: Any) -> NoQuorumError:
+        def hesitate(self: Any, *args: Any) -> NoQuorumError:
             stages.reach(folder, "giving up")
-            stages.wait_for(folder, "agreed")
-            return no_quorum(self, *args)
+            stages.wait_for(folder, "came" if base.ON_ENGINE else "agreed")  # a call of the engine is made by all
+            found: NoQuorumError = no_quorum(self, *args)
+            return found
 
-        Sync._no_quorum = hesitate  # type: ignore[method-assign]
+        kind._no_quorum = hesitate
         with pytest.raises(NoQuorumError):
             buffer.sync(ones(), timeout=0.1)
-        Sync._no_quorum = no_quorum  # type: ignore[method-assign]
+        kind._no_quorum = no_quorum
     if rank == 1:
         stages.wait_for(folder, "both")
     else:
         stages.wait_for(folder, "giving up")
+        if rank == 0 and base.ON_ENGINE:
+            when_it_shows_that_it_comes(buffer, lambda: stages.reach(folder, "came"))
         assert buffer.sync(ones()).tolist() == [1, 0, 1]  # the time of one that has come is over
         stages.reach(folder, "agreed")
         assert step(buffer, 2) == [1, 0, 1]
@@ -488,8 +506,8 @@ def never_entered(rank: int, num_ranks: int, folder: str) -> list[list[int]]:
     """Rank 2 dies while the buffer is made, so the others enter no epoch there; sync is their first call."""
     group = start(rank, 3, folder, "mask", on_stall="error")
     if rank == 2:
-        for lane in (EpochLane, EngineMembership):
-            lane.come_in = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+        for owner, name in ((EpochLane, "come_in"), (EngineMeeting, "begin")):
+            setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     else:
         meet = Inboxes.meet
 
@@ -557,16 +575,12 @@ def stops_in_sync(rank: int, num_ranks: int, folder: str, backend: str) -> Any:
         stages.wait_for(folder, "woke up")
         return mask
     (Path(folder) / "pid").write_text(str(os.getpid()))
-    line: Any = buffer._exchange.membership._line  # type: ignore[attr-defined]
-    come = line.come_to_sync
 
-    def comes(*shown: int) -> None:
-        line.come_to_sync = come
-        come(*shown)
+    def stop() -> None:
         stages.reach(folder, "came")
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    line.come_to_sync = comes
+    when_it_shows_that_it_comes(buffer, stop)
     with pytest.raises(NoQuorumError):  # it was put out while it stood still
         buffer.sync(ones(2), timeout=1.0)
     stages.reach(folder, "woke up")

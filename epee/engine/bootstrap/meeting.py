@@ -7,15 +7,13 @@ rank's outbox, and an epoch, to the others (`ep/hosts/birth.py`: through the gro
        its outbox (`EngineMeeting`), and gives the others its blob and the newest epoch that it knows.
     2. They begin with the members of the newest of these epochs (`meet`). Each maps the others' outboxes (`attach`),
        makes the engine (`begin`), and publishes that it can read them all.
-    3. It makes no call before all members have published that (`awaited`, or by another exchange of the caller): else a
+    3. It makes no call before it knows from the caller, by another exchange, that all members have come so far: else a
        rank that dies early would have a part in a call for the ranks that had mapped its outbox, and none for the
        others.
 
-A member that cannot map the others says so in its outbox (`fail`) where nobody will make a call, as in the construction
-of a buffer: then the others do not wait for it. A member that has left the view since is never ready. A blank outbox
-stands for it, which no process writes, and a later decision removes it, as any rank that is lost. A rank of the group
-that is no member of the epoch has a blank outbox as well, and takes no part, whichever process has its slot, until the
-members admit one that asks for it (`joining.come_in`): then the group is as one that has lost that rank later.
+A rank of the group that is no member of the epoch has a blank outbox, which no process writes. It takes no part,
+whichever process has its slot, until the members admit one that asks for it (`joining.come_in`): then the group is as
+one that has lost that rank later.
 
 Each rank writes its own outbox. A crash before step 3 is over leaves a rank that is lost in a later epoch; the others
 have made no call yet.
@@ -36,7 +34,7 @@ from ..engine import Engine
 from ..limits import MAX_RANKS, MIN_STAGING_BYTES
 from ..membership.group_membership import GroupMembership
 from ..membership.members import make_blank
-from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
+from ..outbox import LIFE, LIFE_READY, OutboxOwner, PeerRegions, open_outbox, outbox_layout
 from .creation import keep
 
 
@@ -83,20 +81,16 @@ class EngineMeeting:
         """The newest epoch that this rank knew when it began to take part; it receives all later decisions."""
         return self._membership.epoch
 
-    def members_at(self, epoch: int, ranks: Collection[int], timeout_s: float) -> dict[int, Member]:
-        """Return those of some ranks that are members in an epoch which one of them knew when it began to take part.
+    def meet(self, epoch: int, ranks: Collection[int], timeout_s: float) -> None:
+        """Begin with those of some ranks that are members in an epoch which one of them knew when it began to do so.
 
         Raises:
             CommTimeoutError: its decision does not come. EvictedError, NoQuorumError: as the agent reports.
         """
         slots = {self._slots[rank]: rank for rank in ranks}
-        view = self._membership.view_at(epoch, timeout_s)
-        return {slots[member.slot]: member for member in view.members if member.slot in slots}
-
-    def meet(self, epoch: int, members: Mapping[int, Member]) -> None:
-        """Begin with these members of an epoch, by rank, this one included; all of them begin so."""
-        self.members = dict(members)
-        self._membership.begin_with(Decision(epoch, tuple(sorted(members.values(), key=lambda one: one.slot))))
+        found = [member for member in self._membership.view_at(epoch, timeout_s).members if member.slot in slots]
+        self.members = {slots[member.slot]: member for member in found}
+        self._membership.begin_with(Decision(epoch, tuple(found)))
 
     def attach(self, rank: int, blob: bytes) -> SharedRegion:
         """Map the outbox of another member.
@@ -113,10 +107,11 @@ class EngineMeeting:
         raise ProtocolError(f"rank {rank} names an outbox that is not its own, or too small")
 
     def begin(self, regions: Mapping[int, SharedRegion], timeout_s: float) -> Engine:
-        """Return the engine, and publish that this rank reads the others; `awaited` comes before its first call.
+        """Return the engine, and publish that this rank reads the others; no call may be made yet.
 
         Args:
-            regions: the others' outboxes, which belong to the engine then; a rank without one has left the view.
+            regions: the others' outboxes, which belong to the engine then; a blank one stands for a member that has
+                ended before its outbox was mapped, until the view has removed it.
             timeout_s: of calls.
 
         Raises:
@@ -145,22 +140,6 @@ class EngineMeeting:
         peer_regions.exports.publish(peer_regions, LIFE, LIFE_READY)
         return engine
 
-    def fail(self) -> None:
-        """Publish that this rank will not come: the others need not wait for it. Before there is an engine."""
-        words = self.region.words(0, LIFE + 1)
-        words[LIFE] = LIFE_FAILED
-        words.release()
-
     def close(self) -> None:
         """Give up before there is an engine; idempotent, and without effect once there is one."""
         self._undo.close()
-
-
-def awaited(engine: Engine) -> list[int]:
-    """Return the members that have not mapped all outboxes yet, those included that have died on the way."""
-    peer_regions = engine.members
-    return [
-        peer_regions.members[peer]
-        for peer, words in zip(peer_regions.peers, peer_regions.peer_words, strict=True)
-        if words[LIFE] == LIFE_BORN
-    ]

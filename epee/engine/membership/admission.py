@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import CommTimeoutError, InvalidState, UnsupportedError
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import Decision, Locator, Want
+from ...view.protocol.messages import PUT_OUT, Decision, Locator, Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ..bootstrap.group_note import ASKS, FOUNDER, Offer, locators_of
@@ -324,6 +324,15 @@ class Admission:
         """
         epoch, cause = self._rank_table.removed.get(rank, (0, ""))
         return cause if epoch > since else ""
+
+    def losses(self, after: int) -> list[tuple[int, int, str]]:
+        """Return the ranks that were lost, not excluded on request, in epochs later than `after`: rank, epoch, cause.
+
+        Of each rank the last loss.
+        """
+        self._look()
+        removed = self._rank_table.removed.items()
+        return sorted((rank, epoch, cause) for rank, (epoch, cause) in removed if epoch > after and cause != PUT_OUT)
 
     def _want(
         self,

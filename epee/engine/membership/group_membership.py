@@ -659,6 +659,11 @@ class GroupMembership:
         epoch = max(self._rank_table.epoch, self._gate.newest)
         return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
+    def insist_on(self, ranks: Collection[int], what: str, seq: int, deadline: float) -> bool:
+        """At the timeout of a wait outside of the engine's calls: apply the policy to ranks; True while it may help."""
+        slots = self._rank_table.slots_of(ranks)
+        return self._awaited.insist(slots, lambda: what, seq, self.runtime.view().epoch, deadline)
+
     def found_dead(self, ranks: Collection[int]) -> None:
         """Report that a wait has found ranks dead; the agent's own sources may be later."""
         self.show_dead(ranks)

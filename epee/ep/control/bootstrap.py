@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -216,6 +216,35 @@ class BufferRecord:
         self.words: Sequence[int] = rest[: len(CONFIG_NAMES)]
         self.host, self.blob, text = rest[len(CONFIG_NAMES) :]
         self.text = text.rstrip(b"\0").decode("utf-8", "replace")
+
+
+def compare(
+    group: dist.ProcessGroup, config: BufferConfig, make_blob: Callable[[], bytes], num_hosts: int = 1
+) -> dict[int, BufferRecord]:
+    """Compare the arguments of the ranks: the first round of the creation of a buffer. Collective.
+
+    Args:
+        group, config: of the buffer.
+        make_blob: returns what else this rank has to say, as of `pack`; what it raises refuses the buffer.
+        num_hosts: as of `judge`.
+
+    Returns:
+        The records of the ranks that are present.
+
+    Raises:
+        MismatchError: the ranks disagree, or another one has refused. ProtocolError: as `judge`.
+    """
+    host, blob, refusal = bytes(KEY_DIGITS), b"", None
+    try:
+        host, blob = host_id(), make_blob()
+    except expected(EpeeError) as error:
+        refusal = error
+    parts = gather_present(group, pack(config, host, blob, refusal))
+    records = {rank: BufferRecord(data) for rank, data in parts.items()}
+    if refusal is not None:
+        raise refusal
+    judge(records, num_hosts)
+    return records
 
 
 def judge(records: Mapping[int, BufferRecord], num_hosts: int = 1) -> None:

@@ -53,6 +53,7 @@ class Membership:
         raises: whether a loss is an error.
         takes_replacements: whether a process that replaces a lost rank is admitted.
         inbox_bytes: of this rank's inbox.
+        number: of the buffer, alike on all its ranks; 0: they have not agreed on one.
         has_shown: whether the ranks for which a call waits are published, so that `hide` has something to do.
         has_turned: whether the view has changed since it was queried for the last call, or is about to.
         must_turn: whether `turn` has something to do before the next call.
@@ -61,6 +62,7 @@ class Membership:
     raises = True
     takes_replacements = False
     has_turned = must_turn = counts_entering = has_shown = False
+    number = 0
 
     def __init__(self, inbox_bytes: int) -> None:
         self.inbox_bytes = inbox_bytes
@@ -101,6 +103,9 @@ class Membership:
 
     def hide(self) -> None:
         """Publish that no call waits."""
+
+    def call_it(self, text: str) -> None:
+        """Show the buffer's name in hang reports."""
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
         """At a timeout: apply the policy for silent ranks; return True while waiting longer may help.

@@ -40,14 +40,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ...engine import Engine, EngineMeeting, EngineOptions, Place, come_in, create_engine, place_of
-from ...errors import CommTimeoutError, EpeeError, UnsupportedError, expected
+from ...errors import CommTimeoutError, UnsupportedError, expected
+from ...memory.claim import OwnerEndedError
 from ...memory.shared import BLOB_BYTES
 from ...view.group import GroupInView
-from ...view.process.machine import KEY_DIGITS
 from ...view.transport.wire import LANE_LIMIT
 from ..config import BufferConfig
-from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
-from ..membership.birth import death_behind, ended_of, job_found, naming_deaths, tell_problems
+from ..control.bootstrap import compare
+from ..membership.birth import ended_of, job_found, reported
 from ..membership.group_view import job_handle_of, process_of
 from .latency.region import latency_layout
 from .layout import staging_bytes
@@ -60,71 +60,57 @@ _PART = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, outbox
 _newest = 0  # number of the last buffer that this process has made
 
 
-def create_here(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Engine:
+def create_here(
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
+) -> tuple[Engine, int]:
     """Make this rank's part of an engine on one host; returns when all ranks have made theirs. Collective.
 
     Args:
         job_handle: of the group; of one in no view `NO_VIEW`.
         timeout_s: how long to wait for a decision of the view; the timeout of calls as well.
 
+    Returns:
+        The engine, and the number of the buffer, the same on all ranks.
+
     Raises:
         MismatchError: the ranks disagree, or another one was refused.
         ResourceError: memory, permission or a descriptor is missing on some rank; the same on all.
         RankFailedError: a rank has died meanwhile, and the group's calls fail by that; the same on all.
     """
-    with contextlib.ExitStack() as undo:
-        if not job_handle.slots:
-            job_handle = undo.enter_context(job_found(group, config))
-        return _create_in(group, job_handle, config, timeout_s)
-
-
-def _create_in(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Engine:
     global _newest
-    host, refusal, rank = bytes(KEY_DIGITS), None, group.rank()
-    try:
-        host = host_id()
-    except expected(EpeeError) as exc:
-        refusal = exc
-    proposed = _PROPOSAL.pack(_newest, secrets.randbelow(LANE_LIMIT))
-    told = gather_present(group, pack(config, host, proposed, refusal))
-    records = {peer: BufferRecord(data) for peer, data in told.items()}
-    if refusal is not None:
-        raise refusal
-    judge(records)
-    proposals = {peer: _PROPOSAL.unpack_from(record.blob) for peer, record in records.items()}
-    _newest = 1 + max(newest for newest, _ in proposals.values())
-    _, group_id = proposals[min(proposals)]
-    rank_of = {slot: peer for peer, slot in enumerate(job_handle.slots) if peer in records}
-    members = {rank_of[one.slot]: one for one in job_handle.runtime.view().members if one.slot in rank_of}
-    deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
-    with contextlib.ExitStack() as undo:
-        problem, part = None, bytes(_PART.size)
-        try:
-            meeting = EngineMeeting(
-                job_handle.job, job_handle.slots, group_id, rank, mode_of(config), _extra_of(config)
-            )
+    rank = group.rank()
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
+        if not job_handle.slots:
+            job_handle = held.enter_context(job_found(group, config))
+        records = compare(group, config, lambda: _PROPOSAL.pack(_newest, secrets.randbelow(LANE_LIMIT)))
+        proposals = {peer: _PROPOSAL.unpack_from(record.blob) for peer, record in records.items()}
+        _newest = 1 + max(newest for newest, _ in proposals.values())
+        _, group_id = proposals[min(proposals)]
+        rank_of = {slot: peer for peer, slot in enumerate(job_handle.slots) if peer in records}
+        members = {rank_of[one.slot]: one for one in job_handle.runtime.view().members if one.slot in rank_of}
+        deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
+        mode, extra_bytes = mode_of(config), _extra_of(config)
+        with reported(group, deaths, _PART.size) as step:
+            meeting = EngineMeeting(job_handle.job, job_handle.slots, group_id, rank, mode, extra_bytes)
             undo.callback(meeting.close)
-            part = _PART.pack(meeting.epoch, meeting.region.blob)
-        except expected(EpeeError) as exc:
-            problem = exc
-        with naming_deaths(deaths):
-            parts = {peer: _PART.unpack(data) for peer, data in tell_problems(group, problem, part).items()}
-        try:
+            step.data = _PART.pack(meeting.epoch, meeting.region.blob)
+        parts = {peer: _PART.unpack(data) for peer, data in step.found.items()}
+        with reported(group, deaths):
             epoch = max(known for known, _ in parts.values())
-            met = meeting.members_at(epoch, parts.keys(), timeout_s)
-            meeting.meet(epoch, met)
+            meeting.meet(epoch, parts.keys(), timeout_s)
             regions = {}
-            for peer in met.keys() - {rank}:
-                regions[peer] = region = meeting.attach(peer, parts[peer][1])
+            for peer in meeting.members.keys() - {rank}:
+                try:
+                    regions[peer] = region = meeting.attach(peer, parts[peer][1])
+                except expected(OwnerEndedError):
+                    if config.is_latency or config.fault_mode == "raise":
+                        raise
+                    continue  # the first call ends without it
                 undo.callback(region.close)
             engine = meeting.begin(regions, timeout_s)
             undo.callback(engine.close)
-        except expected(EpeeError) as exc:
-            problem = death_behind(exc, deaths)
-        with naming_deaths(deaths):
-            tell_problems(group, problem)
         undo.pop_all()
-        return engine
+        return engine, _newest
 
 
 def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s: float) -> Engine:
@@ -137,16 +123,14 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     """
     global _newest
     store: Any = None
-    refusal = None
-    try:
+
+    def number() -> bytes:
+        """Find the store, and return the number of the last buffer here."""
+        nonlocal store
         store = _store_of(group)
-    except expected(EpeeError) as exc:
-        refusal = exc
-    told = gather_present(group, pack(config, host_id(), _NUMBER.pack(_newest), refusal))
-    records = {rank: BufferRecord(data) for rank, data in told.items()}
-    if refusal is not None:
-        raise refusal
-    judge(records, config.num_hosts)
+        return _NUMBER.pack(_newest)
+
+    records = compare(group, config, number, config.num_hosts)
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
 
@@ -214,9 +198,9 @@ def mode_of(config: BufferConfig) -> str:
 
 
 def _extra_of(config: BufferConfig) -> int:
-    if not config.is_latency:
-        return 0
-    return latency_layout(config).nbytes if config.num_hosts > 1 else LINE_BYTES
+    if config.num_hosts == 1:
+        return LINE_BYTES
+    return latency_layout(config).nbytes if config.is_latency else 0
 
 
 def _nothing() -> None:

@@ -18,14 +18,15 @@ A change of the view: an engine call ends in the same peer regions on all ranks,
 Arenas belong to an epoch, so that what a stale writer still stores hits memory that no rank reads or grants any more. A
 call of the engine that ends in a later epoch than that of the buffer brings all ranks into that epoch, alike, and the
 buffer's call is made again there (`Moved`). In mode "mask" a combine ends among those that are left instead, from the
-memory of the old epoch, which the next call drops.
+memory of the old epoch, which the next call drops. The number of a buffer's epoch is that of the view's, plus the
+number of agreements so far, each of which begins an epoch as well.
 
 A rank that leaves a dispatch between its two calls refuses the second one, so that no rank waits for it. One that
 leaves another call after its rows were exchanged, by whatever exception, does not have the result that the others have:
 the ranks stand before different calls, and the buffer says so in every further one. The engine remembers which call
 that is: the last one that `run` has returned (`Engine.latest`, until the caller of the buffer has its result), or one
 that an exception has left open inside the engine (`unclaimed`). The next call finds out how these have ended
-(`_settle`); a call that is made again never gets the rows of an earlier one.
+(`settle_calls`); a call that is made again never gets the rows of an earlier one.
 
 A rank that aborts a call has ended its number. If the view changes before another rank has read the abort, that rank's
 call moves to the new epoch, in which the first has nothing of it and will not. It finds that in the first's count of
@@ -34,49 +35,41 @@ that has aborted it: the loss has only moved the call. So both go on with the ne
 
 A crash leaves rows in slots that nobody grants again, and an engine call that the others end without the rank.
 
-**Members** (`EngineMembership`). The engine handles losses by itself: a call that loses a rank ends as its mode says,
-in the same epoch on all ranks. Members that return, or join, are no matter of the engine. Instead the members make a
-**new engine**, of the members in a later epoch of the view, and drop the old one with all its calls, its slots and its
-memory (`engine/bootstrap/meeting.py`). That happens
+**Members** (`BufferMembers`). They are those of the engine, which changes them as for any group:
 
-    when the buffer is made     with the epoch on which the ranks have agreed
-    after `sync` with a mask    with the decision that ended it, by the next call of each member. So members
-                                that stand before different calls are in step again
-    when a process joins        The rows of a call carry the newest epoch in which a process has joined, as far as their
-                                writers know. If a row of a call names a later one than that of the engine, all ranks
-                                have read it in that call: they leave the engine behind, and make the call again
+    losses          end a call as the engine's mode says, in the same epoch on all ranks
+    `sync`          the agreement of `member_sync.py`. Members that stood before different calls are in step again: the
+                    agreement is one call of the engine, and steps that were begun before it are over
+    a joiner        is a process that has replaced a lost rank in the group of the buffer. It finds the buffer by a
+                    notice (`notices.py`), and requests admission in its first call of the buffer (`birth.come_into`).
+                    A member that has seen it join the group names the epoch of that in the row of its next call, once.
+                    If a row of a call names one, all ranks have read it in that call: they wait for the process and
+                    admit it, and make the call again, with it. The joiner names the epoch of its admission in its first
+                    call: that one is made again as well, and then all are in the same epoch. A `sync` has admitted a
+                    joiner, or has agreed without it; then it comes with another `sync`
 
-The rows of a call are the same on all members, so all make the new engine of the same epoch, before the same call. A
-process that joins makes no call before that: it waits until a member lends an outbox for an epoch that it is in, and
-comes into that one.
-
-**Making an engine.** Each member lends an outbox, in its line of the registry, and maps those of the others; it waits
-for each until that has mapped all, too, or has left the view. Until then it may be broken off, and goes on where it was
-with the next call. Nothing of the old engine is dropped before the new one is complete. The number of the epoch is part
-of the engine's group id.
+A row carries the number of agreements as well: a rank that joins or returns begins with that of the others.
 
 **Losses** are raised once (mode "raise"). Each fails one call of the engine on all ranks; the error that a rank raises
-then names all losses that it knows of, and the call that another of them fails next is made again (`error_for`). A loss
-that no call of the old engine could report, because all left it behind, is raised when the new one is entered.
+then names all losses that it knows of, and the call that another of them fails next is made again (`error_for`). Those
+that an agreement contains are not raised.
 
-Each rank writes its own line and outbox. A crash between two steps is a loss in the view, for whoever has come into the
-new engine by then or comes into it later.
+Each rank writes its own outbox. A crash between two steps is a loss in the view.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
+import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
-from ...engine import Engine, EngineMeeting, awaited
+import torch.distributed as dist
+
+from ...engine import Engine
 from ...engine.entry import ENDED
 from ...engine.operation import Operation
-from ...engine.outbox import CELL_WORDS, GAVE_UP, NUM_CELLS, PeerRegions, has_left
+from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan, refused
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
@@ -92,10 +85,11 @@ from ...errors import (
     ProtocolError,
     context,
     expected,
+    ignored,
 )
-from ...memory.shared import SharedRegion
-from ...memory.signals import SEQ_BITS
-from ...view.protocol.messages import Member
+from ...view.group import GroupInView
+from ...view.process.detector import is_leaving
+from ...view.transport.wire import parse_endpoint
 from ..config import BufferConfig
 from ..control.header import (
     OP_COMBINE,
@@ -108,19 +102,17 @@ from ..control.header import (
     Moved,
 )
 from ..control.membership import Agreed
-from ..membership.birth import Begun
 from ..membership.group_view import Loss, failure
-from ..membership.inboxes import Absent, Inboxes, Wait
-from ..membership.lane import BufferLane, silent
-from ..membership.registry import INBOX_VIEW, Line
+from ..membership.lane import silent
 from ..throughput.placement import Ints
-from .rows import CallPatience, RowsOverEngine, RowsPlan
+from .birth import come_into, tell_of
+from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
+from .notices import BufferNotice, note_had, present_ranks
+from .rows import CallPatience, RowsPlan
 
-logger = logging.getLogger("epee")
-
-SEQ_MASK = (1 << SEQ_BITS) - 1
 _DATA_SIGNATURE = pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]])
-_SALT = 0xA24BAED4963EE407
+_AGREED = struct.Struct("<QQ")  # number of the last agreement, epoch in which the newest process has joined the group
+_AGREED_BITS = 32  # of a mark: the agreements so far; above them an epoch in which a process to be admitted has joined
 _PAUSE_S = 0.0005
 
 
@@ -147,14 +139,16 @@ class LastResult:
         self._exchange.engine.latest = None
 
 
-class DirectExchange(RowsOverEngine):
+class DirectExchange(SyncExchange):
     """Row exchange through an engine, beside payload in shared memory; used as `control.inbox.Exchange`.
 
     Args:
         config, rank, interrupt: as of `RowsOverEngine`.
 
     Attributes:
-        membership: makes the engines; set before the first call.
+        membership: set before the first call.
+        has_engine: a process that has joined gets it with its first call.
+        take_back: removes this rank's notice of the buffer from the group.
         settled: calls of the engine before this one are over on all ranks.
         peer_regions: the outboxes of the buffer's epoch.
         reduced_members: the members if these are not all ranks, else None.
@@ -162,7 +156,8 @@ class DirectExchange(RowsOverEngine):
         pids: the ranks' processes.
     """
 
-    membership: EngineMembership
+    membership: BufferMembers
+    has_engine = False
     settled = 0
     later: PeerRegions | None = None
     peer_regions: PeerRegions
@@ -172,61 +167,39 @@ class DirectExchange(RowsOverEngine):
         super().__init__(config, rank, interrupt)
         self.end = LastResult(self)
         self.pids: dict[int, int] = {}
-        self._engine: Engine | None = None
-        self._old: Engine | None = None  # the one before, which is to be closed
-        self._earlier_calls = 0  # of earlier engines
+        self.take_back: Callable[[], None] = _nothing
         self._op, self._number = "none", 0  # of the buffer's last call, in messages
         self._begun: Operation | None = None  # the last exchange of rows
         self._refusal: Operation | None = None  # a call that this rank has refused, which may be open
 
     @property
-    def has_engine(self) -> bool:
-        """Whether there is an engine: a process that has joined gets it with its first call."""
-        return self._engine is not None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the buffer's epoch."""
-        assert self._engine is not None, "the membership has entered an epoch"
-        return self._engine
-
-    @property
     def seq(self) -> int:
         """Number of the last call of the engine, which others may know of; it names calls and handles."""
-        return 0 if self._engine is None else self._engine.seq
+        return self.engine.seq if self.has_engine else 0
+
+    num_calls = seq  # visible to the peers, or to be
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the epoch, ascending; none before the first."""
-        return self.peer_regions.members if self._engine is not None else ()
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that are visible to the peers, or will be."""
-        return self._earlier_calls + self.seq
+        return self.peer_regions.members if self.has_engine else ()
 
     def use(self, engine: Engine) -> None:
-        """Run the next call with an engine of other members; the one before ends, and with it all calls of it."""
-        if engine is not self._engine:  # else an interrupt came on the way
-            if self._engine is not None:
-                self.membership.forget()
-            self._earlier_calls = self.num_calls
-            self._old, self._engine = self._engine, engine
-        self.settled = 0
-        self.end.lost = ""
-        self._refusal = None
-        self._bind(engine.members)
-        self._drop_old()
+        """Run the next call with an engine: the first one, or that with which this rank has returned."""
+        self.engine, self.has_engine = engine, True
+        self.agree(self.num_agreed, engine.members)
 
-    def _drop_old(self) -> None:
-        if self._old is not None:
-            self._old.close(failed=self.is_dropped)
-            self._old = None
+    def agree(self, number: int, peer_regions: PeerRegions) -> None:
+        """Enter the epoch with which an agreement begins; all calls before are over. May be repeated."""
+        self.membership.forget()
+        self.settled, self.num_agreed, self.end.lost = self.engine.seq, number, ""
+        self._refusal = self.engine.latest = None
+        self._bind(peer_regions)
 
     def _bind(self, peer_regions: PeerRegions) -> None:
         """Make an epoch that of the buffer."""
         self.later = self._begun = None
-        self.peer_regions, self.epoch = peer_regions, peer_regions.epoch
+        self.peer_regions, self.epoch = peer_regions, peer_regions.epoch + self.num_agreed
         members = peer_regions.members
         self.pids = {rank: peer_regions.regions[at].owner_pid for at, rank in enumerate(members)}
         self.reduced_members = members if len(members) < self.config.num_ranks else None
@@ -238,15 +211,6 @@ class DirectExchange(RowsOverEngine):
             self.membership.forget()
             self._bind(peer_regions)
 
-    def waits_in_next(self, src: int) -> bool:
-        """Return whether a rank has announced the call after this rank's last one, and has not aborted it."""
-        peer_regions = self.engine.peer_regions
-        if src not in self.members or not peer_regions.words:
-            return False
-        words, seq = peer_regions.words[src], self.engine.seq + 1
-        cell = peer_regions.first_cell + seq % NUM_CELLS * CELL_WORDS
-        return bool(words[cell] & SEQ_MASK == seq and words[cell + GAVE_UP] == 0 and not has_left(words))
-
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; raises as
         `HostsExchange.call`.
@@ -256,23 +220,25 @@ class DirectExchange(RowsOverEngine):
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
         """
         name, engine, membership = OP_NAMES[header.op], self.engine, self.membership
-        row = self._row(header, counts, text, name, membership.newest_join)
+        row = self._row(header, counts, text, name, membership.mark)
         self._op, self._number = name, self._number + 1
-        if engine.latest is not None or engine.unclaimed:
-            self._settle(deadline)
+        self.settle_calls(deadline)
         if self.end.lost:
             raise InvalidState(self.end.lost)
         done = self._run(row.plan, deadline)
         met = self._read(row, done)
         newest = row.newest_mark(met.members)
-        is_same = done.peer_regions.epoch == self.epoch
-        if newest > membership.engine_epoch or not (is_same or self._goes_on(header.op, met.members)):
+        wanted = newest >> _AGREED_BITS
+        is_same = done.peer_regions.epoch == self.peer_regions.epoch
+        if wanted or not (is_same or self._goes_on(header.op, met.members)):
             engine.latest = None  # the call is to be made again, on all ranks
-            membership.read_joins(newest)
+            membership.wanted = wanted
             self.enter(done.peer_regions)
             raise Moved
         if not is_same:
             self.later = done.peer_regions
+        elif newest > self.num_agreed:
+            self.membership.catch_up(newest)
         self._begun = done
         return met.rows
 
@@ -280,13 +246,15 @@ class DirectExchange(RowsOverEngine):
         """Return whether a call that has ended in a later epoch goes on among its members."""
         return op == OP_COMBINE and not self.membership.raises and set(members) <= set(self.members)
 
-    def _settle(self, deadline: float) -> None:
+    def settle_calls(self, deadline: float) -> None:
         """Find out how the calls have ended whose results no caller has got.
 
         Raises:
             CommTimeoutError: the end of one is still open.
         """
         engine = self.engine
+        if engine.latest is None and not engine.unclaimed:
+            return
         for op in (*engine.unclaimed, engine.latest):
             if op is None or not isinstance(op.plan, RowsPlan):
                 continue
@@ -330,7 +298,7 @@ class DirectExchange(RowsOverEngine):
             raise self._silent(error, started, is_data=make is DataPlan) from error
         except expected(PeerError) as error:
             self._interrupt()
-            self.membership.require_part_here()
+            self.membership.require_place(is_masked=False)
             if error.cause not in (HAS_LEFT, GAVE_THE_CALL_UP) or not self._are_present(error.ranks):
                 found = self.membership.error_for(error, engine.seq)
                 if found is error:
@@ -341,6 +309,11 @@ class DirectExchange(RowsOverEngine):
             ) from error
         self.settled = done.seq
         return done
+
+    def run(self, make: Make, patience: CallPatience) -> Operation:
+        """Run a call of a `sync`."""
+        self._interrupt()
+        return self.engine.run(make, patience)
 
     def _silent(self, error: CommTimeoutError, started: float, is_data: bool) -> CommTimeoutError:
         """Return the error of a call that a timeout has ended."""
@@ -357,7 +330,7 @@ class DirectExchange(RowsOverEngine):
         """Send this rank's row, as one that refuses the call, and wait for no rank."""
         self._await_refusal(deadline)
         self._number += 1
-        row = self._row(header, counts, text, OP_NAMES[header.op], self.membership.newest_join)
+        row = self._row(header, counts, text, OP_NAMES[header.op], self.membership.mark)
         self._refusal = self.engine.start(row.plan, CallPatience.until(deadline))
 
     def _await_refusal(self, deadline: float) -> None:
@@ -382,9 +355,12 @@ class DirectExchange(RowsOverEngine):
 
     def release(self) -> None:
         """End the engine; idempotent."""
-        self._drop_old()
-        if self._engine is not None:
-            self._engine.close(failed=self.is_dropped)
+        try:
+            with ignored(NoQuorumError):  # then no rank is notified
+                self.take_back()
+        finally:
+            if self.has_engine:
+                self.engine.close(failed=self.is_dropped)
 
     # ---- payload
 
@@ -402,7 +378,7 @@ class DirectExchange(RowsOverEngine):
             as `engine.run`.
         """
         done = self._run(DataPlan, deadline)
-        if done.peer_regions.epoch != self.epoch:
+        if done.peer_regions.epoch != self.peer_regions.epoch:
             self.enter(done.peer_regions)
             raise Moved
         return []
@@ -422,318 +398,219 @@ class DirectExchange(RowsOverEngine):
 
     def abort(self) -> None:
         """End a call in progress in another thread."""
-        if self._engine is not None:
-            self._engine.close()
+        if self.has_engine:
+            self.engine.close()
 
 
-class _Coming(NamedTuple):
-    """An engine that is being made: of which epoch, its members, and this rank's part."""
-
-    epoch: int
-    members: dict[int, Member]
-    meeting: EngineMeeting
-
-
-class Outboxes(Inboxes):
-    """The outboxes that the ranks lend for a new engine, instead of inboxes.
-
-    Attributes:
-        coming: the engine that is being made.
-    """
-
-    coming: _Coming | None = None
-
-    def offer(self, epoch: int) -> SharedRegion:
-        """Lend this rank's outbox for the engine of an epoch."""
-        assert self.coming is not None, "it is made first"
-        region = self.coming.meeting.region
-        if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
-            self._line.lend_inbox(epoch, region.blob)
-        return region
-
-    def _attach(self, rank: int, blob: bytes, line: Line) -> SharedRegion:
-        assert self.coming is not None
-        return self.coming.meeting.attach(rank, blob)
-
-
-class EngineMembership(BufferLane):
-    """The group of a `Buffer` on CPUs that has an engine.
+class BufferMembers(MembersOfEngine):
+    """The membership of a `Buffer` on CPUs that has an engine.
 
     Args:
-        begun: the buffer's part in its group.
-        exchange: of the buffer; gets each engine from here.
-        timeout_s: of the buffer's calls.
-        interrupt: called while waiting; raises to end the wait.
+        exchange: of the buffer.
+        mode, job_handle, timeout_s, interrupt: as of `MembersOfEngine`.
 
     Attributes:
-        engine_epoch: of the view with whose members the engine was made; 0 before the first.
+        wanted: the epoch in which a process has joined the group, if the rows of the last call have named one.
     """
 
     counts_entering = True
+    _exchange: DirectExchange
+    _next: tuple[int, tuple[int, ...]] | None
 
-    def __init__(self, begun: Begun, exchange: DirectExchange, timeout_s: float, interrupt: Callable[[], None]) -> None:
-        super().__init__(begun, exchange, timeout_s, interrupt, 0)
-        self._direct = exchange
-        self._view = begun.roster
-        self._outboxes = Outboxes(
-            exchange.config, exchange.rank, begun.number, begun.roster, begun.line, self._look_between_calls, 0
-        )
-        self._inboxes = self._outboxes
-        self._first = begun.first
-        self.engine_epoch = 0
-        self._wanted = 0  # a later epoch that the rows of the last call have named
-        self._made: Engine | None = None  # of the epoch that is being entered: not all have mapped all yet
-        self._raised_to = self._view.heard  # losses up to this epoch have been raised
+    def __init__(
+        self,
+        exchange: DirectExchange,
+        mode: str,
+        job_handle: GroupInView,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+    ) -> None:
+        super().__init__(exchange, mode, job_handle, timeout_s, interrupt)
+        self.raises = exchange.config.fault_mode == "raise"
+        self.forget = _nothing
+        self.wanted = 0
+        self._joins_to: tuple[dist.ProcessGroup, BufferNotice] | None = None  # a running buffer, by the first call
+        self._met_to = 0  # processes that have joined the group up to this epoch are admitted, or left out
+        self._joined_in = 0  # epoch of the engine with which this process joined, until all have entered it
+        self._raised_to = 0  # losses up to this epoch of the view have been raised
         self._raised_at = 0  # number of the call of the engine in which a loss was raised last
-        self._is_new = False
-        self._seen: object = None  # the roster's state when it was last found to need nothing
+        self._put_out_in = 0  # the epoch of the view that has excluded this rank
+        self._voters: PeerRegions | None = None  # of whose members more than half must arrive at a sync
+        self._seen: object = None  # the view when it was last found to need nothing
         self._joins: tuple[object, int] = None, 0  # a view, and the newest epoch in which one of its members joined
-        self._label = ""
+        self._label, self._op = "", ""
+
+    def begin_first(self, engine: Engine) -> None:
+        """Begin with the engine that all ranks have made together."""
+        self.begin_with(engine)
+        self._sync.begin(engine.members.members)
+
+    def begin_with(self, engine: Engine) -> None:
+        """Begin with the engine of the buffer."""
+        self._use(engine)
+        super().begin_with(engine)
+        self._met_to = engine.members.epoch
+
+    def join_later(self, group: dist.ProcessGroup, running: BufferNotice) -> None:
+        """Have the first call join a running buffer of this process's group."""
+        note_had(self._job_handle, running)
+        self._joins_to, self.number = (group, running), running.number
+
+    def _use(self, engine: Engine) -> None:
+        self._exchange.use(engine)
+        self._raised_to, self._put_out_in = engine.members.epoch, 0
+        if self._label:
+            engine.membership.call_it(self._label)
 
     @property
     def inbox_bytes(self) -> int:  # type: ignore[override]
         """Bytes of this rank's outbox; pages never touched cost nothing."""
-        regions = self._direct.engine.peer_regions.regions if self._direct.has_engine else ()
+        regions = self._engine.peer_regions.regions if self._exchange.has_engine else ()
         return regions[self._rank].mapped_bytes if regions else 0
-
-    def close(self) -> None:
-        """Release all memory but the engine's, which ends with the exchange; idempotent."""
-        if os.getpid() == self._pid:
-            self._drop_coming()
-        super().close()
 
     def call_it(self, text: str) -> None:
         """Show the buffer's name in hang reports."""
-        super().call_it(text)
         self._label = text
-        if self._direct.has_engine:
-            self._direct.engine.membership.call_it(text)
+        if self._exchange.has_engine:
+            self._engine.membership.call_it(text)
 
     # ---- between two calls
 
     @property
-    def newest_join(self) -> int:
-        """The newest epoch in which a process has joined, as far as this rank knows; goes into each row."""
-        view = self._view.state[1]
+    def mark(self) -> int:
+        """The part of each row that is no part of the call (`_AGREED_BITS`); the highest of all rows counts."""
+        newest = self._newest_join()
+        wanted = newest if newest > self._met_to else self._joined_in
+        return wanted << _AGREED_BITS | self._exchange.num_agreed
+
+    def _newest_join(self) -> int:
+        """Return the newest epoch in which a process has joined the group, as far as this rank knows."""
+        view = self._engine.membership.runtime.view()
         if view is not self._joins[0]:
-            self._joins = view, max((member.incarnation for member in view.members.values()), default=0)
+            slots = {self._job_handle.slots[rank] for rank in self._in_group()}
+            joined = [member.incarnation for member in view.members if member.slot in slots]
+            self._joins = view, max(joined, default=0)
         return self._joins[1]
 
-    def read_joins(self, newest: int) -> None:
-        """Leave the engine behind if the rows of a call name a later epoch in which a process has joined.
+    def _in_group(self) -> Sequence[int]:
+        """Return the ranks that take part in the group of the buffer, if processes can join it."""
+        view = self._engine.membership.runtime.view()
+        return present_ranks(self._job_handle, view) if self._job_handle.is_open else ()
 
-        Raises:
-            Moved: they do; the same on all ranks.
-        """
-        if newest > self.engine_epoch:
-            self._wanted = newest
-            raise Moved
+    def catch_up(self, num_agreed: int) -> None:
+        """Take over the number of agreements from the others, as a rank that has joined, in its first call."""
+        self._returned = self._exchange.num_agreed = num_agreed
+        self._exchange.epoch = self._exchange.peer_regions.epoch + num_agreed
 
     @property
     def must_turn(self) -> bool:  # type: ignore[override]
         """Whether there is something to do before the next call."""
-        return self._view.state is not self._seen or bool(self._wanted) or self._direct.later is not None
+        if not self._exchange.has_engine or self._is_out or self.wanted or self._exchange.later is not None:
+            return True
+        return super().must_turn or self._engine.membership.runtime.view() is not self._seen
 
     has_turned = must_turn
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether this rank's next call is the one after its last, in the same engine, as far as is known."""
-        return self.engine_epoch > 0 and self._target() == self.engine_epoch
-
     def turn(self, op: str, deadline: float) -> None:
-        """Enter the epoch of the next call.
+        """Enter the epoch of the next call, and admit processes that are named in the rows of the last one.
 
         Raises:
-            RankFailedError, PeerError: a rank was lost, and no call could report it (mode "raise").
-            CommTimeoutError: a member does not come into the engine.
+            CommTimeoutError: such a process does not come, or the members do not admit this one.
             EvictedError, NoQuorumError: this process cannot continue.
         """
-        state = self._view.state
-        self._check()
         self._op = op
-        target = self._target() or self._await_members(deadline)
-        if target > self.engine_epoch:
-            self._come_into(target, deadline)
-        else:
-            self._direct.enter()
-        self._seen = state
-        self._raise_losses(op)
+        if self._joins_to is not None:
+            self._join(deadline)
+        view = self._engine.membership.runtime.view()
+        super().turn(op, deadline)
+        self.require_place(is_masked=False)
+        if self.wanted:
+            self._admit(deadline)
+        if self._exchange.later is not None:
+            self._exchange.enter()
+        if self._exchange.peer_regions is not self._voters:
+            self._voters = self._exchange.peer_regions
+            self._sync.begin(self._voters.members)
+        self._seen = view
 
-    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
-        """As `turn`, for a call that this rank refuses: a loss that this raises has taken no number of a call."""
-        while True:
+    def _join(self, deadline: float) -> None:
+        """Join the running buffer."""
+        assert self._joins_to is not None
+        group, running = self._joins_to
+        wait_s = max(1e-3, deadline - time.monotonic())
+        engine = come_into(self._job_handle, self._rank, self._config, running, wait_s)
+        engine.timeout_s = self._timeout_s
+        self.begin_with(engine)
+        self._exchange.take_back = tell_of(group, engine, self._config, running)
+        self._joined_in, self._joins_to = engine.members.epoch, None
+
+    def _admit(self, deadline: float) -> None:
+        """Wait for the processes that have joined the group up to an epoch, and have the members admit them."""
+        membership, started = self._engine.membership, time.monotonic()
+        if membership.runtime.await_decision(self.wanted - 1, max(self._timeout_s, deadline - started)) is None:
+            epoch, self.wanted = self.wanted, 0
+            where = context(self._op, rank=self._rank)
+            raise ProtocolError(f"{where}: a rank has named epoch {epoch}, and the job has no such decision")
+        while ranks := self._strangers():
+            self._check(sorted(ranks), self._op)
+            now = time.monotonic()
+            if now > deadline:
+                where = context(self._op, rank=self._rank, peer=min(ranks), epoch=self._exchange.epoch)
+                text = f"{where}: rank {min(ranks)} is in the group, and does not come into the buffer"
+                if not membership.insist_on(ranks, text, self._exchange.seq + 1, deadline):
+                    raise silent(f"{text} ({now - started:.1f} s)", min(ranks))
+            membership.admission.take_in(ranks, now + SLICE_S)
+        membership.admission.apply_view(deadline)
+        self._met_to, self._joined_in, self.wanted = max(self._met_to, self.wanted), 0, 0
+
+    def _strangers(self) -> set[int]:
+        """Return the ranks whose process is in the group, and was never in the buffer."""
+        admission = self._engine.membership.admission
+        return admission.strangers().intersection(self._in_group()) - admission.present().keys()
+
+    def _excluded_when(self) -> tuple[str, int]:
+        if not self._put_out_in:
             try:
-                self.turn(op, deadline)
-                return None
-            except expected(EvictedError, NoQuorumError, CommTimeoutError):
-                raise
-            except expected(PeerError) as error:
-                logger.info("a call is refused, so this loss is not raised: %s", error)
+                self._engine.membership.admission.apply_view(time.monotonic() + self._timeout_s)
+            except expected(EvictedError) as error:
+                self._put_out_in = error.epoch
+        return "in", self._put_out_in + self._exchange.num_agreed + 1
 
-    def require_part_here(self) -> None:
-        """Raise `EvictedError` if a `sync` of the others has excluded this rank."""
-        self._view.require_part(self._rank)
+    # ---- sync
 
-    def _target(self) -> int:
-        """Return the epoch of the engine with which the next call runs; 0: this rank has joined, and does not know."""
-        agreed = self._view.view.agreed
-        newest = max(self.engine_epoch, self._wanted)
-        if agreed.epoch > newest and self._rank in agreed.ranks:
-            return agreed.epoch
-        return newest
-
-    def _await_members(self, deadline: float) -> int:
-        """Return the epoch for which the members lend their outboxes to this process, which has joined."""
-        started = time.monotonic()
-        while not (target := self._target()):
-            members = self._view.view.members
-            mine = members[self._rank].incarnation
-            lines = {rank: self._line_of(rank, member) for rank, member in members.items() if rank != self._rank}
-            lent = [line.words[INBOX_VIEW] for line in lines.values() if line is not None]
-            if (found := max(lent, default=0)) and found >= mine:
-                return found
-            if not any(member.incarnation < mine for member in members.values()):
-                return self.newest_join  # all are new
-            what = f"{self._op}: the members do not take this process in"
-            for rank in lines:
-                with contextlib.suppress(Absent):
-                    self._look_between_calls(rank, what, started, deadline)
-            time.sleep(_PAUSE_S)
-        return target
-
-    def _line_of(self, rank: int, member: Member) -> Line | None:
-        return self._outboxes.line_of(rank, member)
-
-    def _come_into(self, epoch: int, deadline: float) -> None:
-        """Make the engine of an epoch, and leave the one before; raises as `turn`."""
-        self._await_epoch(epoch, deadline)
-        coming = self._prepared(epoch)
-        started = time.monotonic()
-        engine = self._made
-        if engine is None:
-            met = self._outboxes.meet_those(coming.members, Wait(epoch, _never, started, deadline))
-            others = {rank: region for rank, region in met.regions.items() if rank != self._rank}
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """As `MembersOfEngine.sync`."""
+        if self._joins_to is not None:
+            started = time.monotonic()
             try:
-                engine = coming.meeting.begin(others, self._timeout_s)
-            except BaseException:
-                self._outboxes.give_back(met)
-                raise
-            self._made = engine
-        while [rank for rank in awaited(engine) if self._is_late(rank, epoch, started, deadline)]:
-            time.sleep(_PAUSE_S)
-        old = self.engine_epoch
-        self._entered = {rank: self._since(rank, member) for rank, member in coming.members.items()}
-        self._direct.use(engine)
-        self.engine_epoch, self._wanted, self._raised_at = epoch, 0, 0
-        self._outboxes.coming = self._made = None
-        if self._label:
-            engine.membership.call_it(self._label)
-        if old and len(coming.members) < self._config.num_ranks:
-            logger.warning(
-                "a buffer continues in epoch %d with ranks %s (rank %d)", epoch, sorted(coming.members), self._rank
-            )
+                self._join(deadline)
+            except expected(CommTimeoutError) as error:
+                raise no_quorum(self._rank, started, (), "the others did not sync") from error
+        return super().sync(counted, used, deadline)
 
-    def _is_late(self, rank: int, epoch: int, started: float, deadline: float) -> bool:
-        """Return whether a member that has not mapped all outboxes is to be awaited; raises what ends the wait."""
-        try:
-            what = f"{self._op}: rank {rank} does not come into epoch {epoch}"
-            self._look_between_calls(rank, what, started, deadline)
-        except Absent:
-            return False
-        return True
+    def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
+        if not self._is_excluded():
+            self._exchange.settle_calls(deadline)
+        return super()._meet(counted, deadline)
 
-    def _since(self, rank: int, member: Member) -> int:
-        """Return since when a member of the engine takes part in the buffer."""
-        now = self._view.view.members.get(rank)
-        return now.incarnation if now is not None and now.nonce == member.nonce else member.incarnation
+    def _data(self) -> bytes:
+        return _AGREED.pack(self._exchange.num_agreed, self._newest_join())
 
-    def _await_epoch(self, epoch: int, deadline: float) -> None:
-        """Wait until a decision is known here that another rank has named."""
-        until = max(deadline, time.monotonic() + self._timeout_s)
-        while self._view.heard < epoch:
-            self._interrupt()
-            self._check()
-            if time.monotonic() > until:
-                self._wanted = 0
-                where = context(self._op, rank=self._rank, epoch=self._view.heard)
-                raise ProtocolError(f"{where}: a rank has named epoch {epoch}, and the job has no such decision")
-            time.sleep(_PAUSE_S)
+    def _note(self, found: Mapping[int, bytes]) -> None:
+        rows = [_AGREED.unpack(data) for data in found.values()]
+        number, joined = map(max, zip(*rows, strict=True))
+        self._met_to = max(self._met_to, joined)
+        self._next = number + 1, tuple(sorted(found))
 
-    def _prepared(self, epoch: int) -> _Coming:
-        """Return this rank's part in the engine of an epoch, the same one in each attempt."""
-        coming = self._outboxes.coming
-        if coming is None or coming.epoch != epoch:
-            self._drop_coming()
-            members, agreed = self._view.members_at(epoch), self._view.view.agreed
-            if agreed.epoch == epoch:
-                members = {rank: member for rank, member in members.items() if rank in agreed.ranks}
-            if self._rank not in members:
-                self._check()
-                raise InvalidState(f"Buffer: this rank is not in epoch {epoch}; make the buffer again")
-            group_id = (self._view.lane ^ epoch * _SALT) & ((1 << 62) - 1)
-            handle, mode = self._view.job_handle, f"{self._config.fault_mode}/{self._config.on_stall}"
-            meeting = EngineMeeting(handle.job, handle.slots, group_id, self._rank, mode)
-            meeting.meet(epoch, members)
-            self._outboxes.coming = coming = _Coming(epoch, members, meeting)
-        return coming
-
-    def _drop_coming(self) -> None:
-        coming, self._outboxes.coming = self._outboxes.coming, None
-        engine, self._made = self._made, None
-        if engine is not None:
-            engine.close()
-        if coming is not None:
-            coming.meeting.close()
-
-    def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
-        """Between two polls for a member of an engine that is being made; raises what ends the wait for it."""
-        self._interrupt()
-        self._check()
-        view = self._view.view
-        coming = self._outboxes.coming
-        if coming is not None and self._target() > coming.epoch:
-            raise Moved  # a `sync` has agreed since
-        mine = None if coming is None else coming.members.get(rank)
-        member = view.members.get(rank)
-        if member is None or (mine is not None and member.nonce != mine.nonce):
-            raise Absent
-        self.show(self._op, self._direct.seq + 1, [rank])
-        now = time.monotonic()
-        if now <= deadline:
-            return
-        text = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=view.epoch, elapsed=now - started)})"
-        heard = self._view.heard
-        if self._is_new or not self._view.insist([rank], text, self._direct.seq + 1, deadline, heard):
-            raise silent(text, rank)
-
-    # ---- while the buffer is made
-
-    def offer(self) -> None:
-        """Lend this rank's outbox for the first engine; all ranks lend before one enters. Local."""
-        self._prepared(self._first)
-        self._outboxes.offer(self._first)
-
-    def come_in(self, deadline: float) -> None:
-        """Make the first engine.
-
-        Raises:
-            ResourceError: no memory or descriptor is left here.
-            CommTimeoutError: a member does not come; no rank is accused of that while the buffer is made.
-            EvictedError, NoQuorumError: this process cannot continue.
-        """
-        self._is_new, self._op = True, "Buffer"
-        try:
-            self._view.check()
-            self._come_into(self._first, deadline)
-        except BaseException:
-            coming = self._outboxes.coming
-            if coming is not None and self._made is None:
-                coming.meeting.fail()  # the others wait for nothing: all give up
-            raise
-        finally:
-            self._is_new = False
-            self.hide()
+    def _enter(self) -> Agreed:
+        assert self._next is not None
+        number, ranks = self._next
+        self._exchange.agree(number, self._sync.met)
+        self._joined_in = self.wanted = 0
+        self._raised_to = max(self._raised_to, self._sync.met.epoch)
+        self._last = Agreed(self._exchange.epoch, ranks)
+        self._next = None  # last: up to here all may be repeated
+        return self._last
 
     # ---- losses
 
@@ -753,9 +630,8 @@ class EngineMembership(BufferLane):
         if not self.raises or isinstance(error, (EvictedError, NoQuorumError, CommTimeoutError)) or not error.epoch:
             return error
         last, self._raised_at = self._raised_at, seq
-        self._await_epoch(error.epoch, 0.0)
         if error.epoch > self._raised_to:
-            return self._failure(error.epoch, error.op, seq) or error
+            return self._failure(error, seq)
         if seq <= last + 1:
             raise Moved
         return error
@@ -764,40 +640,28 @@ class EngineMembership(BufferLane):
         """Record that a call which this rank had refused has failed by a loss on the others: here it is not raised."""
         self._raised_to = max(self._raised_to, error.epoch)
 
-    def _failure(self, epoch: int, op: str, seq: int) -> PeerError | None:
-        """Return the error for the losses not raised yet, up to `epoch` and later; None if there are none."""
-        losses = self._losses()
-        self._raised_to = max([self._raised_to, epoch, *(loss.epoch for loss in losses)])
-        return failure(losses, op, self._rank, seq, self._raised_to, 0.0) if losses else None
-
-    def note_agreed(self, agreed: Agreed) -> None:
-        """Record that the caller of `agree` has its result; the losses that it contains count as raised."""
-        self._raised_to = max(self._raised_to, agreed.epoch)
-        super().note_agreed(agreed)
-
-    def _raise_losses(self, op: str) -> None:
-        """Raise the losses that no engine can report any more, up to the epoch of this one."""
-        if self.raises and any(loss.epoch <= self.engine_epoch for loss in self._losses()):
-            error = self._failure(self.engine_epoch, op, self._direct.seq + 1)
-            assert error is not None, "there are losses"
-            self._raised_at = self._direct.seq
-            raise error
-        self._raised_to = max(self._raised_to, self.engine_epoch)
-
-    def _losses(self) -> list[Loss]:
-        """Return the losses that were not raised; the exclusion of this rank itself is no loss here."""
-        return [loss for loss in self._view.losses(self._raised_to) if loss.rank != self._rank]
+    def _failure(self, error: PeerError, seq: int) -> PeerError:
+        """Return the error for the losses not raised yet, up to that of `error` and later."""
+        losses = [Loss(*loss) for loss in self._engine.membership.admission.losses(self._raised_to)]
+        self._raised_to = max([error.epoch, *(loss.epoch for loss in losses)])
+        if not losses:
+            return error
+        return failure(losses, error.op, self._rank, seq, self._raised_to + self._exchange.num_agreed, 0.0)
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
         """Wait until a rank has left the view, for which there is a moment; return False when it stays."""
-        while rank in self._view.view.members and rank not in self._direct.engine.watch.dead():
-            self._interrupt()
-            self._check()
-            if time.monotonic() > deadline or self._view.is_alive(rank):
+        engine = self._engine
+        while rank not in engine.watch.dead():
+            slot, view = engine.membership.admission.present().get(rank), engine.membership.runtime.view()
+            process = next((parse_endpoint(member.endpoint) for member in view.members if member.slot == slot), None)
+            if process is None:
+                break
+            self._check([rank], self._op)
+            if time.monotonic() > deadline or not is_leaving(process.pid, process.start_time):
                 return False
             time.sleep(_PAUSE_S)
         return True
 
 
-def _never() -> bool:
-    return False
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,14 +1,16 @@
 """The agreement on the members of a buffer that has an engine, in `sync`: ranks that arrive stay, others are excluded.
 
-For buffers of one host. `assembly.py` is the meeting over several hosts, where no living rank is excluded.
+For buffers of one host (`MembersOfEngine`: `direct.py`, `latency/one_host/members.py`). `assembly.py` is the meeting
+over several hosts, where no living rank is excluded.
 
 Each rank has a **line** of words in its outbox (`PeerRegions.extra`), which the others read: the engine call that it is
 about to make in a `sync`, the ranks that it counts on, whether its timeout has expired, whether it will return. A
 `sync` consists of rounds of three steps, which a rank makes in order:
 
     arrive    It writes its line, the number of the call last, and reads those of the members until all of them have
-              arrived. A member whose header of that call is in its outbox is in another call, and has arrived as well:
-              the call raises on all.
+              arrived. A member whose header of that call is in its outbox, and that has not arrived by its line, is in
+              another call. If a rank counts on it, the `sync` is refused, and with it that call; else it is missing. A
+              call that a member has aborted it has behind it: the rank makes it, it fails, and a round follows.
     exclude   If members are missing, those that have arrived request a view without them: when the timeout of one that
               has arrived has expired, or after a short grace period if no arrived rank counts on the missing ones; and
               only if more than half of the ranks of the last agreement have arrived (half including the lowest is
@@ -20,7 +22,8 @@ about to make in a `sync`, the ranks that it counts on, whether its timeout has 
               the next round follows; so all ranks make the same number of rounds.
 
 A call of the engine that fails alike on all (a rank has stopped after it had arrived) is followed by another round,
-under the next number, in which that rank has not arrived.
+under the next number, in which that rank has not arrived. One out of which an exception of a handler has come may have
+ended well on the others: the next `sync`, or call, of the rank finds that out first (`settle`).
 
 **Return.** A rank that was excluded finds that in its engine (`EvictedError`). In its next `sync` it closes that engine
 and requests admission with a new one (`come_back`); it first writes into its old line that it will return, since its
@@ -34,25 +37,49 @@ rank awaits, since the view excludes the dead.
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...engine import Engine, Place, come_in
-from ...engine.outbox import CELL_WORDS, NUM_CELLS, STATE_WORDS, consumed_of, has_left
-from ...errors import CommTimeoutError, EvictedError, MismatchError, NoQuorumError, PeerError, context, expected
+from ...engine import Engine, come_in, place_of
+from ...engine.operation import Operation
+from ...engine.outbox import CELL_WORDS, GAVE_UP, NUM_CELLS, SIGNATURE, STATE_WORDS, PeerRegions, consumed_of, has_left
+from ...engine.plan import Make
+from ...engine.signature import REFUSED
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    EvictedError,
+    MismatchError,
+    NoQuorumError,
+    PeerError,
+    context,
+    expected,
+    ignored,
+    is_own,
+)
 from ...memory.signals import SEQ_BITS
+from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
+from ...view.protocol.messages import PUT_OUT
+from ..control.header import OP_GATHER, Header
+from ..control.membership import Agreed, Membership
+from .notices import present_ranks
+from .rows import CallPatience, OwnRow, RowsOverEngine, RowsPlan
 
 GRACE_S = 0.05  # how long to wait for a rank that no rank counts on
 WANT_PAUSE_S = 0.1  # between two identical requests to the agent
 TURN_S = 0.3  # delay of each rank's request after that of the rank before it
 SLICE_S = 0.2  # of the wait for a view with a rank that requests admission
+ROUND_S = 1.0  # after a round that a timeout has ended: how long to wait for others whose timeout ends it later
 _POLL_S = 0.001
 _LINE_WORDS = 8
 LINE_BYTES = 8 * _LINE_WORDS
 _NUMBER, _COUNTED, _LATE, _RETURNS = range(4)
 _SEQ = (1 << SEQ_BITS) - 1
+_ROW = struct.Struct("<QQ")  # `SyncRow`
+_SYNC = 1 << SEQ_BITS  # where `all_gather_bytes` has the number of its bytes, which is less
 
 
 class SyncRow(NamedTuple):
@@ -74,6 +101,7 @@ class Arrivals(NamedTuple):
         arrived: members of the group.
         missing: members that have not arrived, or have closed their engines.
         awaited: ranks that are not here although an arrived rank counts on them, members or not.
+        elsewhere: those of them that are in another call.
         is_late: the timeout of an arrived member has expired.
         has_begun: a member has published the call of this round.
     """
@@ -81,38 +109,118 @@ class Arrivals(NamedTuple):
     arrived: frozenset[int]
     missing: frozenset[int]
     awaited: frozenset[int]
+    elsewhere: frozenset[int]
     is_late: bool
     has_begun: bool
+
+
+class SyncExchange(RowsOverEngine):
+    """An exchange of rows whose engine makes the calls of `sync` as well.
+
+    Attributes:
+        engine: of the buffer, with `LINE_BYTES` extra bytes.
+        num_agreed: the agreement with which the epoch has begun; they are numbered, alike on all members.
+    """
+
+    engine: Engine
+    num_agreed = 0
+
+    def run(self, make: Make, patience: CallPatience) -> Operation:
+        """Run a call of the engine to its end."""
+        raise NotImplementedError
+
+    def sync_row(self, text: bytes) -> OwnRow:
+        """Return this rank's row of a `sync`."""
+        return self._row(Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank), None, text)
+
+    def texts_of(self, row: OwnRow, op: Operation) -> dict[int, bytes]:
+        """Return the free bytes of the rows of a call, by rank."""
+        rows = self._read(row, op).rows
+        return {rank: rows.texts[rank] for rank in rows.parties}
 
 
 class MemberSync:
     """The agreements of one rank.
 
     Args:
-        engine: of the buffer, with `LINE_BYTES` extra bytes.
-        num_ranks: of the buffer.
-        gather: makes one call of the engine: gives every rank the row and the bytes of all, by rank; until a
-            `time.monotonic()` value. Also returns the members of the call.
+        exchange: of the buffer; has its engine.
         may_return: returns the ranks outside of the engine's group whose process may request admission.
         check: called while waiting, with the awaited ranks; raises what ends the wait.
+
+    Attributes:
+        met: the outboxes with which the last call has run.
     """
+
+    met: PeerRegions
 
     def __init__(
         self,
-        engine: Engine,
-        num_ranks: int,
-        gather: Callable[[SyncRow, bytes, float], tuple[dict[int, SyncRow], dict[int, bytes]]],
+        exchange: SyncExchange,
         may_return: Callable[[], Collection[int]],
         check: Callable[[list[int]], None],
     ) -> None:
-        self._num_ranks, self._gather, self._may_return, self._check = num_ranks, gather, may_return, check
+        self._exchange, self._may_return, self._check = exchange, may_return, check
+        self._num_ranks, self._rank = exchange.config.num_ranks, exchange.rank
         self._met: dict[int, int] = {}  # the ranks of the last agreement, and since when they take part
-        self.use(engine)
+        self._open: tuple[OwnRow, int] | None = None  # the row of the last call, until its result is known
 
-    def use(self, engine: Engine) -> None:
-        """Go on with another engine: the rank has returned with it."""
-        self._engine = engine
-        self._rank = engine.peer_regions.rank
+    @property
+    def _engine(self) -> Engine:
+        return self._exchange.engine
+
+    # ---- the call
+
+    def gather(self, row: SyncRow, data: bytes, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
+        """Exchange the rows and the data of all members of the engine in one call, and return them by rank."""
+        own = self._exchange.sync_row(_ROW.pack(*row) + data)
+        self._open = own, len(data)
+        try:
+            found = self._found(self._exchange.run(own.plan, CallPatience.until(deadline)))
+        except BaseException as error:
+            if is_own(error):
+                self._open = None  # it has failed on all
+            raise
+        self._open = None
+        return found
+
+    def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
+        """Return what the ranks have given in the last call."""
+        assert self._open is not None
+        own, length = self._open
+        texts = self._exchange.texts_of(own, op)
+        self.met = op.peer_regions
+        found = {rank: SyncRow(*_ROW.unpack_from(text)) for rank, text in texts.items()}
+        return found, {rank: text[_ROW.size : _ROW.size + length] for rank, text in texts.items()}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an exception of a handler has come out of the last call, so its end is unknown here."""
+        return self._open is not None
+
+    def settle(self, deadline: float) -> dict[int, bytes] | None:
+        """Find out how that call has ended; return the data of the ranks if it was the agreement.
+
+        Raises:
+            CommTimeoutError: its end is still open.
+        """
+        if self._open is None:
+            return None
+        (own, _), engine, found = self._open, self._engine, None
+        latest = engine.latest
+        for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
+            if not op.done:
+                with ignored(EpeeError):
+                    engine.wait(op, max(1e-3, deadline - time.monotonic()))
+            if not op.done:
+                where = self._exchange.where("sync")
+                raise CommTimeoutError(f"{where}: the end of an interrupted sync is still open; repeat it")
+            if op.error is None:
+                found = self._found(op if op is latest else self._exchange.run(own.plan, CallPatience.until(deadline)))
+        self._open = None
+        if found is None or not self.is_over(found[0]):
+            return None
+        self.begin(found[1])
+        return found[1]
 
     def begin(self, ranks: Collection[int]) -> None:
         """Record the ranks of an agreement: of these more than half must arrive at the next one."""
@@ -161,12 +269,14 @@ class MemberSync:
                 now = time.monotonic()
                 row = SyncRow(_bits(self._there()), (now > deadline) + (now > deadline + wait_s))
                 try:
-                    rows, found = self._gather(row, data, now + wait_s)
-                except expected(EvictedError, NoQuorumError, MismatchError):
+                    rows, found = self.gather(row, data, now + wait_s)
+                except expected(EvictedError, NoQuorumError):
                     raise
-                except expected(CommTimeoutError, PeerError):
+                except expected(CommTimeoutError, PeerError, MismatchError) as error:
                     if now > last:
                         raise
+                    late_s = min(wait_s, ROUND_S) if isinstance(error, CommTimeoutError) else wait_s
+                    deadline = max(deadline, time.monotonic() + late_s)  # the others may find out a moment later
                     continue
                 if self.is_over(rows):
                     self.begin(rows)
@@ -201,6 +311,9 @@ class MemberSync:
             outside = set(self._may_return()) - admission.present().keys()
             self._write(counted | _bits(self._new(outside)), now > deadline)
             seen = self._read(outside)
+            if seen.elsewhere:
+                where = context("sync", rank=self._rank, peer=min(seen.elsewhere))
+                raise MismatchError(f"{where}: it makes another call; all ranks must call sync with a mask")
             if seen.has_begun or not (seen.missing or seen.awaited):
                 return
             voters = self._voters()
@@ -244,19 +357,24 @@ class MemberSync:
         asking = set(admission.waiting())
         members = [rank for rank in admission.present() if rank < len(peer_regions.regions)]
         cell = peer_regions.first_cell + number % NUM_CELLS * CELL_WORDS
-        arrived, bits, is_late, has_begun = set(), 0, False, False
+        arrived, elsewhere, bits, is_late, has_begun = set(), set(), 0, False, False
         for rank in members:
-            line, words = self.words_of(rank), peer_regions.words[rank]
-            is_past = words[cell] & _SEQ == number or consumed_of(words) >= number
-            if line[_NUMBER] >= number or is_past:
-                bits |= line[_COUNTED] if line[_NUMBER] else 0
-                is_late = is_late or bool(line[_NUMBER] and line[_LATE])
+            words = peer_regions.words[rank]
+            has_header, line = words[cell] & _SEQ == number, self.words_of(rank)  # the line was written before it
+            is_past = consumed_of(words) >= number or (has_header and _is_over(words, cell))
+            if line[_NUMBER] >= number:
+                bits |= line[_COUNTED]
+                is_late = is_late or bool(line[_LATE])
+                is_past = is_past or has_header
+            elif has_header and not is_past:
+                elsewhere.add(rank)
+            if is_past or line[_NUMBER] >= number:
                 has_begun = has_begun or is_past
                 arrived.add(rank)
         missing = frozenset(rank for rank in members if rank not in arrived or self.has_left(rank))
         away = {*(missing - self._ended(missing)), *(outside - asking)}
         awaited = frozenset(rank for rank in away if bits >> rank & 1)
-        return Arrivals(frozenset(arrived - missing), missing, awaited, is_late, has_begun)
+        return Arrivals(frozenset(arrived - missing), missing, awaited, awaited & elsewhere, is_late, has_begun)
 
     def _ended(self, ranks: Collection[int]) -> frozenset[int]:
         """Return which of some members have closed their engines."""
@@ -279,29 +397,235 @@ class MemberSync:
             what = f"only ranks {came} of {sorted(voters)} came, too few to decide"
         return no_quorum(self._rank, self._started, seen.missing, what or "the others did not sync")
 
-    # ---- return
 
-    def come_back(self, address: Place, mode: str, deadline: float) -> Engine:
-        """Return with a new engine, as a rank that was excluded; the old one is closed.
+class MembersOfEngine(Membership):
+    """The membership of a buffer of one host that has an engine, which changes in `sync`.
 
-        Args:
-            address: of this rank in the engine's group.
-            mode: of the engine.
-            deadline: until when the others must have admitted it.
+    Args:
+        exchange: of the buffer.
+        mode: of the engine.
+        job_handle: job handle of the group; of one in no view `NO_VIEW`.
+        timeout_s: of the buffer's calls.
+        interrupt: called while waiting; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        exchange: SyncExchange,
+        mode: str,
+        job_handle: GroupInView,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._exchange, self._config, self._rank = exchange, exchange.config, exchange.rank
+        self._mode, self._job_handle = mode, job_handle
+        self._timeout_s, self._interrupt = timeout_s, interrupt
+        self._next: Any = None  # an agreement whose epoch is to be entered
+        self._last = Agreed(0, ())  # the agreement with which the epoch has begun
+        self._returned = 0  # the last agreement that a `sync` has returned, or whose epoch a call has entered
+        self._is_out = False  # the engine is closed, and the next `sync` makes another one
+        self._view: object = None  # the view of which `_is_inside` says whether this rank takes part
+        self._is_inside = True
+        self._sync = MemberSync(exchange, self._may_return, self._check)
+        self._job: Any = None
+
+    def begin_with(self, engine: Engine) -> None:
+        """Begin with the engine of the buffer, which the exchange has."""
+        self._address = place_of(engine, self._mode)
+        self._job = engine.membership.job
+        self._job.retain()  # an excluded rank has no engine for a while
+
+    def close(self) -> None:
+        """Release the job; the engine ends with the exchange. Idempotent."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.release()
+
+    @property
+    def takes_replacements(self) -> bool:  # type: ignore[override]
+        """Whether a process that replaces a lost rank is admitted."""
+        return self._job_handle.is_open
+
+    @property
+    def _engine(self) -> Engine:
+        return self._exchange.engine
+
+    def returns(self) -> None:
+        """Write for the others that this rank will return, though it closes its engine."""
+        self._sync.returns()
+
+    def _is_excluded(self) -> bool:
+        """Return whether the others have agreed without this rank, and it may return."""
+        if self._is_out:
+            return True
+        membership = self._engine.membership
+        view = membership.runtime.view()
+        if view is not self._view:  # asked in every call: computed once for each view
+            self._is_inside = self._rank in membership.admission.present()
+            self._view = view
+        return not self._is_inside and self._job_error() is None
+
+    def _job_error(self) -> PeerError | None:
+        """Return why this process has no part in the job any more, or cannot reach it."""
+        return self._engine.membership.runtime.error
+
+    def require_place(self, is_masked: bool) -> None:
+        """Raise `EvictedError` if the job has continued without this process, or, without a mask, the buffer has."""
+        error = self._job_error()
+        if isinstance(error, EvictedError):
+            raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
+        if not is_masked and self._is_excluded():
+            when, epoch = self._excluded_when()
+            raise EvictedError(
+                f"rank {self._rank} was put out of this buffer {when} epoch {epoch}: it did not come to sync; call "
+                "buffer.sync(active_ranks) together with the others to come back",
+                [self._rank],
+                epoch=epoch,
+                cause=PUT_OUT,
+            )
+
+    def _excluded_when(self) -> tuple[str, int]:
+        """Return the epoch that the others have entered without this rank, or the one before, and a preposition."""
+        raise NotImplementedError
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Publish in hang reports that a call waits for ranks."""
+        self.has_shown = True
+        self._engine.membership.show_wait(op, seq, ranks)
+
+    def hide(self) -> None:
+        """Publish that no call waits."""
+        if not self._is_out and self._job is not None:
+            self._engine.membership.hide()
+        self.has_shown = False
+
+    # ---- sync
+
+    @property
+    def _has_missed(self) -> bool:
+        """Whether the others may be in an epoch that this rank has not entered."""
+        return self._next is not None or self._sync.is_open
+
+    @property
+    def must_turn(self) -> bool:  # type: ignore[override]
+        """Whether an error has come out of a `sync` that has agreed, or may have: its epoch is to be entered."""
+        return self._has_missed or self._returned < self._exchange.num_agreed
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Enter the epoch that the last `sync` has agreed on, if it has."""
+        self._settle(deadline)
+        if self._next is not None:
+            self._enter()
+        self._returned = self._exchange.num_agreed
+
+    def _data(self) -> bytes:
+        """Return this rank's data for an agreement."""
+        raise NotImplementedError
+
+    def _note(self, found: Mapping[int, bytes]) -> None:
+        """Record what the ranks have agreed on, as `_next`; from here on the epoch is to be entered."""
+        raise NotImplementedError
+
+    def _enter(self) -> Agreed:
+        """Enter the epoch of `_next`, and return it as `_last`. May be repeated."""
+        raise NotImplementedError
+
+    def _settle(self, deadline: float) -> None:
+        """Find out what an interrupted `sync` has agreed on."""
+        found = self._sync.settle(deadline)
+        if found is not None:
+            self._note(found)
+
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """Agree with the others on the members, and enter; `note_agreed` follows.
 
         Raises:
-            NoQuorumError: they have not.
+            NoQuorumError: too few ranks arrived to decide, or the others agreed without this one.
+            EvictedError: the job has continued without this process.
+            MismatchError: a rank that is counted on makes another call.
+            ResourceError: no memory or descriptor is left here; the next call enters the epoch.
         """
+        self._settle(deadline)
+        if self._next is not None:  # an error has interrupted a sync here
+            return self._enter()
+        if self._returned < self._exchange.num_agreed:
+            return self._last
+        try:
+            found = self._meet(counted, deadline)
+        finally:
+            self.hide()
+        self._note(found)
+        return self._enter()
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Record that the caller of `sync` has its result, and that the next one is another."""
+        self._returned = self._exchange.num_agreed
+
+    def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
+        """Agree on the members, after a return if this rank was excluded; return the data of each of them."""
         started = time.monotonic()
-        self.returns()
+        while True:
+            try:
+                if self._is_excluded():
+                    self._come_back(deadline)
+                return self._sync.meet(self._data(), counted, deadline)
+            except expected(EvictedError) as error:
+                if not self._is_excluded():
+                    raise
+                if time.monotonic() > deadline:
+                    raise no_quorum(self._rank, started, (), "the others agreed without it") from error
+
+    def _come_back(self, deadline: float) -> None:
+        """Return with a new engine; the old one is closed.
+
+        Raises:
+            NoQuorumError: the others have not admitted this rank.
+        """
+        self._is_out = True
+        started = time.monotonic()
+        self._sync.returns()
         try:
             wait_s = max(1e-3, deadline - started)
-            engine = come_in(address, self._num_ranks, wait_s, mode, self._engine, LINE_BYTES)
+            engine = come_in(self._address, self._config.num_ranks, wait_s, self._mode, self._engine, LINE_BYTES)
         except expected(CommTimeoutError) as error:
             raise no_quorum(self._rank, started, (), "the others did not sync") from error
-        self.use(engine)
-        self._met = {}
-        return engine
+        engine.timeout_s = self._timeout_s
+        self._use(engine)
+        self._sync.begin(())
+        self._is_out, self._view = False, None
+
+    def _use(self, engine: Engine) -> None:
+        """Go on with another engine: this rank has returned with it."""
+        raise NotImplementedError
+
+    def _may_return(self) -> Collection[int]:
+        """Return the ranks outside of the engine's group whose process may request admission."""
+        membership = self._engine.membership
+        admission, num_ranks = membership.admission, self._config.num_ranks
+        view, strangers = membership.runtime.view(), admission.strangers()
+        if self._job_handle.is_open:
+            alive = set(present_ranks(self._job_handle, view))
+        else:
+            here = {member.slot for member in view.members}
+            slots = membership.in_view(num_ranks).slots
+            alive = {rank for rank, slot in enumerate(slots) if slot in here} - strangers
+        away = alive.difference(admission.present())
+        return {rank for rank in away if rank in strangers or not self._sync.has_closed(rank)}
+
+    def _check(self, ranks: list[int], op: str = "sync") -> None:
+        """Check for changes while `op` waits for ranks; raises what ends the wait."""
+        self._interrupt()
+        self._engine.membership.hooks.raise_trouble()
+        self.show(op, self._exchange.seq + 1, ranks)
+
+
+def _is_over(words: memoryview, cell: int) -> bool:
+    """Return whether a rank has aborted or refused the call of a cell."""
+    return bool(words[cell + GAVE_UP]) or words[cell + SIGNATURE] & 63 == REFUSED
+
+
+def _is_of(op: Operation, own: OwnRow) -> bool:
+    return isinstance(op.plan, RowsPlan) and op.plan.own.data == own.data
 
 
 def no_quorum(rank: int, started: float, missing: Collection[int], what: str) -> NoQuorumError:

@@ -127,7 +127,7 @@ def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
         if place is None:
             raise _NoPlaceLeft(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
         taken.add(place)
-        _had.setdefault(runtime, set()).add(notice.home.lane)
+        note_had(job_handle, notice)
     own = notice_lane(lane, place)
 
     def take_back() -> None:
@@ -218,16 +218,22 @@ def find_on_one_host(
     return None
 
 
+def note_had(job_handle: GroupInView, notice: BufferNotice) -> None:
+    """Record that this process has a running buffer, before it publishes a notice of it: the next one is another."""
+    with _lock:
+        _had.setdefault(job_handle.runtime, set()).add(notice.home.lane)
+
+
 def find_running(
     group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
-    """Return the running buffer that this process has to take part in, or None. Local.
+    """Return the running buffer that this process, if it has joined the group, has to take part in, or None. Local.
 
     In a group over several hosts it is one over hosts, in a group of one host one that has an engine.
 
     Args:
         group: of the buffer.
-        job_handle: its job handle, of a process that joins a group.
+        job_handle: its job handle.
         config: of the buffer that is made.
         timeout_s: how long to wait until the notices of all members have arrived.
 
@@ -235,7 +241,7 @@ def find_running(
         MismatchError: `Buffer`: one runs that was made with other arguments.
         CommTimeoutError: the notices of a member have not arrived.
     """
-    if config.is_cuda:
+    if config.is_cuda or not job_handle.is_joiner:
         return None
     had = _had.get(job_handle.runtime, set())
     running = [

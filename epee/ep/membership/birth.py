@@ -59,19 +59,15 @@ from ...memory.shared import process_start_time
 from ...view.founding import GroupHandle, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
-from ...view.process.machine import KEY_DIGITS
 from ...view.protocol.messages import DEAD, EXITED
 from ...view.transport.wire import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import (
     GROUP_FAILED,
     TEXT_BYTES,
-    BufferRecord,
     all_gather_bytes,
+    compare,
     gather_present,
-    host_id,
-    judge,
-    pack,
 )
 from .group_view import Roster, job_handle_at, job_handle_of, process_of
 from .registry import NUMBER, Line, Registry, find
@@ -164,14 +160,12 @@ def begin(
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
-    has_calls: bool,
 ) -> Begun:
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
     Args:
         job_handle: the group's job handle.
         enter: makes the object that enters the first epoch.
-        has_calls: the view has an epoch plan of the buffer's calls (`call_course.py`).
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
@@ -181,16 +175,16 @@ def begin(
     """
     if not job_handle.slots:
         with job_found(group, config) as there:
-            return _make(group, there, config, timeout_s, enter, has_calls)
+            return _make(group, there, config, timeout_s, enter)
     if not config.takes_replacements:
         if job_handle.is_joiner:
             _refuse_to_join(group, job_handle, config)
         job_handle = replace(job_handle, takes_part=lambda _: False)
     elif job_handle.is_joiner:
-        begun = _join(group, job_handle, config, timeout_s, has_calls)
+        begun = _join(group, job_handle, config, timeout_s)
         if begun is not None:
             return begun
-    return _make(group, job_handle, config, timeout_s, enter, has_calls)
+    return _make(group, job_handle, config, timeout_s, enter)
 
 
 @contextlib.contextmanager
@@ -233,21 +227,10 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
 
 
 def _compare(group: dist.ProcessGroup, config: BufferConfig) -> list[tuple[int, int]]:
-    """Compare the arguments of the ranks of another backend's group; return their processes (pid, start time), by rank.
-
-    (0, 0) stands for those of other hosts.
-    """
-    host, refusal, process = bytes(KEY_DIGITS), None, b""
-    try:
-        host = host_id()
-        process = _EXTRA.pack(os.getpid(), process_start_time(os.getpid()))
-    except expected(EpeeError) as exc:
-        refusal = exc
-    records = [BufferRecord(data) for data in all_gather_bytes(group, pack(config, host, process, refusal))]
-    if refusal is not None:
-        raise refusal
-    judge(dict(enumerate(records)))
-    return [_EXTRA.unpack_from(record.blob) if record.host == host else (0, 0) for record in records]
+    """Compare the arguments of the ranks of another backend's group; return their processes (pid, start time)."""
+    pid = os.getpid()
+    records = compare(group, config, lambda: _EXTRA.pack(pid, process_start_time(pid)))
+    return [_EXTRA.unpack_from(record.blob) for record in records.values()]
 
 
 def _find_place(group: dist.ProcessGroup, num_ranks: int) -> GroupHandle:
@@ -265,7 +248,7 @@ def _naming_ended(processes: Sequence[tuple[int, int]]) -> Iterator[None]:
     except expected(PeerError) as error:
         until = time.monotonic() + _DYING_S
         while error.cause == GROUP_FAILED and time.monotonic() < until:
-            ended = [rank for rank, process in enumerate(processes) if process[0] and has_ended(*process)]
+            ended = [rank for rank, process in enumerate(processes) if has_ended(*process)]
             if ended:
                 raise death_in_birth(ended) from error
             time.sleep(1e-3)
@@ -278,19 +261,17 @@ def _make(
     config: BufferConfig,
     timeout_s: float,
     enter: Enter,
-    has_calls: bool,
 ) -> Begun:
-    registry, roster, host, extra, refusal = None, None, bytes(KEY_DIGITS), b"", None
-    try:
-        registry, roster, host = registry_of(group, job_handle), Roster(job_handle), host_id()
-        extra = _EXTRA.pack(registry.newest, roster.newest)
-    except expected(EpeeError) as exc:
-        refusal = exc
-    parts = gather_present(group, pack(config, host, extra, refusal))
-    records = {rank: BufferRecord(data) for rank, data in parts.items()}
-    if refusal is not None:
-        raise refusal
-    judge(records)
+    registry: Registry | None = None
+    roster: Roster | None = None
+
+    def extra() -> bytes:
+        """Return the newest buffer and epoch that this rank knows."""
+        nonlocal registry, roster
+        registry, roster = registry_of(group, job_handle), Roster(job_handle)
+        return _EXTRA.pack(registry.newest, roster.newest)
+
+    records = compare(group, config, extra)
     assert registry is not None
     assert roster is not None
     told = [_EXTRA.unpack_from(record.blob) for record in records.values()]
@@ -298,27 +279,23 @@ def _make(
     with contextlib.ExitStack() as undo:
         begun: Begun | None = None
         entrant: Entrant | None = None
-        problem: EpeeError | None = None
-        try:
+
+        def deaths() -> tuple[int, ...]:
+            """Return the makers that have died meanwhile."""
+            return () if begun is None else begun.deaths()
+
+        with reported(group, deaths):
             floor = max(epoch for _, epoch in told)
-            begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s, has_calls)
+            begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s)
             begun.makers = frozenset(records)
             undo.callback(begun.close)
             entrant = enter(begun)
             undo.callback(entrant.close)
             entrant.offer()
-        except expected(EpeeError) as exc:
-            problem = death_behind(exc, lambda: _deaths(begun))
-        with naming_deaths(lambda: _deaths(begun)):
-            tell_problems(group, problem)
         assert begun is not None  # otherwise all have raised
         assert entrant is not None
-        try:
+        with reported(group, deaths):
             entrant.come_in(time.monotonic() + timeout_s)
-        except expected(EpeeError) as exc:
-            problem = death_behind(exc, lambda: _deaths(begun))
-        with naming_deaths(lambda: _deaths(begun)):
-            tell_problems(group, problem)
         undo.pop_all()
         return begun
 
@@ -335,19 +312,40 @@ def death_in_birth(dead: Sequence[int]) -> RankFailedError:
     )
 
 
-def _deaths(begun: Begun | None) -> tuple[int, ...]:
-    return () if begun is None else begun.deaths()
+class Reported:
+    """A step of the creation of a buffer, and what the ranks give each other with it.
 
+    Attributes:
+        data: of this rank; equally long on all.
+        found: of the ranks, by rank, once the step is over.
+    """
 
-def death_behind(error: EpeeError, deaths: Callable[[], Sequence[int]]) -> EpeeError:
-    """Return the death of a maker whose memory could not be opened because it has ended; else the error itself."""
-    if isinstance(error, OwnerEndedError) and (dead := deaths()):
-        return death_in_birth(dead)
-    return error
+    def __init__(self, length: int) -> None:
+        self.data = bytes(length)
+        self.found: dict[int, bytes] = {}
 
 
 @contextlib.contextmanager
-def naming_deaths(deaths: Callable[[], Sequence[int]]) -> Iterator[None]:
+def reported(group: dist.ProcessGroup, deaths: Callable[[], Sequence[int]], length: int = 0) -> Iterator[Reported]:
+    """Run a step inside, and report to all ranks whether it was possible here; raise on all if it was not. Collective.
+
+    Args:
+        group: of the buffer.
+        deaths: returns the makers that have died, waits for the proof if one is dying.
+        length: of the data, in bytes.
+    """
+    step, problem = Reported(length), None
+    try:
+        yield step
+    except expected(EpeeError) as error:
+        is_death = isinstance(error, OwnerEndedError)  # the memory of a maker could not be opened
+        problem = death_in_birth(dead) if is_death and (dead := deaths()) else error
+    with _naming_deaths(deaths):
+        step.found = _tell_problems(group, problem, step.data)
+
+
+@contextlib.contextmanager
+def _naming_deaths(deaths: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Raise that a rank is dead if that may be why the group has failed: another backend's, or in mode "raise"."""
     try:
         yield
@@ -359,7 +357,7 @@ def naming_deaths(deaths: Callable[[], Sequence[int]]) -> Iterator[None]:
         raise
 
 
-def tell_problems(group: dist.ProcessGroup, problem: EpeeError | None, data: bytes = b"") -> dict[int, bytes]:
+def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None, data: bytes) -> dict[int, bytes]:
     """Report to all ranks why this one cannot make its part, if so; raise that cause on all ranks.
 
     Returns:
@@ -389,14 +387,13 @@ def _open(
     rank: int,
     first: int,
     timeout_s: float,
-    has_calls: bool,
 ) -> Begun:
     job = roster.job_handle.job
     job.retain()
     line = None
     try:
         line = registry.open(number, config.words())
-        roster.watch(number, rank, first, has_calls, timeout_s)
+        roster.watch(number, rank, first, not config.is_synced, timeout_s)
         return Begun(number, registry, line, roster, first)
     except BaseException:
         try:
@@ -409,15 +406,13 @@ def _open(
         raise
 
 
-def _join(
-    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, has_calls: bool
-) -> Begun | None:
+def _join(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; return None if there is none."""
     mine, roster = registry_of(group, job_handle), Roster(job_handle)
     number = _running(mine, roster, group.rank(), config)
     if number is None:
         return None
-    return _open(mine, roster, number, config, group.rank(), 0, timeout_s, has_calls)
+    return _open(mine, roster, number, config, group.rank(), 0, timeout_s)
 
 
 def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:

@@ -154,7 +154,7 @@ class EpochLane(BufferLane):
         late_s, evicts = time.monotonic() - deadline, self.roster.job_handle.on_stall == "evict"
         if late_s < 0:
             return True
-        lines = {rank: peer.line for rank, peer in self._peers.items() if peer.line.number == self._number}
+        lines = {rank: peer.line for rank, peer in self._peers.items() if peer.line.number == self.number}
         found = at_fault(self._rank, ranks, lines)
         if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
             return True
@@ -386,7 +386,7 @@ class EpochLane(BufferLane):
             self._line.show_ready(mark)
         for rank, peer in self._peers.items():
             line = peer.line
-            while line.number == self._number and line.words[READY] < mark and not self.is_gone(rank):
+            while line.number == self.number and line.words[READY] < mark and not self.is_gone(rank):
                 if self._calls.version != version:
                     return False
                 futex_sleep(line.address + 8 * READY, line.words[READY])

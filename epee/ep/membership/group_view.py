@@ -37,7 +37,6 @@ logger = logging.getLogger("epee")
 
 NO_QUORUM_PAUSE_S = 0.2
 NEWS_LOOK_S = 0.005
-MAX_KEPT = 64  # sets of members
 _LANE_SALT = 0x9E3779B97F4A7C15
 
 
@@ -115,8 +114,6 @@ class Roster:
         self._host = job_handle.runtime.member.host
         self._elsewhere: set[tuple[int, int]] = set()  # processes of other hosts: slot, incarnation
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
-        # epoch of a decision -> the members then, as the job knows them; only where they differ from those before
-        self._members: dict[int, dict[int, Member]] = {}
         self.calls: CallCourse | None = None
         self._is_registered = False
         self._last = BLANK
@@ -149,10 +146,6 @@ class Roster:
             now = self._view_of(self._last)  # the excluded ranks could not be determined without the buffer's number
             before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
             self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch), agreed=max(now.agreed, before))
-            self._members.clear()
-            for decision in known:
-                if decision.epoch <= self.heard:
-                    self._note_members(decision)
             if has_calls:
                 heard = {decision.epoch: decision for decision in known if decision.epoch <= self.heard}
                 self.calls = CallCourse(
@@ -216,7 +209,6 @@ class Roster:
                 new = new._replace(agreed=new.agreed._replace(is_fresh=is_fresh))
             new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
-            self._note_members(decision)
             if self.calls is not None:
                 self.calls.add(decision)  # first: a reader that sees the new epoch finds its meaning for calls
             self.state = decision.epoch, new
@@ -246,19 +238,6 @@ class Roster:
             for removal in decision.removed:
                 rank = self._rank_of.get(removal.slot, -1)
                 self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
-
-    def _note_members(self, decision: Decision) -> None:
-        """Keep the members of a decision's view, if they are others than before."""
-        since = parts_of(decision, self.lane)
-        members = {
-            self._rank_of[member.slot]: member
-            for member in decision.members
-            if self._is_ours(member) and member.slot in since
-        }
-        if members != next(reversed(self._members.values()), None):
-            self._members[decision.epoch] = members
-            while len(self._members) > MAX_KEPT:
-                del self._members[next(iter(self._members))]
 
     def trouble(self, error: Exception) -> None:
         """Record that the agent thread has failed; other errors are in `Runtime.error`."""
@@ -311,14 +290,6 @@ class Roster:
             raise _renewed(error)
         if self._trouble is not None:
             raise InvalidState(str(self._trouble))
-
-    def members_at(self, epoch: int) -> dict[int, Member]:
-        """Return the members in an epoch that is known here, by rank, as the job knows them: incarnations are those of
-        processes.
-        """
-        with self.lock:
-            found = [members for began, members in self._members.items() if began <= epoch]
-            return found[-1] if found else next(iter(self._members.values()))
 
     def require_part(self, rank: int, view: View | None = None) -> None:
         """Raise `EvictedError` if this process's rank was excluded from the buffer and may rejoin.

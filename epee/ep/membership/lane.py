@@ -270,7 +270,7 @@ class BufferLane(Membership):
         self._config = config
         self._rank = rank
         self._begun = begun
-        self._number = begun.number
+        self.number = begun.number
         self._line = begun.line
         self._exchange = exchange
         self._timeout_s = timeout_s
@@ -293,7 +293,7 @@ class BufferLane(Membership):
     @property
     def identity(self) -> tuple[int, int]:
         """Number of the buffer among those of its group, and its group id in the view; the same on all its ranks."""
-        return self._number, self.roster.lane
+        return self.number, self.roster.lane
 
     @property
     def first(self) -> int:

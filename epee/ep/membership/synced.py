@@ -249,7 +249,7 @@ class SyncedLane(BufferLane):
         Its process may have made the buffer again: then it lends nothing for this epoch.
         """
         line = self._lines.get(rank)
-        if line is None or line.number != self._number or line.words[INBOX_VIEW] < self._exchange.epoch:
+        if line is None or line.number != self.number or line.words[INBOX_VIEW] < self._exchange.epoch:
             return True
         return self.roster.is_gone(rank, self._entered[rank])
 
@@ -257,9 +257,9 @@ class SyncedLane(BufferLane):
         """Return why a rank is lost: the type of the error to raise, and the reason as text."""
         if rank in self._entered and self.roster.is_gone(rank, self._entered[rank]):
             return kind_of_loss([self.roster.cause(rank, self._entered[rank])])
-        if rank in self._lines and self._lines[rank].words[NUMBER] == self._number | CLOSED | DROPPED:
+        if rank in self._lines and self._lines[rank].words[NUMBER] == self.number | CLOSED | DROPPED:
             return RankFailedError, "its process has ended, or it has dropped the buffer without closing it"
-        if rank in self._lines and self._lines[rank].number != self._number:
+        if rank in self._lines and self._lines[rank].number != self.number:
             return PeerError, "it has closed the buffer"
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
 
@@ -286,7 +286,7 @@ class SyncedLane(BufferLane):
                 return False
             self._whole = view
             return True
-        number, epoch = self._number, self._exchange.epoch
+        number, epoch = self.number, self._exchange.epoch
         for line in self._lines.values():  # a generator would cost more than the check
             words = line.words
             if words[NUMBER] != number or words[INBOX_VIEW] < epoch:

@@ -27,25 +27,19 @@ from __future__ import annotations
 
 import logging
 import struct
-import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ....engine import Engine, place_of
-from ....engine.operation import Operation
+from ....engine import Engine
 from ....engine.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import (
-    CommTimeoutError,
     EpeeError,
-    EvictedError,
     PeerError,
     ProtocolError,
     RankFailedError,
     ResourceError,
     context,
     expected,
-    ignored,
-    is_own,
 )
 from ....memory.claim import OwnerEndedError
 from ....memory.shared import BLOB_BYTES, SharedRegion
@@ -53,12 +47,10 @@ from ....memory.signals import SEQ_BITS
 from ....view.awaited import kind_of_loss
 from ....view.group import GroupInView
 from ....view.protocol.messages import PUT_OUT
-from ...control.header import OP_GATHER, REASON_BYTES, ExchangedRows, Header
-from ...control.membership import Agreed, Membership
+from ...control.header import REASON_BYTES, ExchangedRows, Header
+from ...control.membership import Agreed
 from ...hosts.exchange import HostsExchange
-from ...hosts.member_sync import MemberSync, SyncRow
-from ...hosts.notices import present_ranks
-from ...hosts.rows import CallPatience, OwnRow, RowsPlan
+from ...hosts.member_sync import MembersOfEngine, SyncExchange, SyncRow
 from ...membership.birth import death_in_birth
 from ...membership.memory import Memory
 from ...throughput.placement import Ints
@@ -70,7 +62,7 @@ _DATA = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, region
 _SYNC = 1 << SEQ_BITS  # where `all_gather_bytes` has the number of its bytes, which is less
 
 
-class MemberExchange(HostsExchange):
+class MemberExchange(HostsExchange, SyncExchange):
     """Row exchange through an engine, for calls that need all members of the buffer's epoch. As `HostsExchange`.
 
     Attributes:
@@ -81,7 +73,6 @@ class MemberExchange(HostsExchange):
     tell: Callable[[], Callable[[], None]]
 
     epoch_members: EpochMembers | None = None
-    _open: tuple[OwnRow, int] | None = None  # the row of the last call of a `sync`, until its result is known
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """As `HostsExchange.call`.
@@ -99,34 +90,6 @@ class MemberExchange(HostsExchange):
             raise members.loss(missing[0], "all_gather_bytes", self.seq)
         return rows
 
-    def gather(self, row: SyncRow, data: bytes, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
-        """Exchange the rows of a `sync` among all members of the engine, and return them and the data by rank."""
-        header = Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank)
-        own = self._row(header, None, _ROW.pack(*row) + data)
-        self._open = own, len(data)
-        try:
-            found = self._found(self.run(own.plan, CallPatience.until(deadline)))
-        except BaseException as error:
-            if is_own(error):
-                self._open = None  # it has failed on all
-            raise
-        self._open = None
-        return found
-
-    def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
-        """Return what the ranks have given in the last call of a `sync`."""
-        assert self._open is not None
-        own, length = self._open
-        rows = self._read(own, op).rows
-        texts = {rank: rows.texts[rank] for rank in rows.parties}
-        found = {rank: SyncRow(*_ROW.unpack_from(text)) for rank, text in texts.items()}
-        return found, {rank: text[_ROW.size : _ROW.size + length] for rank, text in texts.items()}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an exception of a handler has come out of the last call of a `sync`, so its end is unknown here."""
-        return self._open is not None
-
     def announce(self) -> None:
         """Publish that this rank has the buffer, once it has entered an epoch."""
         self._take_back = self.tell()
@@ -136,30 +99,6 @@ class MemberExchange(HostsExchange):
         if not self.epoch and self.epoch_members is not None:
             self.epoch_members.returns()
         super().release()
-
-    def settle(self, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]] | None:
-        """Find out how that call has ended; return what it has found, or None if it has failed on all ranks.
-
-        Raises:
-            CommTimeoutError: its end is still open.
-        """
-        assert self._open is not None
-        (own, _), engine, found = self._open, self.engine, None
-        latest = engine.latest
-        for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
-            if not op.done:
-                with ignored(EpeeError):
-                    engine.wait(op, max(1e-3, deadline - time.monotonic()))
-            if not op.done:
-                raise CommTimeoutError(f"{self.where('sync')}: the end of an interrupted sync is still open; repeat it")
-            if op.error is None:
-                found = self._found(op if op is latest else self.run(own.plan, CallPatience.until(deadline)))
-        self._open = None
-        return found
-
-
-def _is_of(op: Operation, own: OwnRow) -> bool:
-    return isinstance(op.plan, RowsPlan) and op.plan.own.data == own.data
 
 
 class NextEpoch(NamedTuple):
@@ -176,7 +115,7 @@ class NextEpoch(NamedTuple):
     since: Mapping[int, int]
 
 
-class EpochMembers(Membership):
+class EpochMembers(MembersOfEngine):
     """The membership of a `LatencyBuffer` that has an engine. Interface: as `membership/synced.py`.
 
     Args:
@@ -194,6 +133,8 @@ class EpochMembers(Membership):
     """
 
     raises = False
+    _exchange: MemberExchange
+    _next: NextEpoch | None
 
     def __init__(
         self,
@@ -204,39 +145,21 @@ class EpochMembers(Membership):
         timeout_s: float,
         interrupt: Callable[[], None],
     ) -> None:
+        super().__init__(exchange, mode, job_handle, timeout_s, interrupt)
         self.forget = _nothing  # the memory of an epoch goes with its regions
-        self._exchange, self._config, self._rank = exchange, exchange.config, exchange.rank
-        self._mode, self._job_handle, self._nbytes = mode, job_handle, nbytes
-        self._timeout_s, self._interrupt = timeout_s, interrupt
+        self._nbytes = nbytes
         self.regions: dict[int, SharedRegion] = {}
         self.memory = Memory()
         self.entered: dict[int, int] = {}
         self._own: SharedRegion | None = None  # for the next epoch
-        self._next: NextEpoch | None = None
-        self._returned = 0  # the last epoch that a `sync` has returned, or a call has entered
-        self._is_out = False  # the engine is closed, and the next `sync` makes another one
-        self._view: object = None  # the view of which `_is_inside` says whether this rank takes part
-        self._is_inside = True
-        self._sync = MemberSync(exchange.engine, self._config.num_ranks, exchange.gather, self._may_return, self._check)
-        self._address = place_of(exchange.engine, mode)
-        self._job: Any = exchange.engine.membership.in_view(self._config.num_ranks).job
-        self._job.retain()  # an excluded rank has no engine for a while
+        self.begin_with(exchange.engine)
         exchange.epoch_members = self
-
-    @property
-    def takes_replacements(self) -> bool:  # type: ignore[override]
-        """Whether a process that replaces a lost rank is admitted."""
-        return self._job_handle.is_open
 
     @property
     def inbox_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the memory that this rank lends."""
         own = self.regions.get(self._rank)
         return 0 if own is None else own.mapped_bytes
-
-    @property
-    def _engine(self) -> Engine:
-        return self._exchange.engine
 
     # ---- the first epoch
 
@@ -254,7 +177,7 @@ class EpochMembers(Membership):
         except expected(EpeeError) as error:
             problem = f"{type(error).__name__}: {error}"
         blob = bytes(BLOB_BYTES) if self._own is None else self._own.blob
-        _, found = self._exchange.gather(SyncRow(0, 0), _DATA.pack(0, blob), deadline)
+        _, found = self._sync.gather(SyncRow(0, 0), _DATA.pack(0, blob), deadline)
         self._require_makers(found)
         self._sync.begin(found)
         self._note(found)
@@ -264,7 +187,7 @@ class EpochMembers(Membership):
         except expected(EpeeError) as error:
             problem = f"{type(error).__name__}: {error}"
         width = REASON_BYTES - _ROW.size
-        _, texts = self._exchange.gather(SyncRow(0, 0), problem.encode()[:width].ljust(width, b"\0"), deadline)
+        _, texts = self._sync.gather(SyncRow(0, 0), problem.encode()[:width].ljust(width, b"\0"), deadline)
         self._require_makers(texts)
         for rank, text in sorted(texts.items()):
             if text.strip(b"\0"):
@@ -293,25 +216,6 @@ class EpochMembers(Membership):
     def dead(self) -> Collection[int]:
         """Return the ranks whose processes have ended."""
         return self._engine.watch.dead()
-
-    def returns(self) -> None:
-        """Write for the others that this rank will return, though it closes its engine."""
-        self._sync.returns()
-
-    def _is_excluded(self) -> bool:
-        """Return whether the others have agreed without this rank, and it may return."""
-        if self._is_out:
-            return True
-        membership = self._engine.membership
-        view = membership.runtime.view()
-        if view is not self._view:  # asked in every call: computed once for each view
-            self._is_inside = self._rank in membership.admission.present()
-            self._view = view
-        return not self._is_inside and self._job_error() is None
-
-    def _job_error(self) -> PeerError | None:
-        """Return why this process has no part in the job any more, or cannot reach it."""
-        return self._engine.membership.runtime.error
 
     def gone(self) -> Collection[int]:
         """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will arrive."""
@@ -347,123 +251,18 @@ class EpochMembers(Membership):
         what = f"{where}: rank {rank}: {why}; call buffer.sync(), then calls run without it"
         return kind(what, [rank], op, seq, epoch, why)
 
-    def require_place(self, is_masked: bool) -> None:
-        """Raise `EvictedError` if the job has continued without this process, or, without a mask, the buffer has."""
-        error = self._job_error()
-        if isinstance(error, EvictedError):
-            raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
-        if not is_masked and self._is_excluded():
-            epoch = self._exchange.epoch
-            raise EvictedError(
-                f"rank {self._rank} was put out of this buffer after epoch {epoch}: it did not come to sync; call "
-                "buffer.sync(active_ranks) together with the others to come back",
-                [self._rank],
-                epoch=epoch,
-                cause=PUT_OUT,
-            )
-
-    def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Publish in hang reports that a call waits for ranks."""
-        self.has_shown = True
-        self._engine.membership.show_wait(op, seq, ranks)
-
-    def hide(self) -> None:
-        """Publish that no call waits."""
-        if not self._is_out:
-            self._engine.membership.hide()
-        self.has_shown = False
+    def _excluded_when(self) -> tuple[str, int]:
+        return "after", self._exchange.epoch
 
     # ---- epochs
 
-    @property
-    def must_turn(self) -> bool:  # type: ignore[override]
-        """Whether an error has come out of a `sync` that has agreed, or may have: its epoch is to be entered."""
-        return self._has_missed or self._returned < self._exchange.epoch
+    def _data(self) -> bytes:
+        if self._own is None or self._own is self.regions.get(self._rank):
+            self._own = self._new_region()
+        return _DATA.pack(self._exchange.epoch, self._own.blob)
 
-    @property
-    def _has_missed(self) -> bool:
-        """Whether the others may be in an epoch that this rank has not entered."""
-        return self._next is not None or self._exchange.is_open
-
-    def turn(self, op: str, deadline: float) -> None:
-        """Enter the epoch that the last `sync` has agreed on, if it has."""
-        self._settle(deadline)
-        if self._next is not None:
-            self._enter()
-        self._returned = self._exchange.epoch
-
-    def _settle(self, deadline: float) -> None:
-        """Find out what an interrupted `sync` has agreed on."""
-        found = self._exchange.settle(deadline) if self._exchange.is_open else None
-        if found is not None and self._sync.is_over(found[0]):
-            self._sync.begin(found[1])
-            self._note(found[1])
-
-    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
-        """Agree with the others on the members, and enter; `note_agreed` follows.
-
-        Raises:
-            NoQuorumError: too few ranks arrived to decide, or the others agreed without this one.
-            EvictedError: the job has continued without this process.
-            MismatchError: a rank makes another call.
-            ResourceError: no memory or descriptor is left here; the next call enters the epoch.
-        """
-        self._settle(deadline)
-        if self._next is not None:  # an error has interrupted a sync here
-            return self._enter()
-        if self._returned < self._exchange.epoch:
-            return Agreed(self._exchange.epoch, tuple(self.entered))
-        try:
-            found = self._meet(counted, deadline)
-        finally:
-            self.hide()
-        self._note(found)
-        return self._enter()
-
-    def note_agreed(self, agreed: Agreed) -> None:
-        """Record that the caller of `sync` has its result, and that the next one is another."""
-        self._returned = agreed.epoch
-
-    def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
-        """Agree on the members, after a return if this rank was excluded; return the data of each of them."""
-        while True:
-            try:
-                if self._is_excluded():
-                    self._come_back(deadline)
-                if self._own is None or self._own is self.regions.get(self._rank):
-                    self._own = self._new_region()
-                return self._sync.meet(_DATA.pack(self._exchange.epoch, self._own.blob), counted, deadline)
-            except expected(EvictedError):
-                if not self._is_excluded() or time.monotonic() > deadline:
-                    raise
-
-    def _come_back(self, deadline: float) -> None:
-        self._is_out = True
-        engine = self._sync.come_back(self._address, self._mode, deadline)
-        engine.timeout_s = self._timeout_s
+    def _use(self, engine: Engine) -> None:
         self._exchange.engine, self._exchange.peer_regions = engine, engine.members
-        self._is_out, self._view = False, None
-
-    def _may_return(self) -> Collection[int]:
-        """Return the ranks outside of the engine's group whose process may request admission."""
-        membership = self._engine.membership
-        admission, num_ranks = membership.admission, self._config.num_ranks
-        view, strangers = membership.runtime.view(), admission.strangers()
-        if self._job_handle.is_open:
-            alive = set(present_ranks(self._job_handle, view))
-        else:
-            here = {member.slot for member in view.members}
-            slots = membership.in_view(num_ranks).slots
-            alive = {rank for rank, slot in enumerate(slots) if slot in here} - strangers
-        away = alive.difference(admission.present())
-        return {rank for rank in away if rank in strangers or not self._sync.has_closed(rank)}
-
-    def _check(self, ranks: list[int]) -> None:
-        """Check for changes while a `sync` waits for ranks; raises what ends the wait."""
-        self._interrupt()
-        membership = self._engine.membership
-        membership.hooks.raise_trouble()
-        self.show("sync", self._exchange.seq + 1, ranks)
 
     def _note(self, found: Mapping[int, bytes]) -> None:
         """Record what the ranks have agreed on; from here on the epoch is to be entered."""
@@ -497,7 +296,8 @@ class EpochMembers(Membership):
             raise
         old, self.regions = self.regions, regions
         self.entered = dict(following.since)
-        self._exchange.epoch = following.agreed.epoch
+        self._last = following.agreed
+        self._exchange.epoch = self._exchange.num_agreed = following.agreed.epoch
         self._next = None  # last: up to here all may be repeated
         self._close(old, regions)
         return following.agreed
@@ -525,9 +325,6 @@ class EpochMembers(Membership):
 
     def close(self) -> None:
         """Release all memory, and the engine. Idempotent."""
-        job, self._job = self._job, None
-        if job is None:
-            return
         self._close(self.regions, {})
         self.regions = {}
         if self._own is not None:
@@ -535,7 +332,7 @@ class EpochMembers(Membership):
             self._own = None
         self.memory = Memory()
         self._exchange.epoch_members = None
-        job.release()
+        super().close()
 
 
 def _nothing() -> None:

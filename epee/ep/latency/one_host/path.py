@@ -51,7 +51,7 @@ from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
 from ...control.words import inbox_layout
 from ...membership.memory import Memory
-from ...membership.path_lane import PathLane, counted_of, lane_of, return_agreed, sync
+from ...membership.path_lane import PathLane, lane_of, sync
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..cpu import CpuLatencyHandle, LatencyCalls
@@ -373,7 +373,4 @@ class LatencyCpuPath(LatencyCalls, Memory):
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         num_ranks, members = self.config.num_ranks, self._members
         marks = [1] * num_ranks if active_ranks is None else active_ranks.tolist()
-        if not isinstance(members, EpochMembers):
-            return sync(self.control, members, marks, active_ranks, 0, deadline)
-        agreed = members.sync(counted_of(marks, num_ranks), 0, deadline)
-        return return_agreed(members, agreed, active_ranks, num_ranks)
+        return sync(self.control, members, marks, active_ranks, 0, deadline)

@@ -185,6 +185,7 @@ def shrink(slot: int, num_ranks: int, folder: str, everybody: bool) -> None:
         every_operation(world, [0, 1, 2, 3])
     ring(world, [0, 1, 2, 3])
     assert pg.get_active_ranks(world).tolist() == [1, 1, 1, 1]
+    stages.meet(folder, "checked", slot, (0, 1, 2, 4))  # the mask shows who ends, without a call
 
 
 def call_on(group: Any) -> None:

@@ -187,10 +187,14 @@ def is_of_handler(exc: BaseException) -> bool:
     The frame of a handler stands in the traceback directly behind the interrupted frame, which is its argument. A
     `StopIteration` that a handler raises inside a generator leaves it as a `RuntimeError` (PEP 479).
     """
+    found = [exc]
     if isinstance(exc, RuntimeError) and isinstance(exc.__cause__, StopIteration):
-        exc = exc.__cause__
-    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
-    return any(_is_handler(frame, interrupted) for interrupted, frame in itertools.pairwise(frames))
+        found.append(exc.__cause__)
+    return any(
+        _is_handler(frame, interrupted)
+        for one in found
+        for (interrupted, _), (frame, _) in itertools.pairwise(traceback.walk_tb(one.__traceback__))
+    )
 
 
 def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:

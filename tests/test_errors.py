@@ -215,6 +215,20 @@ def test_a_stop_iteration_of_a_handler_that_leaves_a_generator_is_the_handlers()
     finally:
         signal.signal(signal.SIGUSR1, old)
     assert errors.is_of_handler(caught.value)
+
+    def end_search(*_: Any) -> None:
+        try:
+            next(iter(()))
+        except StopIteration as end:
+            raise RuntimeError("nothing found") from end
+
+    old = signal.signal(signal.SIGUSR1, end_search)
+    try:
+        with pytest.raises(RuntimeError, match="nothing found") as raised:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert errors.is_of_handler(raised.value)
     with pytest.raises(RuntimeError) as own:
         all(next(iter(())) for _ in range(2))
     assert not errors.is_of_handler(own.value)

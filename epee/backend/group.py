@@ -102,6 +102,7 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 with real_tensors():
                     done = self._on_device.run(method.__name__, args, kwargs)
                 if done is not NOT_SERVED:
+                    self._engine.latest = None  # a meeting of the GPUs' CPU sides is a call of the engine, too
                     return done
             try:
                 done = method(self, *args, **kwargs)

@@ -558,7 +558,7 @@ class Engine:
                 block = self.advance(head)
                 if block is not None and not op.done and (head is op or self.order.foremost(op) is head):
                     if not is_alone:
-                        raise_if_open(head, op)
+                        raise_if_open(head, op, until)
                     self._wait(block, head, op, until)
             if not is_message:
                 self.retire_heads()

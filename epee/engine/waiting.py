@@ -374,14 +374,15 @@ def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float
         )
 
 
-def raise_if_open(head: Driven, op: Driven) -> None:
+def raise_if_open(head: Driven, op: Driven, until: float | None) -> None:
     """Raise `CommTimeoutError` for a waiter blocked by an aborted call, when others have not decided in time.
 
     A caller that claims an unclaimed call has a timeout of its own (`until`), whatever is left of that of the call.
     """
     if not isinstance(head, Operation) or head.withdrawal is None:
         return
-    if head.told is None if head is op else op.start_clock() > op.deadline:
+    is_claimed = until is not None and isinstance(op, Operation) and op.told is not None
+    if not is_claimed and (head is op or op.start_clock() > op.deadline):
         head.withdrawal.raise_if_open(head, head.peer_regions)
 
 

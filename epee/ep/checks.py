@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import refuse_fake
+from ..arrays import refuse_fake, require_memory
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError, expected
 from ..gpu.payload import FP8, LAYOUTS, PAYLOAD_DTYPES
 from ..values import is_whole, seconds, shown
@@ -222,7 +222,22 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
             f"dtype={value.dtype}, or x (and its MoELayer) in {config.dtype}"
         )
     _check_num_tokens("x", value.shape[0], config)
-    return PayloadRows(check_rows("x", value) if config.is_cuda else _rows(value), value.dtype)
+    return PayloadRows(check_rows("x", value) if config.is_cuda else _rows(_in_memory("x", value)), value.dtype)
+
+
+def _in_memory(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements lie in memory of its own; a copy of a wrapper's around others.
+
+    Raises:
+        InvalidArgument: its storage was freed.
+    """
+    if values.data_ptr() or not values.numel():
+        return values
+    if type(values) in (torch.Tensor, torch.nn.Parameter):
+        require_memory(values, name)
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+    copy.copy_(values)  # what that returns may be a wrapper again
+    return copy
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
@@ -231,7 +246,7 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     That is: with gaps, off an 8-byte border, or with odd strides that torch calls contiguous (empty or one row).
     """
     num_tokens, hidden = values.shape
-    is_plain = values.stride() == (hidden, 1) and values.storage_offset() * values.itemsize % 8 == 0
+    is_plain = values.stride() == (hidden, 1) and values.data_ptr() % 8 == 0
     dense = values if is_plain else torch.empty(num_tokens, hidden, dtype=values.dtype, device="cpu").copy_(values)
     return dense.view(torch.int64)
 
@@ -282,7 +297,7 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
         )
     if config.is_cuda:
         return PayloadRows(check_rows("x[0]", values), FP8, scales, scales.dtype)
-    rows = _rows(values)
+    rows, scales = _rows(_in_memory("x[0]", values)), _in_memory("x[1]", scales)
     return PayloadRows(rows, FP8, scales.contiguous().view(torch.int32), scales.dtype)
 
 

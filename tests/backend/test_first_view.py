@@ -13,6 +13,7 @@ from epee.errors import CommTimeoutError, RankFailedError
 from epee.view.protocol.messages import Decision, Member
 
 MEMBERS = tuple(Member(slot, 1, bytes([slot]) * 16, b"") for slot in range(3))
+FIRST = Decision(1, MEMBERS)
 
 
 class Late:
@@ -31,10 +32,10 @@ class Late:
         return self._decision
 
 
-def membership_of(agent: Late) -> tuple[GroupMembership, Any]:
-    """Return the membership of a group that knows epoch 1."""
+def membership_of(agent: Late, known: Decision = FIRST) -> tuple[GroupMembership, Any]:
+    """Return the membership of a group that knows a view."""
     found = object.__new__(GroupMembership)
-    table = SimpleNamespace(known=Decision(1, MEMBERS))
+    table = SimpleNamespace(known=known)
     parts = {"runtime": agent, "hooks": agent, "_rank_table": table, "_slots": [0, 1, 2]}
     found.__dict__.update(parts)
     return found, table
@@ -53,6 +54,18 @@ def test_a_view_without_a_rank_of_the_group_is_no_begin() -> None:
     with pytest.raises(RankFailedError, match="rank 2 has left or died") as caught:
         found.begin(2, timeout_s=30.0)
     assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("later", [MEMBERS, MEMBERS[:2]])
+def test_a_rank_that_knows_a_later_view_begins_with_it(later: tuple[Member, ...]) -> None:
+    found, table = membership_of(Late(Decision(1, MEMBERS)), Decision(2, later))
+    if later == MEMBERS:
+        found.begin(1, timeout_s=30.0)
+        assert table.known.epoch == 2
+    else:
+        with pytest.raises(RankFailedError) as caught:
+            found.begin(1, timeout_s=30.0)
+        assert caught.value.ranks == (2,)
 
 
 def test_a_view_that_does_not_come_is_a_timeout() -> None:

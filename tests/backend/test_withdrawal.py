@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def test_a_rank_that_comes_with_the_time_out_ends_as_the_others_do(tmp_path: Pat
     assert "given up" in results[0]
 
 
-def slow_to_decide(rank: int, num_ranks: int) -> list[str]:
+def slow_to_decide(rank: int, num_ranks: int, folder: str) -> list[str]:
     """Rank 2 aborts a call when the others have checked for that, and before they announce that they complete it."""
     group: Any = dist.group.WORLD
     group.set_timeout(timedelta(seconds=30))
@@ -156,7 +155,9 @@ def slow_to_decide(rank: int, num_ranks: int) -> list[str]:
         give_up = Operation.withdraw
 
         def give_up_late(*args: Any) -> None:
-            time.sleep(0.4)
+            stages.reach(folder, "late")
+            for other in range(2):
+                stages.wait_for(folder, f"checked{other}")
             give_up(*args)
 
         Operation.withdraw = give_up_late  # type: ignore[method-assign]
@@ -165,17 +166,20 @@ def slow_to_decide(rank: int, num_ranks: int) -> list[str]:
 
         def check_then_wait(*args: Any) -> list[int]:
             found = withdrawn(*args)
-            time.sleep(1.0)
+            stages.reach(folder, f"checked{rank}")
+            stages.wait_for(folder, "open")
+            time.sleep(0.5)  # the repetition waits meanwhile; the old one ended after its 0.05 s
             return found
 
         engine.withdrawn = operation.withdrawn = check_then_wait  # type: ignore[attr-defined]
-        time.sleep(0.2)  # rank 2 finds none of the parts in time
+        stages.wait_for(folder, "late")  # rank 2 finds none of the parts in time
     told = []
     try:
         dist.all_reduce(x)
     except CommTimeoutError as error:
         told.append("open" if "neither aborted nor complete" in str(error) else str(error))
         group.set_timeout(timedelta(seconds=30))
+        stages.reach(folder, "open")
         dist.all_reduce(x)
     assert x.tolist() == [3.0] * 3
     engine.withdrawn = operation.withdrawn = withdrawn  # type: ignore[attr-defined]
@@ -184,9 +188,11 @@ def slow_to_decide(rank: int, num_ranks: int) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("run", [partial(run_ranks, num_ranks=3), partial(run_on_loopbacks, placement=(0, 0, 1))])
-def test_the_repetition_of_an_open_call_waits_for_its_end_as_long_as_a_call(run: Callable[..., Any]) -> None:
-    assert run(slow_to_decide, backend="epee") == [[], [], ["open"]]
+@pytest.mark.parametrize(("run", "ranks"), [(run_ranks, 3), (run_on_loopbacks, (0, 0, 1))])
+def test_the_repetition_of_an_open_call_waits_for_its_end_as_long_as_a_call(
+    tmp_path: Path, run: Callable[..., Any], ranks: Any
+) -> None:
+    assert run(slow_to_decide, ranks, str(tmp_path), backend="epee") == [[], [], ["open"]]
 
 
 def many(rank: int, num_ranks: int, folder: str) -> list[str]:

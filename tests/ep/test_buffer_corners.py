@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
+import epee
 from epee import reference
 from tests.ep.buffer_cases import (
     Call,
@@ -310,3 +313,41 @@ def test_receive_memory_is_made_at_first_use_of_a_layout() -> None:
         assert empty < payload, "no layout was used yet"
         assert one >= empty + 2 * payload, "two slots of the rank layout"
         assert both >= one + 2 * payload
+
+
+class Wrapped(torch.Tensor):
+    """Shows another tensor, as do the results of operations on it; it has no memory that numpy can access."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*tree_map(lambda arg: arg.inner if isinstance(arg, Wrapped) else arg, args), **(kwargs or {}))
+        return tree_map(lambda one: Wrapped(one) if isinstance(one, torch.Tensor) else one, found)
+
+
+def sends_wrappers(rank: int, num_ranks: int) -> None:
+    """Rows and scales of tensors without memory of their own, and rows off an 8-byte border."""
+    with epee.Buffer(dist.group.WORLD, num_experts=2, hidden=128, num_topk=1, max_tokens_per_rank=4) as buffer:
+        x = torch.randn(4, 128).to(torch.bfloat16)
+        idx, weights = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
+        plain = buffer.dispatch(x, idx, weights).x
+        same_bits(buffer.dispatch(Wrapped(x), idx, weights).x, plain, "wrapper")
+        off_border = torch.empty(4 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 128).copy_(x)
+        same_bits(buffer.dispatch(off_border, idx, weights).x, plain, "off an 8-byte border")
+        values, scales = x.to(torch.float8_e4m3fn), torch.rand(4, 1)
+        plain_pair = buffer.dispatch((values, scales), idx, weights).x
+        pair = buffer.dispatch((Wrapped(values), Wrapped(scales)), idx, weights).x
+        for one, other, name in zip(pair, plain_pair, ("values", "scales"), strict=True):
+            same_bits(one, other, name)
+
+
+def test_rows_of_wrappers_are_sent() -> None:
+    run_ranks(sends_wrappers, 2)

@@ -29,7 +29,7 @@ from tests.hosts import run_on_loopbacks
 from . import stages
 
 ROOT = str(Path(epee.__file__).parent)
-TIMEOUT_S = 2.0
+TIMEOUT_S, LONG_S = 2.0, 30.0
 VICTIM = 1
 Outcome = tuple[str, tuple[int, ...]]
 
@@ -59,9 +59,9 @@ def _outcome(call: Callable[[], object]) -> Outcome:
     return "", ()
 
 
-def _init(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+def _init(rank: int, num_ranks: int, folder: str, backend: str, timeout_s: float = TIMEOUT_S) -> None:
     store = dist.FileStore(f"{folder}/store", num_ranks)
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
@@ -139,19 +139,19 @@ def _die_ready() -> None:
 def make_with_a_death_behind(rank: int, num_ranks: int, folder: str, kind: str) -> list[Outcome]:
     is_group = kind == "group"
     if not is_group:
-        _init(rank, num_ranks, folder, "epee")
+        _init(rank, num_ranks, folder, "epee", LONG_S)
         dist.barrier()
         stages.meet(folder, "made", rank, range(num_ranks))
     if rank == VICTIM:
         _die_ready()
     if is_group:
-        found = [_outcome(lambda: _init(rank, num_ranks, folder, "epee"))]
+        found = [_outcome(lambda: _init(rank, num_ranks, folder, "epee", LONG_S))]
         if not found[0][0]:
             found.append(_outcome(lambda: dist.all_reduce(torch.ones(2))))
         return _ended(rank, num_ranks, folder, found)
     made: list[Any] = []
     arguments: dict[str, Any] = {"num_experts": num_ranks, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 4}
-    found = [_outcome(lambda: made.append(getattr(epee, kind)(timeout=TIMEOUT_S, **arguments)))]
+    found = [_outcome(lambda: made.append(getattr(epee, kind)(timeout=LONG_S, **arguments)))]
     if made:
         x, idx = torch.ones(2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
         found.append(_outcome(lambda: made[0].dispatch(x, idx, torch.ones(2, 1))))

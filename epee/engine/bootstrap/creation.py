@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ... import env
-from ...errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, expected
+from ...errors import CommTimeoutError, EpeeError, ProtocolError, expected
 from ...link.address import listen, own_address
 from ...link.topology import Topology
 from ...memory.shared import SharedRegion
@@ -286,7 +286,7 @@ def await_all(
     error: EpeeError | None = None
     try:
         _await_ready(this, peer_regions, watch, deadline, check)
-    except expected(CommTimeoutError, PeerError) as exc:
+    except expected(EpeeError) as exc:
         if not peer_regions.exports.spans:
             raise
         error = this.heard(watch) or exc

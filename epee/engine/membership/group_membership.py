@@ -141,7 +141,8 @@ class GroupMembership:
             CommTimeoutError: it does not come.
             RankFailedError: a rank of the group is not in it.
         """
-        self._rank_table.known = self.view_at(epoch, timeout_s)
+        if self.epoch < epoch:
+            self._rank_table.known = self.view_at(epoch, timeout_s)
         present = {member.slot for member in self._rank_table.known.members}
         lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
         if lost:

@@ -231,7 +231,8 @@ def await_told(
         CommTimeoutError: one has not in time.
     """
     ways.note_made()
-    until = min(deadline, time.monotonic() + _NOTE_S)
+    until = time.monotonic() + _NOTE_S
+    deadline = max(deadline, until)  # it may have passed where others have found that the group is made
     while any(peer_regions.words[peer][LIFE] == LIFE_BORN for peer in peer_regions.peers) and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # a gateway of this host has not noted it yet
     while (

@@ -110,7 +110,12 @@ class Begun:
     def deaths(self) -> tuple[int, ...]:
         """Return the makers that have died since they began; waits for the proof if one is dying."""
         makers = {rank: process for rank, process in self._processes.items() if rank in self.makers}
-        return ended_of(makers, lambda: [loss.rank for loss in self.roster.losses(self.first) if loss.cause in _DEATHS])
+        return ended_of(makers, self._told_dead)
+
+    def _told_dead(self) -> list[int]:
+        """Return the makers that are dead as the view says; one that it lost at once has no process here."""
+        losses = self.roster.losses(self.first)
+        return [loss.rank for loss in losses if loss.cause in _DEATHS and loss.rank in self.makers]
 
     def close(self) -> None:
         """Release the buffer's part in the group; idempotent. Talks to the agent thread."""
@@ -134,7 +139,7 @@ def ended_of(processes: Mapping[int, tuple[int, int]], told: Callable[[], Collec
     until = time.monotonic() + _DYING_S
     while True:
         seen = {rank for rank, process in processes.items() if has_ended(*process) or is_torn_down(*process)}
-        dead = tuple(sorted(processes.keys() & {*seen, *told()}))
+        dead = tuple(sorted({*seen, *told()}))
         is_sure = dead or not any(is_leaving(*process) for process in processes.values())
         if is_sure or time.monotonic() > until:
             return dead

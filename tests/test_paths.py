@@ -21,8 +21,8 @@ CEILINGS = {
         "all_reduce 16 MiB cpu": (24, 85),
     },
     "engine": {
-        "dispatch engine": (30, 132),
-        "combine engine": (28, 112),
+        "dispatch engine": (30, 140),
+        "combine engine": (28, 120),
     },
     "hosts": {
         "dispatch hosts": (47, 220),

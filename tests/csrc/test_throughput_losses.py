@@ -149,7 +149,7 @@ def _late_reader(rank: int, num_ranks: int) -> str:
     buffer.barrier(LONG_S)
     d = _send(buffer, rank)
     if rank == 1:
-        buffer.machine.platform.pause("order", 13, 1.0)
+        buffer.machine.platform.pause("order", 13, 5.0)
     options = CombineOptions(timeout_s=0.5 if rank == 0 else LONG_S, order=CombineOrder("rank"))
     return _error_of(buffer, lambda: buffer.combine(d.x, d.handle, None, (), None, options))
 

@@ -280,6 +280,8 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         head.holds_back = engine.order.held_by(head)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.peer_regions, silent)
+    elif is_late and isinstance(head, Operation) and head.completing and head.withdrawal is not None:
+        head.withdrawal.undecided = silent  # others have completed it: it cannot fail; waiters get an error meanwhile
     elif is_late and isinstance(head, Message):
         _end_late(engine, head, silent, now)
     elif is_late:

@@ -9,6 +9,9 @@ everything has arrived, the tags of all ranks once more (`withdrawn`), stores CO
 results. Cells and staging are reused only when this rank has ended the call, so its data is there for as long as it may
 have to complete it.
 
+A rank that finds after its abort that another has completed the call completes it, too, whatever the time: between
+hosts the answer can come before the data, which arrives on other streams. Until then the call is open.
+
 A rank that was stopped learns of an abort when it continues. A refusal is not revoked: no rank can complete with it,
 and its reason is for ranks that arrive late. After GRACE_S, or the timeout if that is shorter, the caller of a call
 that is still open gets its error; the repetition of the call continues its number (`Engine.claim`), so no rank pairs it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from epee.engine import engine, operation
 from epee.engine.operation import Operation
 from epee.engine.outbox import CELL_WORDS
+from epee.engine.replication.links import LinkReader
 from epee.engine.withdrawal import withdrawn
 from epee.errors import CommTimeoutError, MismatchError
+from epee.link.frames import PIECES, WRITE
 
 from ..harness import run_ranks
 from ..hosts import run_on_loopbacks
@@ -219,3 +222,52 @@ def many(rank: int, num_ranks: int, folder: str) -> list[str]:
 def test_many_calls_are_given_up_in_order(tmp_path: Path) -> None:
     results = run_ranks(many, 3, str(tmp_path), backend=None, timeout_s=60)
     assert results[0] == results[1] == results[2] == ["given up"] * 70
+
+
+def gets_data_late(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Rank 1 aborts a call that rank 0 has completed, learns of that, and gets the words of rank 0 only later."""
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=30))
+    dist.barrier()
+    x, told = torch.full((3,), float(rank)), []
+    if rank == 1:
+        apply, give_up, lock = LinkReader.apply, Operation.withdraw, threading.RLock()
+        held: list[tuple[Any, ...]] = []
+        holds = True
+
+        def apply_late(reader: LinkReader, frame: Any, payload: memoryview) -> None:
+            with lock:
+                if holds and frame[0] in (WRITE, PIECES):
+                    held.append((reader, frame, memoryview(bytes(payload))))
+                else:
+                    apply(reader, frame, payload)
+
+        def give_up_late(*args: Any) -> None:
+            stages.wait_for(folder, "complete")
+            give_up(*args)
+
+        LinkReader.apply, Operation.withdraw = apply_late, give_up_late  # type: ignore[method-assign]
+        group.set_timeout(timedelta(seconds=0.05))
+        stages.reach(folder, "holds")
+    else:
+        stages.wait_for(folder, "holds")
+    try:
+        dist.all_reduce(x)
+    except CommTimeoutError as error:
+        told.append("open" if "neither aborted nor complete" in str(error) else str(error))
+        with lock:
+            holds = False
+            for one in held:
+                apply(*one)
+        group.set_timeout(timedelta(seconds=30))
+        dist.all_reduce(x)
+    if rank == 0:
+        stages.reach(folder, "complete")
+    assert x.tolist() == [1.0] * 3
+    group.set_timeout(timedelta(seconds=30))
+    dist.barrier()
+    return told
+
+
+def test_a_call_that_another_rank_has_completed_is_open_until_its_data_has_come(tmp_path: Path) -> None:
+    assert run_on_loopbacks(gets_data_late, (0, 1), str(tmp_path), backend="epee") == [[], ["open"]]

@@ -21,7 +21,7 @@ CEILINGS = {
         "all_reduce 16 MiB cpu": (24, 85),
     },
     "engine": {
-        "dispatch engine": (30, 140),
+        "dispatch engine": (31, 140),
         "combine engine": (28, 120),
     },
     "hosts": {

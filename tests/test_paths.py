@@ -44,7 +44,7 @@ CEILINGS = {
     # machine that was so in five runs of five.
     "kill": {"all_reduce, peer killed": (45, 505)},
 }
-MAX_CODE_LINES = 51_074
+MAX_CODE_LINES = 51_075
 ATTEMPTS = 5
 
 

@@ -246,7 +246,9 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     That is: with gaps, off an 8-byte border, or with odd strides that torch calls contiguous (empty or one row).
     """
     num_tokens, hidden = values.shape
-    is_plain = values.stride() == (hidden, 1) and values.data_ptr() % 8 == 0
+    is_dense = values.stride() == (hidden, 1)
+    # torch's view looks at the offset, numpy's copies at the address; of a storage off the border one can be even
+    is_plain = is_dense and values.storage_offset() * values.itemsize % 8 == 0 and values.data_ptr() % 8 == 0
     dense = values if is_plain else torch.empty(num_tokens, hidden, dtype=values.dtype, device="cpu").copy_(values)
     return dense.view(torch.int64)
 

@@ -23,6 +23,7 @@ from tests.ep.buffer_cases import (
     same_bits,
 )
 from tests.harness import run_ranks
+from tests.test_arrays import Wrapped
 
 LAYOUTS = ("rank", "expert")
 
@@ -315,22 +316,13 @@ def test_receive_memory_is_made_at_first_use_of_a_layout() -> None:
         assert both >= one + 2 * payload
 
 
-class Wrapped(torch.Tensor):
+class Rewrapped(Wrapped):
     """Shows another tensor, as do the results of operations on it; it has no memory that numpy can access."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*tree_map(lambda arg: arg.inner if isinstance(arg, Wrapped) else arg, args), **(kwargs or {}))
-        return tree_map(lambda one: Wrapped(one) if isinstance(one, torch.Tensor) else one, found)
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        return tree_map(lambda one: Rewrapped(one) if isinstance(one, torch.Tensor) else one, found)
 
 
 def sends_wrappers(rank: int, num_ranks: int) -> None:
@@ -339,12 +331,16 @@ def sends_wrappers(rank: int, num_ranks: int) -> None:
         x = torch.randn(4, 128).to(torch.bfloat16)
         idx, weights = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
         plain = buffer.dispatch(x, idx, weights).x
-        same_bits(buffer.dispatch(Wrapped(x), idx, weights).x, plain, "wrapper")
+        same_bits(buffer.dispatch(Rewrapped(x), idx, weights).x, plain, "wrapper")
         off_border = torch.empty(4 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 128).copy_(x)
         same_bits(buffer.dispatch(off_border, idx, weights).x, plain, "off an 8-byte border")
+        odd_storage = torch.frombuffer(bytearray(2 * (4 + 4 * 128)), dtype=torch.bfloat16, offset=2)
+        for first in range(4):  # elements: the offset is on the border for one, the address for another
+            shifted = odd_storage[first : first + 4 * 128].view(4, 128).copy_(x)
+            same_bits(buffer.dispatch(shifted, idx, weights).x, plain, f"element {first}")
         values, scales = x.to(torch.float8_e4m3fn), torch.rand(4, 1)
         plain_pair = buffer.dispatch((values, scales), idx, weights).x
-        pair = buffer.dispatch((Wrapped(values), Wrapped(scales)), idx, weights).x
+        pair = buffer.dispatch((Rewrapped(values), Rewrapped(scales)), idx, weights).x
         for one, other, name in zip(pair, plain_pair, ("values", "scales"), strict=True):
             same_bits(one, other, name)
 

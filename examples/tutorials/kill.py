@@ -19,7 +19,8 @@ def run(is_joiner: bool) -> None:
     options = epee.BackendOptions(fault_mode="mask", is_extension=is_joiner)
     dist.init_process_group("epee", pg_options=options)  # a joiner waits here until a member calls recover_ranks
     group, rank = dist.group.WORLD, dist.get_rank()
-    buffer = epee.Buffer(num_experts=6, hidden=64, num_topk=2, max_tokens_per_rank=16)
+    # random routing: with room for all rows on one rank no step can end for want of room
+    buffer = epee.Buffer(num_experts=6, hidden=64, num_topk=2, max_tokens_per_rank=16, max_recv_rows=NUM_RANKS * 16 * 2)
     state = torch.zeros(2)  # the step and one weight, for a whole model
     if is_joiner:
         dist.broadcast(state, 0)

@@ -1,9 +1,8 @@
 """The files and functions of `epee` that one call enters, counted in two ranks on this machine.
 
 `python -m tests.paths CASE` starts two ranks and prints the counts of rank 0. A case is a group of calls: `cpu` and
-`hosts` (buffers and collectives on CPU tensors, one host and two), `engine` (as `cpu`, a buffer with an engine, on
-trial), `cuda` (both buffers on emulated kernels) and `kill` (an all_reduce in which the other rank is killed, with the
-frames of all threads).
+`hosts` (buffers and collectives on CPU tensors, one host and two), `cuda` (both buffers on emulated kernels) and `kill`
+(an all_reduce in which the other rank is killed, with the frames of all threads).
 
 A function counts when it is entered between the start and the end of the call. Of a call that can be repeated the
 smallest count of several repetitions is reported: a slow machine adds steps (a wait that sleeps, a socket that is full)
@@ -33,7 +32,7 @@ PACKAGE = f"{ROOT / 'epee'}{os.sep}"
 REPETITIONS = 3
 SMALL_REPETITIONS = 50  # a small call takes its shortest way where the other rank came first
 TIMEOUT_S = 150.0
-CASES = ("cpu", "engine", "hosts", "cuda", "kill")
+CASES = ("cpu", "hosts", "cuda", "kill")
 R = TypeVar("R")
 
 
@@ -112,7 +111,7 @@ def _on_cpu(case: str) -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     weights, idx = torch.rand(32, 8).softmax(-1).topk(2)
     with epee.Buffer(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=32) as buffer:
-        times = 4 * REPETITIONS if case == "engine" else REPETITIONS  # it takes its shortest way as a small call does
+        times = SMALL_REPETITIONS
         sent = traced(f"dispatch {case}", lambda: buffer.dispatch(x, idx, weights, layout="expert"), repetitions=times)
         again = [buffer.dispatch(x, idx, weights, layout="expert") for _ in range(times - 1)]
         handles = iter([sent, *again])
@@ -122,8 +121,6 @@ def _on_cpu(case: str) -> None:
             return buffer.combine(result.x, result.handle)
 
         traced(f"combine {case}", combine, warmup=0, repetitions=times)
-    if case == "engine":
-        return
     small, large = torch.ones(4), torch.ones(4 << 20)
     traced(f"all_reduce 16 B {case}", lambda: dist.all_reduce(small) or small, repetitions=SMALL_REPETITIONS)
     traced(f"all_reduce 16 MiB {case}", lambda: dist.all_reduce(large) or large)
@@ -195,12 +192,10 @@ def run_rank(case: str) -> None:
     import torch.distributed as dist
 
     import epee
-    from epee.ep import base
 
     torch.set_num_threads(1)
     options = epee.BackendOptions(fault_mode="raise", op_timeout=60)
     dist.init_process_group("epee", pg_options=options)
-    base.ON_ENGINE = case == "engine"
     if case == "kill":
         _kill()
     elif case == "cuda":

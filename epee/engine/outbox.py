@@ -32,7 +32,7 @@ sent for another rank, group or incarnation is detected when it is mapped.
 
 Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
 have room for channels to 64 ranks from the beginning (decision 42): 1.1 GiB of addresses each, some pages of it
-touched.
+touched. The engine of a buffer of one host sends no messages, and its outboxes have no channels.
 """
 
 from __future__ import annotations
@@ -103,21 +103,22 @@ ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)
 
 
-def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0) -> Layout:
+def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0, has_messages: bool = True) -> Layout:
     """Return the layout of an outbox in a group that may have `capacity` ranks; `staging_bytes`: of one staging buffer.
 
     Four such buffers are laid out: two that send and two that hold what a rank has reduced for others. `extra_bytes`, a
-    multiple of 8, are among the words that peers read, and may request.
+    multiple of 8, are among the words that peers read, and may request. Without messages, there are no channels.
     """
+    num_channels = capacity if has_messages else 0
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
-        Field("lanes", torch.uint64, (capacity, LANE_WORDS)),
+        Field("lanes", torch.uint64, (num_channels, LANE_WORDS)),
         Field("mirrors", torch.uint64, (capacity, MIRROR_WORDS)),
         Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
-        Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
+        Field("lane_data", torch.uint8, (num_channels, LANE_BYTES), align_bytes=4096),
     )
 
 
@@ -355,10 +356,11 @@ class PeerRegions:
         epoch: int,
         capacity: int | None = None,
         extra_bytes: int = 0,
+        has_messages: bool = True,
     ) -> None:
         num_ranks = len(regions)
         self.capacity = capacity = num_ranks if capacity is None else capacity
-        layout = outbox_layout(capacity, staging_bytes, extra_bytes)
+        layout = outbox_layout(capacity, staging_bytes, extra_bytes, has_messages)
         for peer, region in enumerate(regions):
             if region.nbytes < layout.nbytes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
@@ -381,6 +383,7 @@ class PeerRegions:
         self.cells_free_until = NUM_CELLS
         self.first_cell = layout.offset("cells") // 8
         self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(capacity)]
+        # without messages there is nothing at these, and nobody asks
         self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(capacity)]
         self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(capacity)]
         self.mirror_base = [layout.offset("mirrors") // 8 + MIRROR_WORDS * peer for peer in range(capacity)]

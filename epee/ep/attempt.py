@@ -261,11 +261,8 @@ def refuse(exchange: RowExchange, path: Path, op: int, error: Exception, deadlin
     """
     while True:
         try:
-            loss = exchange.membership.turn_to_refuse(OP_NAMES[op], deadline)
-            if loss is None:
-                path.refuse(op, error, deadline)
-            else:
-                _log.warning("a refused call has failed on all ranks: %s", loss)
+            exchange.membership.turn(OP_NAMES[op], deadline)
+            path.refuse(op, error, deadline)
             return
         except expected(Moved):  # before anything was announced
             deadline = time.monotonic() + default_s

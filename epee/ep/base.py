@@ -37,8 +37,8 @@ from .control.header import OP_DISPATCH, OP_GATHER
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
+from .job import job_handle_of
 from .latency.region import region_layout
-from .membership.group_view import job_handle_of
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from .latency.one_host.members import MemberExchange
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
-# On trial, and off: a `Buffer` on CPUs of one host exchanges its rows over an engine of its own (`hosts/direct.py`).
-# Tests turn it on.
-ON_ENGINE = False
 
 
 @untraced_methods
@@ -123,10 +120,10 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not spans and alone is None and _has_engine(job_handle, self.config):
+        if not (spans or self.config.is_cuda):
             born = Born([], DeathWatch())
             make = _latency_exchange if self.config.is_latency else _direct_exchange
-            self._exchange = make(group, job_handle, self.config, self._timeout, closing)
+            self._exchange = make(group, job_handle, self.config, self._timeout, closing, alone)
         elif not spans:
             born = bear(self.config)
             self._exchange = here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
@@ -369,7 +366,7 @@ class SharedBuffer:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the last call ran; handles of other epochs are stale. 0 for the only rank of a group."""
+        """The epoch in which the last call ran; handles of other epochs are stale. 0 on GPUs of a single rank."""
         return self._exchange.epoch
 
     @property
@@ -431,13 +428,13 @@ def _tell_of_one_host(
     )
 
 
-def _has_engine(job_handle: GroupInView, config: BufferConfig) -> bool:
-    """Return whether a buffer of one host on CPUs has an engine of its own; the same on all ranks."""
-    return ON_ENGINE and not config.is_cuda and config.num_ranks > 1 and not job_handle.spans
-
-
 def _direct_exchange(
-    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, closing: Closing
+    group: dist.ProcessGroup,
+    job_handle: GroupInView,
+    config: BufferConfig,
+    timeout_s: float,
+    closing: Closing,
+    alone: OnOneHost | None,
 ) -> DirectExchange:
     """Make the engine of a `Buffer` of one host, and its membership. Collective.
 
@@ -454,7 +451,7 @@ def _direct_exchange(
     members = BufferMembers(exchange, mode_of(config), job_handle, timeout_s, closing.check)
     exchange.membership = members
     try:
-        running = find_running(group, job_handle, config, timeout_s)
+        running = find_running(group, job_handle, config, timeout_s) if alone is None else alone.notice
         if running is not None:
             members.join_later(group, running)
         else:
@@ -471,7 +468,12 @@ def _direct_exchange(
 
 
 def _latency_exchange(
-    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, closing: Closing
+    group: dist.ProcessGroup,
+    job_handle: GroupInView,
+    config: BufferConfig,
+    timeout_s: float,
+    closing: Closing,
+    alone: OnOneHost | None,
 ) -> MemberExchange:
     """Make the engine of a `LatencyBuffer` of one host, and its membership, or join one that runs. Collective.
 
@@ -484,7 +486,7 @@ def _latency_exchange(
 
     rank = group.rank()
     try:
-        running = find_running(group, job_handle, config, timeout_s)
+        running = find_running(group, job_handle, config, timeout_s) if alone is None else alone.notice
         if running is None:
             engine, _ = create_here(group, job_handle, config, timeout_s)
         else:

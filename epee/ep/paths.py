@@ -21,11 +21,9 @@ from .control.bootstrap import Born
 from .control.exchanging import RowExchange
 from .control.header import OP_GATHER
 from .control.inbox import Exchange
-from .control.messages import ControlPlane, ControlPlaneOver
+from .control.messages import ControlPlaneOver
 from .control.words import inbox_layout
-from .latency.region import region_layout
 from .membership.birth import Begun, begin
-from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
@@ -189,7 +187,7 @@ class Making(NamedTuple):
 
     config: BufferConfig
     rank: int
-    control: ControlPlane
+    control: ControlPlaneOver[Any]
     buffer_id: int
     watch: DeathWatch
     closing: Closing
@@ -217,16 +215,10 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
     config = exchange.config
 
-    def enter(begun: Begun) -> EpochLane | SyncedLane:
+    def enter(begun: Begun) -> SyncedLane:
         """Make the membership of this rank in a group that has begun, and give it to the exchange."""
-        lane: EpochLane | SyncedLane
-        if config.is_synced:
-            beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
-            nbytes = inbox_layout(config).nbytes + beside
-            lane = SyncedLane(begun, exchange, timeout_s, interrupt, watch, nbytes)
-        else:
-            lane = EpochLane(begun, exchange, timeout_s, interrupt)
-        exchange.membership = lane
+        nbytes = inbox_layout(config).nbytes + MAX_BLOB_BYTES + 8
+        exchange.membership = lane = SyncedLane(begun, exchange, timeout_s, interrupt, watch, nbytes)
         return lane
 
     try:

@@ -14,9 +14,7 @@ import epee
 from epee.engine.entry import NEWS, TROUBLED
 from epee.engine.operation import Operation
 from epee.engine.plan import Plan
-from epee.ep.control import words
 from epee.ep.control.header import OP_COMBINE
-from epee.ep.hosts.direct import DirectExchange
 from epee.ep.hosts.rows import RowsPlan
 from epee.errors import NoQuorumError
 
@@ -55,11 +53,6 @@ def after_publishing(exchange: Any, kind: type, act: Callable[[], object]) -> No
     members.exports = Acting()
 
 
-def has_engine(buffer: Any) -> bool:
-    """Return whether a `Buffer` on CPUs of one host has an engine."""
-    return isinstance(getattr(buffer, "_exchange", None), DirectExchange)
-
-
 class Known:
     """The view of the job, as a rank of a `Buffer` on CPUs of one host knows it.
 
@@ -69,79 +62,58 @@ class Known:
 
     def __init__(self, buffer: Any) -> None:
         self._exchange, self._members = buffer._exchange, buffer._exchange.membership
-        self._has_engine = has_engine(buffer)
 
     @property
     def runtime(self) -> Any:
         """The control plane of this process."""
-        return self._exchange.engine.membership.runtime if self._has_engine else self._members.roster.job_handle.runtime
+        return self._exchange.engine.membership.runtime
 
     @property
     def job(self) -> Any:
         """The job of the buffer."""
-        return self._members._job if self._has_engine else self._members.roster.job_handle.job
+        return self._members._job
 
     @property
     def epoch(self) -> int:
         """The newest epoch of the job."""
-        return self.runtime.view().epoch if self._has_engine else self._members.roster.heard
+        return self.runtime.view().epoch
 
     @property
     def newest(self) -> int:
-        """The newest epoch that has changed something for the buffer; with an engine that of the job."""
-        return self.epoch if self._has_engine else self._members.roster.newest
+        """The newest epoch that may have changed something for the buffer."""
+        return self.epoch
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that are in the buffer, or may come into it."""
-        if not self._has_engine:
-            return list(self._members.roster.view.members)
         present = self._exchange.engine.membership.admission.present()
         return sorted({*present, *self._members._in_group()})
 
     def check(self) -> None:
         """Raise why this rank's calls cannot succeed."""
-        if self._has_engine:
-            self._exchange.engine.membership.hooks.raise_trouble()
-        else:
-            self._members.roster.check()
+        self._exchange.engine.membership.hooks.raise_trouble()
 
 
 def when_it_waits(buffer: Any, act: Action) -> None:
     """Start `act` once when this rank has published its part of the next call, and is about to wait for a peer."""
-    exchange = buffer._exchange
-    if has_engine(buffer):
-        after_publishing(exchange, Plan, act)
-        return
-    _once(exchange, "_wait", act, goes_on=True)
+    after_publishing(buffer._exchange, Plan, act)
 
 
 def in_a_wait(buffer: Any, action: Action) -> None:
     """Act once while the next call of this rank waits for the others; an exception leaves the wait."""
     if isinstance(buffer, epee.LatencyBuffer):
         _once(buffer._path.wire, "interrupt", action, goes_on=True)
-    elif has_engine(buffer):
-        after_publishing(buffer._exchange, RowsPlan, action)
     else:
-        _once(buffer._exchange, "_interrupt", action, goes_on=True)
+        after_publishing(buffer._exchange, RowsPlan, action)
 
 
 def in_place_of_the_wait(buffer: Any, action: Action) -> None:
-    """Act once when this rank has published its part of a call, in place of the wait for the others' parts.
-
-    With an engine behind that wait; an error of `action` ends the call as one that the wait raises.
-    """
-    if has_engine(buffer):
-        before_it_goes_on(buffer, action)
-        return
-    _once(buffer._exchange, "_wait_rows", action, goes_on=False)
+    """Act once behind the wait of a call for the others' parts; an error ends the call as one that the wait raises."""
+    before_it_goes_on(buffer, action)
 
 
 def before_it_goes_on(buffer: Any, action: Action) -> None:
     """Act once when this rank has found all parts of a call, and no rank that aborts it, before it says so."""
-    if not has_engine(buffer):
-        _once(buffer._exchange.end, "go_on", action, goes_on=True)
-        return
     engine = buffer._exchange.engine
     engine._run_short = lambda op: False  # the call takes the long way, whose last step has a function of its own
 
@@ -154,10 +126,7 @@ def before_it_goes_on(buffer: Any, action: Action) -> None:
 
 def before_it_knows_the_end(buffer: Any, action: Action) -> None:
     """Act once when this rank has published its part of a call, and has not said yet that the call goes on."""
-    if has_engine(buffer):
-        after_publishing(buffer._exchange, RowsPlan, action)
-    else:
-        before_it_goes_on(buffer, action)
+    after_publishing(buffer._exchange, RowsPlan, action)
 
 
 def before_it_takes_results(buffer: Any, action: Action) -> None:
@@ -167,12 +136,11 @@ def before_it_takes_results(buffer: Any, action: Action) -> None:
 
 def before_its_row(buffer: Any, action: Action) -> None:
     """Act once in the next call of this rank, before any other rank can know of it."""
-    exchange = buffer._exchange
-    _once(exchange, "_row" if has_engine(buffer) else "_store_row", action, goes_on=True)
+    _once(buffer._exchange, "_row", action, goes_on=True)
 
 
 def in_a_combine(buffer: Any, action: Action) -> None:
-    """Act once when this rank has published its part of the next combine of a buffer with an engine."""
+    """Act once when this rank has published its part of the next combine."""
     exchange, make_row = buffer._exchange, buffer._exchange._row
 
     def row(header: Any, *args: Any) -> Any:
@@ -186,16 +154,12 @@ def in_a_combine(buffer: Any, action: Action) -> None:
 
 def when_it_has_all_rows(buffer: Any, action: Action) -> None:
     """Act once in a call of which this rank has all rows, before it copies them."""
-    exchange = buffer._exchange
-    _once(exchange, "_read" if has_engine(buffer) else "_copy_rows", action, goes_on=False)
+    _once(buffer._exchange, "_read", action, goes_on=False)
 
 
 def before_it_learns_of_a_loss(buffer: Any, action: Action) -> None:
     """Act once when a loss ends a call of this rank, before it finds out what becomes of the call."""
-    if has_engine(buffer):
-        _once(buffer._exchange.engine.membership, "take_news", action, goes_on=True)
-    else:
-        _once(buffer._exchange.membership, "decide", action, goes_on=True)
+    _once(buffer._exchange.engine.membership, "take_news", action, goes_on=True)
 
 
 def sleep_until_the_view_changes(engine: Any, action: Action = lambda: None) -> None:
@@ -228,44 +192,21 @@ def before_it_sends(buffer: Any, action: Action) -> None:
 
 def before_a_wake_up(buffer: Any, action: Action) -> None:
     """Act once when this rank has stored a word of a call, before it wakes the ranks that wait for it."""
-    if has_engine(buffer):
-        after_publishing(buffer._exchange, RowsPlan, action)  # it wakes them in the same step
-    else:
-        _once(words, "futex_wake", action, goes_on=True)
+    after_publishing(buffer._exchange, RowsPlan, action)  # it wakes them in the same step
 
 
 def inside_an_announcement(buffer: Any, action: Action) -> None:
     """Act once in the next call when some ranks may know of it, and others may not yet."""
-    if has_engine(buffer):
-        after_publishing(buffer._exchange, RowsPlan, action)  # one store is for all ranks
-        return
-    store = words.InboxWords.store
-
-    def stored(self: Any, parity: int, mark: int, row: bytes, ranks: tuple[int, ...]) -> None:
-        store(self, parity, mark, row, ranks[:1])
-        if len(ranks) > 1:  # the others' inboxes; its own comes before them
-            words.InboxWords.store = store  # type: ignore[method-assign]
-            action()
-
-    words.InboxWords.store = stored  # type: ignore[method-assign, assign]
+    after_publishing(buffer._exchange, RowsPlan, action)  # one store is for all ranks
 
 
 def an_agreement_without_a_quorum(buffer: Any) -> None:
     """From now on an agreement on the view is under way, and finds no quorum."""
-    if has_engine(buffer):
-        engine = buffer._exchange.engine
-        hooks: Any = engine.membership.hooks
-        hooks.freeze()
-        hooks._put_out = NoQuorumError("too few")
-        engine.raise_flag(TROUBLED)
-        return
-    membership = buffer._exchange.membership
-    membership._calls.freeze()
-
-    def raise_it() -> None:
-        raise NoQuorumError("too few")
-
-    membership._check = raise_it
+    engine = buffer._exchange.engine
+    hooks: Any = engine.membership.hooks
+    hooks.freeze()
+    hooks._put_out = NoQuorumError("too few")
+    engine.raise_flag(TROUBLED)
 
 
 def num_calls(buffer: Any) -> int:

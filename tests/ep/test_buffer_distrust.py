@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control import bootstrap
-from epee.ep.control import inbox as exchange
-from epee.ep.hosts.direct import DirectExchange
+from epee.ep.control.header import Header
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import run_ranks
 
@@ -88,10 +87,7 @@ class Liar:
 
     def __init__(self, buffer: epee.Buffer) -> None:
         self._exchange: Any = buffer._exchange
-        if isinstance(self._exchange, DirectExchange):
-            self._make_row = self._exchange._row
-        else:
-            self._publish, self._store_row = self._exchange.publish, self._exchange._store_row
+        self._make_row = self._exchange._row
 
     def tell(
         self,
@@ -100,13 +96,6 @@ class Liar:
         text_bit: int = -1,
     ) -> None:
         """Lie from now on."""
-
-        def store_row() -> None:
-            seq, row = self._exchange._row
-            header = exchange.Header(*exchange.HEADER.unpack_from(row))
-            lie = header._replace(**(change(header) if change is not None else {}))
-            self._exchange._row = (seq, exchange.HEADER.pack(*lie) + row[exchange.HEADER.size :])
-            self._store_row()
 
         def lied(counts: Any, text: bytes) -> tuple[Any, bytes]:
             if count is not None and counts is not None:
@@ -118,26 +107,15 @@ class Liar:
                 text = bytes(damaged)
             return counts, text
 
-        def publish(header: Any, counts: Any, text: bytes, *rest: Any, **options: Any) -> None:
-            self._publish(header, *lied(counts, text), *rest, **options)
-
         def make_row(header: Any, counts: Any, text: bytes, *mark: int) -> Any:
             lie = header._replace(**(change(header) if change is not None else {}))
             return self._make_row(lie, *lied(counts, text), *mark)
 
-        if isinstance(self._exchange, DirectExchange):
-            self._exchange._row = make_row  # type: ignore[method-assign]
-        else:
-            self._exchange._store_row = store_row
-            self._exchange.publish = publish
+        self._exchange._row = make_row
 
     def stop(self) -> None:
         """Be honest again."""
-        if isinstance(self._exchange, DirectExchange):
-            self._exchange._row = self._make_row  # type: ignore[method-assign]
-        else:
-            self._exchange._store_row = self._store_row
-            self._exchange.publish = self._publish
+        self._exchange._row = self._make_row
 
 
 def _corrupt_words(rank: int, num_ranks: int) -> dict[str, str]:
@@ -197,7 +175,7 @@ def _random_lies(rank: int, num_ranks: int, seed: int) -> dict[str, int]:
 
     Not of the slot: another slot of its own arena is a wish that nobody else can see to be wrong.
     """
-    names = [name for name in exchange.Header._fields if name != "slot"]
+    names = [name for name in Header._fields if name != "slot"]
     kinds: dict[str, int] = {}
     draw = random.Random(seed)
     x, idx = _tokens(rank)

@@ -13,15 +13,12 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep import base
-from epee.ep.control.inbox import Exchange
 from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.latency.one_host.path import LatencyCpuPath
-from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError, ResourceError, StaleHandleError
 from epee.view.report import look_at_job
-from tests.ep.latency_cases import Shape, check_round, combine, dispatch, expert_outputs, inputs, make
+from tests.ep.latency_cases import Shape, check_round, dispatch, inputs, make
 from tests.ep.test_latency_rejoin import masked_round, without
 from tests.harness import run_ranks
 from tests.survive import stages
@@ -49,9 +46,10 @@ def _stale(rank: int, num_ranks: int) -> list[int]:
         return epochs
 
 
-def test_a_sync_begins_an_epoch_and_older_handles_are_stale() -> None:
-    first, second = run_ranks(_stale, 2)
-    assert first == second
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_sync_begins_an_epoch_and_older_handles_are_stale(num_ranks: int) -> None:
+    first, *others = run_ranks(_stale, num_ranks)
+    assert all(other == first for other in others)
     assert first[1] > first[0] > 0
 
 
@@ -135,32 +133,30 @@ def test_who_does_not_come_to_sync_is_told_and_comes_back(tmp_path: Path) -> Non
     run_ranks(_away, 3, str(tmp_path))
 
 
-# the same steps of a buffer that has an engine: before its memory is mapped, as it is handed to the path, and mapped;
-# once all has begun
-STEPS_ON_ENGINE: dict[str, tuple[Any, str]] = {
-    "enter": (EpochMembers, "_enter"),
-    "move": (LatencyCpuPath, "move"),
-    "begin": (EpochMembers, "_attach"),
-    "use": (EpochMembers, "_close"),
+# before its memory is mapped (on GPUs, too), as it is handed to the path, and mapped; once all has begun
+STEPS: dict[str, list[tuple[Any, str]]] = {
+    "enter": [(EpochMembers, "_enter"), (SyncedLane, "enter")],
+    "move": [(LatencyCpuPath, "move")],
+    "begin": [(EpochMembers, "_attach")],
+    "use": [(EpochMembers, "_close")],
 }
 
 
 def _taken_out(rank: int, num_ranks: int, error: type[BaseException], step: str = "enter") -> list[int]:
     """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
-    owner: Any = {"enter": SyncedLane, "move": LatencyCpuPath, "begin": Exchange, "use": Inboxes}[step]
-    if base.ON_ENGINE:
-        owner, step = STEPS_ON_ENGINE[step]
+    works = [(*where, getattr(*where)) for where in STEPS[step]]
     with make(SHAPE, timeout=60) as buffer:
         mask = _ones(num_ranks)
         masked_round(buffer, mask, 0, without(num_ranks))
-        works = getattr(owner, step)
 
         def fails(*args: object) -> None:
-            setattr(owner, step, works)
+            for owner, name, function in works:
+                setattr(owner, name, function)
             raise error("in the midst of sync")
 
         if rank == 1:
-            setattr(owner, step, fails)
+            for owner, name, _ in works:
+                setattr(owner, name, fails)
             with pytest.raises(error, match="in the midst of sync"):
                 buffer.sync(mask)
         else:
@@ -205,20 +201,6 @@ def _never_comes(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_nobody_waits_for_ever_for_who_was_taken_out_of_its_sync(tmp_path: Path) -> None:
     run_ranks(_never_comes, 3, str(tmp_path))
-
-
-def _one(rank: int, num_ranks: int) -> None:
-    with make(SHAPE) as buffer:
-        given = inputs(SHAPE, NUM_TOKENS[:1], 1)
-        got = dispatch(buffer, given[0])
-        assert buffer.sync().tolist() == [1]
-        combine(buffer, expert_outputs([got], 1)[0], got)  # type: ignore[list-item]
-        assert buffer.epoch == 0
-        assert not buffer.takes_replacements
-
-
-def test_the_only_rank_has_no_epochs() -> None:
-    run_ranks(_one, 1)
 
 
 def _lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
@@ -303,7 +285,7 @@ def test_a_hook_of_an_epoch_that_is_over_is_stale() -> None:
 
 
 def _fails_to_come_in(rank: int, num_ranks: int) -> tuple[Any, Any]:
-    owner, name = (EpochMembers, "_enter") if base.ON_ENGINE else (SyncedLane, "come_in")
+    owner, name = EpochMembers, "_enter"
     comes = getattr(owner, name)
 
     def fails(lane: Any, *args: float) -> None:

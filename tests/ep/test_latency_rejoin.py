@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.membership.group_membership import GroupMembership
-from epee.ep import base
 from epee.ep.hosts.member_sync import MemberSync
 from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.membership.inboxes import Inboxes
@@ -192,15 +191,15 @@ def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple
 
 POINTS = ("before its line", "its line", "first look", "hello", "decided", "offered")
 
-# The same of a buffer that has an engine: before it asks to join the engine's group, and behind that; before it sees
-# who has come, before the call that ends the sync, behind that, and once the epoch is known. True: die behind that.
-POINTS_ON_ENGINE: dict[str, tuple[Any, str, bool]] = {
-    "before its line": (GroupMembership, "ask", False),
-    "its line": (GroupMembership, "ask", True),
-    "first look": (MemberSync, "_read", False),
-    "hello": (MemberSync, "_there", False),
-    "decided": (EpochMembers, "_enter", False),
-    "offered": (EpochMembers, "_note", True),
+# On CPUs: before it asks to join the engine's group, and behind that; before it sees who has come, before the call that
+# ends the sync, behind that, and once the epoch is known. On GPUs the same steps. True: die behind that.
+STEPS: dict[str, list[tuple[Any, str, bool]]] = {
+    "before its line": [(GroupMembership, "ask", False), (Registry, "open", False)],
+    "its line": [(GroupMembership, "ask", True), (Registry, "open", True)],
+    "first look": [(MemberSync, "_read", False), (Sync, "_who_came", False)],
+    "hello": [(MemberSync, "_there", False), (Sync, "_go_on", False)],
+    "decided": [(EpochMembers, "_enter", False), (SyncedLane, "enter", False)],
+    "offered": [(EpochMembers, "_note", True), (Inboxes, "offer", True)],
 }
 
 
@@ -213,23 +212,8 @@ def die_at(point: str) -> None:
     def dies_after(function: Any) -> Any:
         return lambda *args: (function(*args), die())
 
-    if base.ON_ENGINE:
-        owner, name, comes_after = POINTS_ON_ENGINE[point]
+    for owner, name, comes_after in STEPS[point]:
         setattr(owner, name, dies_after(getattr(owner, name)) if comes_after else dies)
-        return
-    if point == "before its line":
-        Registry.open = dies  # type: ignore[method-assign]
-    elif point == "its line":
-        Registry.open = dies_after(Registry.open)  # type: ignore[method-assign]
-    elif point == "first look":
-        Sync._who_came = dies  # type: ignore[method-assign]
-    elif point == "hello":
-        Sync._go_on = dies  # type: ignore[method-assign]
-    elif point == "decided":
-        SyncedLane.enter = dies  # type: ignore[method-assign]
-    else:
-        assert point == "offered"
-        Inboxes.offer = dies_after(Inboxes.offer)  # type: ignore[method-assign]
 
 
 def dies_halfway(slot: int, num_processes: int, folder: str, victim: int, point: str) -> Any:
@@ -394,16 +378,15 @@ def blind(slot: int, num_processes: int, folder: str) -> Any:
         stages.wait_for(folder, "lost")
     group = start(rank, 3, folder, joins=slot == 3)
     if slot == 3:
-        owner: Any = EpochMembers if base.ON_ENGINE else Inboxes
-        attach = owner._attach
+        attach = EpochMembers._attach
 
         def fails(*args: Any) -> Any:
             raise ResourceError("out of reach")
 
-        owner._attach = fails
+        EpochMembers._attach = fails  # type: ignore[method-assign]
         with pytest.raises(ResourceError, match="out of reach"):
             make_buffer(group)
-        owner._attach = attach
+        EpochMembers._attach = attach  # type: ignore[method-assign]
         stages.wait_for(folder, "went on")
     buffer = make_buffer(group)
     mask = torch.ones(3, dtype=torch.int32)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epee.ep.config import BufferConfig
 from epee.ep.handle import CpuHandle, DispatchRouting
-from epee.ep.throughput.partial import lost_weight, pack_rows, without_destinations, without_sources
+from epee.ep.throughput.partial import lost_weight, without_destinations
 from epee.ep.throughput.placement import Counts, SendPlan, place, plan_by_expert, plan_by_rank
 
 NUM_RANKS, LOCAL, NUM_TOPK, HIDDEN = 4, 2, 3, 8
@@ -38,44 +36,6 @@ def _handle(plans: list[SendPlan], rank: int, layout: str, alignment: int, missi
     placement = place(_counts(plans, missing), rank, layout, alignment, CONFIG)
     num_tokens = 8
     return CpuHandle(1, 1, 1, layout, alignment, num_tokens, NUM_TOPK, True, plans[rank], placement)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.integers(0, 1 << 30),
-    st.sampled_from(["rank", "expert"]),
-    st.sampled_from([1, 3]),
-    st.sets(st.integers(1, NUM_RANKS - 1), min_size=1),
-)
-def test_what_is_left_is_placed_as_if_the_missing_had_sent_nothing(
-    seed: int, layout: str, alignment: int, missing: set[int]
-) -> None:
-    plans, ids = _plans(seed, layout)
-    whole = _handle(plans, 0, layout, alignment, set())
-    want = _handle(plans, 0, layout, alignment, missing).placement
-    local = None
-    if layout == "rank":
-        local = torch.cat([idx[(idx // LOCAL == 0).any(1)] for idx in ids])
-        local = torch.where(local < LOCAL, local, -1)
-    names = torch.arange(sum(whole.placement.num_received))  # of each row, in (source, plan) order
-    handle = replace(whole, recv_topk_idx=local, recv_src_token=names)
-    got, source = without_sources(handle, missing)
-    assert got.placement.num_received == want.num_received
-    assert got.placement.num_recv == want.num_recv
-    assert got.placement.num_tokens_per_expert == want.num_tokens_per_expert
-    assert got.placement.padding == want.padding
-    assert (got.placement.recv_rows is None) == (layout == "rank")
-    if got.placement.recv_rows is not None:
-        assert torch.equal(got.placement.recv_rows, want.recv_rows)
-    slot = torch.full((max(whole.num_recv, 1), HIDDEN), float("nan"))  # poisoned: what nobody sent must not show
-    rows = torch.arange(len(names)) if whole.placement.recv_rows is None else whole.placement.recv_rows
-    slot[rows] = names[:, None].float().expand(-1, HIDDEN)
-    packed = pack_rows(slot[: whole.num_recv], source)
-    assert packed.shape == (want.num_recv, HIDDEN)
-    src_token, is_row = got.src_token, got.src_rank >= 0
-    assert torch.equal(packed[is_row], src_token[is_row][:, None].float().expand(-1, HIDDEN))
-    assert bool((packed[~is_row] == 0).all())
-    assert not set(got.src_rank.tolist()) & missing
 
 
 @settings(max_examples=40, deadline=None)

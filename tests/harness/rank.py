@@ -75,20 +75,9 @@ def at_place(rank: int, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return `call` as it is made on a host of its own, where the test says that ranks have places.
 
     `EPEE_TEST_PLACEMENT` of the test's process has the host of each rank, again and again: "01" is two hosts in turns.
-    With `EPEE_TEST_ENGINE=1` buffers of one host on CPUs have engines of their own.
     """
-    if os.environ.get("EPEE_TEST_ENGINE") == "1":
-        call = (_on_engine, *call)
     placement = os.environ.get("EPEE_TEST_PLACEMENT", "")
     return (_on_loopback, int(placement[rank % len(placement)]), *call) if placement else call
-
-
-def _on_engine(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function where buffers on CPUs have engines of their own."""
-    from epee.ep import base
-
-    base.ON_ENGINE = True
-    return function(*args)
 
 
 def _on_loopback(host: int, function: Callable[..., Any], *args: Any) -> Any:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control.header import OP_NAMES
-from epee.ep.hosts.direct import DirectExchange
 from epee.ep.hosts.rows import RowsPlan
+from epee.ep.throughput import cpu
 from epee.errors import EpeeError, EvictedError, PeerError, StaleHandleError
 from tests.ep.moments import after_publishing
 
@@ -166,30 +166,10 @@ def check_combine(c: epee.Combined, layout: str, rank: int, num_ranks: int, step
 
 def arm(buffer: epee.Buffer, point: str, act: Callable[[], None] = die) -> None:
     """Let this process act at a point of the step that it begins now."""
-    exchange, path = buffer._exchange, buffer._path
+    exchange: Any = buffer._exchange
+    path: Any = buffer._path
     op = point.split(":")[0]
-    has_engine = isinstance(exchange, DirectExchange)
-    store = None if has_engine else exchange._store_row
-    signal_data, wait_data, pull = exchange.signal_data, exchange.wait_data, path._pull
-
-    def store_row() -> None:
-        if exchange.op != op:
-            store()
-        elif point.endswith("first row"):
-            peers, exchange._peers = exchange._peers, exchange._peers[:1]
-            store()  # into its own inbox and one other
-            exchange._peers = peers
-            act()
-            store()
-        else:
-            store()
-            if point.endswith("rows"):
-                act()
-
-    def signal(dst_rank: int) -> None:
-        signal_data(dst_rank)
-        if point.endswith("first data"):
-            act()
+    wait_data, pull = exchange.wait_data, path._pull
 
     def wait(*args: Any) -> Any:
         if point == "dispatch: data":
@@ -202,11 +182,16 @@ def arm(buffer: epee.Buffer, point: str, act: Callable[[], None] = die) -> None:
             act()
         return result
 
-    if has_engine:
-        _arm_engine(exchange, op, point, act)
-    else:
-        exchange._store_row = store_row  # type: ignore[method-assign]
-    exchange.signal_data = signal  # type: ignore[method-assign]
+    write = cpu.write_rows
+
+    def wrote(*args: Any) -> None:
+        write(*args)
+        cpu.write_rows = write
+        act()
+
+    if point.endswith("first data"):
+        cpu.write_rows = wrote
+    _arm_engine(exchange, op, point, act)
     exchange.wait_data, path._pull = wait, pulled  # type: ignore[method-assign]
     if point == "before dispatch":
         act()

@@ -19,9 +19,6 @@ import torch.distributed as dist
 import epee
 from epee.engine import EngineMeeting
 from epee.engine.outbox import OutboxOwner
-from epee.ep import base
-from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.registry import Registry
 from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError
 from epee.view import founding
 from epee.view.job import hold_jobs, jobs
@@ -231,10 +228,8 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
         raise ResourceError("nothing left today")
 
     if rank == num_ranks - 1:
-        names = {"line": (Registry, "open"), "inbox": (Inboxes, "offer"), "mapping": (Inboxes, "_attach")}
-        if base.ON_ENGINE:
-            kind = EngineMeeting
-            names = {"line": (kind, "__init__"), "inbox": (OutboxOwner, "sign"), "mapping": (kind, "attach")}
+        kind = EngineMeeting
+        names = {"line": (kind, "__init__"), "inbox": (OutboxOwner, "sign"), "mapping": (kind, "attach")}
         owner, name = names[where]
         patch.setattr(owner, name, fails)
     with pytest.raises(ResourceError) as caught:
@@ -300,21 +295,18 @@ def test_a_job_is_shared_if_its_newest_view_has_all_ranks() -> None:
 def dies_on_the_way(rank: int, num_ranks: int, folder: str) -> list[int]:
     """Rank 3 dies while the buffer is made, with its inbox lent: some may have mapped it, some not."""
     group = start(rank, num_ranks, folder, "mask", on_stall="evict")
-    owner: Any = EngineMeeting if base.ON_ENGINE else Inboxes
-    meet = owner.meet
+    meet = EngineMeeting.meet
     patch = pytest.MonkeyPatch()
 
     def late(self: Any, *args: Any) -> Any:
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
-            runtime = self._membership.runtime if base.ON_ENGINE else self._roster.job_handle.runtime
-            first = args[0] if base.ON_ENGINE else args[1].epoch
-            while runtime.view().epoch == first:
+            while self._membership.runtime.view().epoch == args[0]:
                 time.sleep(0.001)
         return meet(self, *args)
 
-    patch.setattr(owner, "meet", late)
+    patch.setattr(EngineMeeting, "meet", late)
     with make_buffer(group) as buffer:
         patch.undo()
         return list(make_step(buffer, 0, "rank")[2])

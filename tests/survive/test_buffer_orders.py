@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.membership import epochs
 from epee.errors import EpeeError, EvictedError, ResourceError
 from tests.ep import moments
 from tests.ep.moments import Known
@@ -22,11 +21,6 @@ from . import stages
 from .buffer_rounds import arm, die, make_buffer, make_step, routing, rows, start
 
 OK = "ok"
-
-
-def on_engine() -> bool:
-    """Return whether the buffers of the ranks have engines."""
-    return os.environ.get("EPEE_TEST_ENGINE") == "1"
 
 
 def tried(call: Callable[[], object]) -> str:
@@ -96,37 +90,6 @@ def test_two_losses_behind_a_call_that_was_given_up(mode: str) -> None:
     first, second, *_ = run_mortal(two_losses, 4, mode, dead={2, 3})
     assert first[0] == second[0] == "CommTimeoutError"
     assert first[-1] == second[-1] == OK, (first, second)
-
-
-def late_in_two_epochs(rank: int, num_ranks: int, folder: str) -> Any:
-    """At 0's time-out 1 and 2 are behind; before 0 accuses them, 2 dies and is out of the view. 1 comes a bit later."""
-    buffer = begin(rank, num_ranks, folder, "mask", 2.0, "evict")
-    if moments.has_engine(buffer):
-        return None
-    if rank:
-        stages.wait_for(folder, "late")
-        if rank == 2:
-            die()
-        await_epoch(buffer, 2)
-        time.sleep(0.7)  # behind in the new epoch, where its time has just begun
-    else:
-        at_fault = epochs.at_fault
-
-        def when_late(*args: Any) -> list[int]:
-            found = at_fault(*args)
-            stages.reach(folder, "late")
-            await_epoch(buffer, 2)
-            return found
-
-        epochs.at_fault, epochs.HEAR_S = when_late, 0.0
-    return dispatch(buffer)
-
-
-def test_who_is_behind_in_an_epoch_that_is_over_is_not_accused_in_the_next() -> None:
-    results = run_mortal(late_in_two_epochs, 3, dead={2} if not on_engine() else set())
-    if results == [None] * 3:
-        pytest.skip("the ranks cannot agree while a call of an engine looks whom to accuse")
-    assert results[0] == results[1] == OK
 
 
 def evicted(rank: int, num_ranks: int, folder: str) -> Any:
@@ -255,30 +218,6 @@ def fails_once(owner: Any, name: str, before: Callable[[], object]) -> None:
         raise ResourceError("nothing is left")
 
     setattr(owner, name, fails)
-
-
-def cannot_enter(rank: int, num_ranks: int, folder: str) -> Any:
-    """Rank 0 lacks something when 2 has died and its dispatch moves to another epoch."""
-    buffer = begin(rank, num_ranks, folder, "mask", 8.0)
-    if moments.has_engine(buffer):
-        return None
-    if rank == 2:
-        time.sleep(1.0)
-        die()
-    if rank == 0:
-        fails_once(buffer._exchange.membership._inboxes, "meet", list)
-    told = [dispatch(buffer) for _ in range(3)]
-    stages.meet(folder, "end", rank, (0, 1))
-    return told, buffer._exchange.seq
-
-
-def test_who_cannot_enter_an_epoch_refuses_the_call() -> None:
-    results = run_mortal(cannot_enter, 3, dead={2} if not on_engine() else set())
-    if results == [None] * 3:
-        pytest.skip("an engine that has lost a rank makes no memory to go on")
-    first, second, _ = results
-    assert first == (["ResourceError", OK, OK], second[1])
-    assert second[0] == ["MismatchError", OK, OK]
 
 
 def refuses_twice(rank: int, num_ranks: int, folder: str, mode: str) -> Any:

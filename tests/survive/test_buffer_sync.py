@@ -16,12 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee.engine import EngineMeeting
-from epee.ep import base
 from epee.ep.hosts.member_sync import MemberSync
-from epee.ep.membership.call_course import CallCourse
-from epee.ep.membership.epochs import EpochLane
-from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.lane import Sync
 from epee.errors import (
     CommTimeoutError,
     EvictedError,
@@ -77,15 +72,14 @@ def begin(rank: int, folder: str, mode: str, backend: str, **options: Any) -> tu
 def when_it_shows_that_it_comes(buffer: epee.Buffer, act: Callable[[], None]) -> None:
     """Act once when this rank has shown the others that it has come to a sync."""
     members: Any = buffer._exchange.membership
-    owner, name = (members._sync, "_write") if base.ON_ENGINE else (members._line, "come_to_sync")
-    works = getattr(owner, name)
+    works = members._sync._write
 
     def shows(*args: Any) -> None:
-        setattr(owner, name, works)
+        members._sync._write = works
         works(*args)
         act()
 
-    setattr(owner, name, shows)
+    members._sync._write = shows
 
 
 def answers_in_vain(folder: str) -> None:
@@ -232,12 +226,9 @@ def test_sync_goes_on_without_who_dies(backend: str, mode: str) -> None:
     assert run_mortal(dies, 3, mode, backend, dead={2})[2] is DEAD
 
 
-def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str, is_slow: bool) -> str:
-    """One waits in a dispatch while the others put it out; `is_slow`: its agent stops between two notes."""
+def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> str:
+    """One waits in a dispatch while the others put it out."""
     _, buffer = begin(rank, folder, mode, backend)
-    if rank == 2 and is_slow:
-        add = CallCourse.add
-        CallCourse.add = lambda course, decision: (time.sleep(0.3), add(course, decision))[1]  # type: ignore[method-assign]
     if rank == 2:
         stages.reach(folder, "calling")
         with pytest.raises(EvictedError, match="put out"):
@@ -253,10 +244,9 @@ def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str, i
     return "right"
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize(("backend", "mode"), BOTH)
-def test_who_is_put_out_in_a_call_hears_of_it_there(backend: str, mode: str, is_slow: bool) -> None:
-    assert run_mortal(in_a_call, 3, mode, backend, is_slow, dead=set()) == ["right"] * 3
+def test_who_is_put_out_in_a_call_hears_of_it_there(backend: str, mode: str) -> None:
+    assert run_mortal(in_a_call, 3, mode, backend, dead=set()) == ["right"] * 3
 
 
 def given_up(rank: int, num_ranks: int, folder: str, backend: str) -> None:
@@ -468,12 +458,12 @@ def gives_up_too_late(rank: int, num_ranks: int, folder: str, backend: str) -> l
     """Rank 2 has seen nobody come and is about to say so when rank 0 comes, which agrees with it."""
     _, buffer = begin(rank, folder, "mask", backend)
     if rank == 2:
-        kind: Any = MemberSync if base.ON_ENGINE else Sync
+        kind: Any = MemberSync
         no_quorum = kind._no_quorum
 
         def hesitate(self: Any, *args: Any) -> NoQuorumError:
             stages.reach(folder, "giving up")
-            stages.wait_for(folder, "came" if base.ON_ENGINE else "agreed")  # a call of the engine is made by all
+            stages.wait_for(folder, "came")  # a call of the engine is made by all
             found: NoQuorumError = no_quorum(self, *args)
             return found
 
@@ -485,7 +475,7 @@ def gives_up_too_late(rank: int, num_ranks: int, folder: str, backend: str) -> l
         stages.wait_for(folder, "both")
     else:
         stages.wait_for(folder, "giving up")
-        if rank == 0 and base.ON_ENGINE:
+        if rank == 0:
             when_it_shows_that_it_comes(buffer, lambda: stages.reach(folder, "came"))
         assert buffer.sync(ones()).tolist() == [1, 0, 1]  # the time of one that has come is over
         stages.reach(folder, "agreed")
@@ -506,17 +496,16 @@ def never_entered(rank: int, num_ranks: int, folder: str) -> list[list[int]]:
     """Rank 2 dies while the buffer is made, so the others enter no epoch there; sync is their first call."""
     group = start(rank, 3, folder, "mask", on_stall="error")
     if rank == 2:
-        for owner, name in ((EpochLane, "come_in"), (EngineMeeting, "begin")):
-            setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        EngineMeeting.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assign, method-assign]
     else:
-        meet = Inboxes.meet
+        meet = EngineMeeting.meet
 
-        def meet_late(self: Inboxes, *args: Any) -> Any:
-            while self._roster.heard < 2:
+        def meet_late(self: EngineMeeting, *args: Any) -> Any:
+            while self._membership.runtime.view().epoch < 2:
                 time.sleep(0.005)
             return meet(self, *args)
 
-        Inboxes.meet = meet_late  # type: ignore[method-assign]
+        EngineMeeting.meet = meet_late  # type: ignore[method-assign]
     buffer = make_buffer(group)
     seen = [buffer.sync(ones()).tolist(), step(buffer, 2)]
     buffer.close()

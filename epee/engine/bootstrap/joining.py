@@ -247,7 +247,13 @@ def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
 
 
 def come_in(
-    place: Place, num_ranks: int, timeout_s: float, mode: str, before: Engine | None, extra_bytes: int = 0
+    place: Place,
+    num_ranks: int,
+    timeout_s: float,
+    mode: str,
+    before: Engine | None,
+    extra_bytes: int = 0,
+    has_messages: bool = True,
 ) -> Engine:
     """Take this process, which is in the job, into a running group; returns when its members have taken it in.
 
@@ -256,6 +262,7 @@ def come_in(
         timeout_s: how long to wait for them.
         before: the engine of this process in the group so far, if it had one; it is closed.
         extra_bytes: as of `create_engine`; those of the members.
+        has_messages: whether the members' outboxes have channels; not those of `EngineMeeting`.
     Raises:
         InvalidState: this process is not in the group's job (any more).
         UnsupportedError: the group runs on one host, which is another one.
@@ -280,9 +287,8 @@ def come_in(
             require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
         if before is not None:
             before.close()  # it has the group's membership
-        region = SharedRegion.create(
-            outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes).nbytes, f"outbox{rank}", only_owner_writes=True
-        )
+        layout = outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes, has_messages)
+        region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
@@ -293,7 +299,7 @@ def come_in(
         )
         if door is not None:
             membership.span(decision)
-        engine = _start(membership, decision, home, rank, region, door, extra_bytes)
+        engine = _start(membership, decision, home, rank, region, door, extra_bytes, has_messages)
         undo.pop_all()
         return engine
 
@@ -323,6 +329,7 @@ def _start(
     region: SharedRegion,
     door: Entrance | None,
     extra_bytes: int = 0,
+    has_messages: bool = True,
 ) -> Engine:
     """Map the outboxes of all ranks and make the engine. Excluded ranks get a blank one that no process writes.
 
@@ -343,7 +350,7 @@ def _start(
             regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read instead
         elif peer != rank:
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
-    peer_regions = PeerRegions(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes)
+    peer_regions = PeerRegions(rank, regions, home.staging_bytes, 1, MAX_RANKS, extra_bytes, has_messages)
     peer_regions.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     with contextlib.ExitStack() as undo:
         watch = DeathWatch()

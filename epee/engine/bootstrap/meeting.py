@@ -1,4 +1,4 @@
-"""An engine of processes that already share a job, and exchange the blobs of their outboxes by themselves.
+"""An engine, for collective calls only, of processes that share a job and exchange the blobs of their outboxes.
 
 Without a store, which may have ended with a rank of the group that is lost by now. The caller carries the blob of each
 rank's outbox, and an epoch, to the others (`ep/hosts/birth.py`: through the group of a buffer).
@@ -64,7 +64,7 @@ class EngineMeeting:
         self, job: Job, slots: Sequence[int], group_id: int, rank: int, mode: str, extra_bytes: int = 0
     ) -> None:
         self._slots, self._group_id, self._rank, self._extra_bytes = list(slots), group_id, rank, extra_bytes
-        self._nbytes = outbox_layout(MAX_RANKS, MIN_STAGING_BYTES, extra_bytes).nbytes
+        self._nbytes = outbox_layout(MAX_RANKS, MIN_STAGING_BYTES, extra_bytes, has_messages=False).nbytes
         job.retain()
         release: Callable[[], object] = job.release
         with contextlib.ExitStack() as undo:
@@ -131,7 +131,7 @@ class EngineMeeting:
                     process = parse_endpoint(member.endpoint)
                     watch.watch(rank, process.pid, process.start_time)
             outboxes = [found[rank] for rank in sorted(found)]
-            peer_regions = PeerRegions(self._rank, outboxes, MIN_STAGING_BYTES, 1, MAX_RANKS, self._extra_bytes)
+            peer_regions = PeerRegions(self._rank, outboxes, MIN_STAGING_BYTES, 1, MAX_RANKS, self._extra_bytes, False)
             peer_regions.blanks.update(without)
             engine = Engine(peer_regions, watch, timeout_s, self._membership)
             undo.pop_all()

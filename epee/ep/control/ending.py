@@ -60,7 +60,7 @@ class Caller(Protocol):
     def where(self, peer: int, started: float | None = None) -> str:
         """Return the call as named in messages."""
 
-    def behind(self, want: int, is_data: bool = False) -> list[int]:
+    def behind(self, want: int) -> list[int]:
         """Return the ranks whose part of the call is not here."""
 
     def dead(self) -> Collection[int]:
@@ -148,15 +148,11 @@ class CallEnd:
         Raises:
             Turned: it has not, the view changes.
         """
-        caller, mark = self._caller, self._mark
-
-        def note() -> None:
-            """Store the word; run by the membership, so that no view can come in between."""
-            self._words.has_gathered(mark)
-            caller.gathered = caller.seq
-
-        if not caller.membership.gather(caller.seq, note):
+        caller = self._caller
+        if caller.membership.has_turned:
             raise Turned
+        self._words.has_gathered(self._mark)
+        caller.gathered = caller.seq
 
     def give_up(self, cause: BaseException | None) -> None:
         """Leave the call because of `cause`, or (None) because a peer has.
@@ -226,7 +222,7 @@ class CallEnd:
         if look.end is End.COMPLETES:
             self.go_on()
         if look.end is End.FAILED:
-            if not caller.membership.withdraw():
+            if caller.membership.has_turned:
                 raise Turned
             self._words.has_failed(mark)
             self.close()

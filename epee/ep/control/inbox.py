@@ -1,26 +1,19 @@
-"""The exchange of rows, by which every rank learns in one step what all ranks are about to do.
+"""The exchange of rows between the CPU sides of a buffer of GPUs: every rank learns in one step what all give it.
 
-Each rank lends an inbox. A call starts when a rank writes its **row** (operation, arguments, how many rows for each
-rank, which slot of its arena the peers may access) into every inbox, its own included, and ends its announcement by
-storing the row's tag. It then waits until its own inbox holds all rows of this call. Since all ranks have the same
-rows, all reach the same result: continue, or raise the same error. `words.py` has the layout of an inbox.
+Each rank lends an inbox. A call starts when a rank writes its **row** (operation, free bytes) into every inbox, its own
+included, and ends its announcement by storing the row's tag. It then waits until its own inbox holds all rows of this
+call. Since all ranks have the same rows, all reach the same result: continue, or raise the same error. `words.py` has
+the layout of an inbox.
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
-finished every call before s, its stores included, and no row s+1 can overwrite a row s-1 that is still needed: two
-parities suffice. A call that was refused or aborted leaves its rows unread; `settle` waits for them before the next row
-is published: no rank is more than one call ahead. A rank that aborts a call in the wait for rows does so together with
-all others (`withdrawal.py`), so after an error all ranks are before the same call. The same argument lets one `data`
-word per source serve forever: it is compared for equality with the tag of the call. A rank that cannot finish a call
-whose row it has published stores the call's tag in another word of its own, so that its peers need not wait for the
-timeout. (Not in the `data` word: a slow peer may still have to read the previous call in it. A reader reads `data`
-again after it has seen a call aborted: the data of that or of an earlier call was stored before.)
+finished every call before s, and no row s+1 can overwrite a row s-1 that is still needed: two parities suffice. A call
+that was refused or aborted leaves its rows unread; `settle` waits for them before the next row is published: no rank is
+more than one call ahead. A rank that aborts a call in the wait for rows does so together with all others
+(`withdrawal.py`), so after an error all ranks are before the same call.
 
-A crash leaves a row without its tag, which no rank reads; or a row with its tag and no payload, which ends in
-`RankFailedError` for a rank that waits for the payload. No state needs repair: each epoch has inboxes of its own, of
-its members only; a wait ends when the view changes, and `membership` decides how the call continues. A rank stores its
-row into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its
-row is read there if it has not arrived here. Calls are numbered through all epochs, so the first call of an epoch can
-have any number.
+A crash leaves a row without its tag, which no rank reads. No state needs repair: each epoch has inboxes of its own, of
+its members only; a wait ends when the view changes, and the call is made again in the next epoch (`Moved`). A rank
+stores its row into its own inbox first: its row is read there if it has not arrived here.
 """
 
 from __future__ import annotations
@@ -31,7 +24,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ...errors import (
     CommTimeoutError,
     EpeeError,
-    MismatchError,
     ProtocolError,
     RankFailedError,
     context,
@@ -49,8 +41,6 @@ from .ending import Withdrawn as Withdrawn
 from .header import (
     HEADER,
     NUM_HEADER,
-    OP_COMBINE,
-    OP_DISPATCH,
     OP_NAMES,
     REASON_BYTES,
     TIMED_OUT,
@@ -61,10 +51,8 @@ from .header import (
     limits_of,
     parse_header,
 )
-from .membership import Membership, Parties
+from .membership import Membership
 from .words import InboxWords
-
-RETRY_S = 0.1  # between two reports of a rank that is silent beyond the timeout
 
 
 class Exchange:
@@ -81,20 +69,19 @@ class Exchange:
         op: name of that call.
         epoch: of the view; 0 while membership cannot change, and before the first epoch.
         members: ranks of the epoch, ascending.
-        parties: those with a part in the last call; `absent` the others.
-        gone: members that have left the epoch.
         reduced_members: the members if these are not all ranks, else None.
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
         gathered: the last call whose rows were seen, or that is over for another reason.
         began: when the last call was published, a `time.monotonic()` value.
         end: how the last call ends.
-        num_calls: published so far, in all epochs.
         membership: defines what a new view does to a call.
         is_dropped: the buffer ends without having been closed.
     """
 
     part = "call"
+    gone: Collection[int] = ()
+    absent: Collection[int] = ()  # the members of an epoch do not change
     is_dropped = False
 
     def __init__(
@@ -107,7 +94,6 @@ class Exchange:
     ) -> None:
         self.config = config
         self.rank = rank
-        self._earlier_calls = 0  # of earlier epochs, less the number before the first one of this epoch
         self._row = (0, b"")
         self.membership = Membership(inboxes[rank].mapped_bytes if inboxes else 0)
         self.end = CallEnd(self)
@@ -118,17 +104,14 @@ class Exchange:
         self._inboxes = dict(enumerate(inboxes))
         self.begin(0, self._inboxes)
 
-    def begin(self, epoch: int, inboxes: Mapping[int, SharedRegion], first_seq: int = 1) -> None:
-        """Begin an epoch with its members' inboxes and the number of its first call. The last store begins it."""
-        self.settled = self.gathered = first_seq - 1
+    def begin(self, epoch: int, inboxes: Mapping[int, SharedRegion]) -> None:
+        """Begin an epoch with its members' inboxes. The last store begins it."""
+        self.settled = self.gathered = 0
         self.began = 0.0
         self._is_left = False  # its caller has left the last call
-        self._earlier_calls = self.num_calls - (first_seq - 1)
-        self._row = (first_seq - 1, b"")  # number and bytes of the last call's row
-        self._stored = first_seq - 1  # the last call whose row has been stored into every inbox
-        self.members = self.parties = tuple(sorted(inboxes))
-        self.gone: Collection[int] = ()
-        self.absent: Collection[int] = ()
+        self._row = (0, b"")  # number and bytes of the last call's row
+        self._stored = 0  # the last call whose row has been stored into every inbox
+        self.members = tuple(sorted(inboxes))
         self.reduced_members = self.members if len(self.members) < self.config.num_ranks else None
         self._peers = tuple(rank for rank in self.members if rank != self.rank)
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
@@ -175,42 +158,29 @@ class Exchange:
         self.op = OP_NAMES[header.op]
         row = self.words.pack(header, text, counts)
         seq = self.seq + 1
-
-        def announce() -> None:
-            """Begin the call; run by the membership, so that no view can come in between."""
-            self._is_left = False
-            self.parties, self.absent = self.members, ()  # a rank that has left may have announced it
-            if not header.refused:
-                self.end.open(seq)
-            self.began = time.monotonic()
-            # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
-            self._row = (seq, row)
-            self._store_own_row()
-
-        if not self.membership.issue(seq, header.op == OP_COMBINE and not header.refused, announce):
+        if self.membership.has_turned:
             raise Moved
+        self._is_left = False
+        if not header.refused:
+            self.end.open(seq)
+        self.began = time.monotonic()
+        # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
+        self._row = (seq, row)
+        self._store_own_row()
         self._store_row()
         if header.refused:
             self.end.refuse()
-
-    @property
-    def num_calls(self) -> int:
-        """Calls published so far, in all epochs: it changes with the row, by the same store."""
-        return self._earlier_calls + self._row[0]
 
     @property
     def seq(self) -> int:
         """Number of the last published call of the epoch, from 1."""
         return self._row[0]
 
-    @property
-    def is_pull(self) -> bool:
-        """Whether the others complete that call without anything more from this rank."""
-        return self.header.op != OP_DISPATCH
-
     def dead(self) -> Collection[int]:
-        """Return the ranks that decide nothing more: they are dead, or have left the view."""
-        return {*self._watch.dead(), *self.gone}
+        """Return the ranks that decide nothing more: they are dead."""
+        return self._watch.dead()
+
+    is_pull = True  # the others complete the call without anything more from this rank
 
     @property
     def header(self) -> Header:
@@ -243,14 +213,14 @@ class Exchange:
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """
-        are_here = self._await_parties(deadline)
-        if are_here and len(self.parties) == self.config.num_ranks and not self.gone:
+        are_here = self._await_members(deadline)
+        if are_here and len(self.members) == self.config.num_ranks:
             copy = self.words.copy_all(self.seq & 1)
         else:
-            copy = self._copy_rows(self.parties)
+            copy = self._copy_rows(self.members)
         self.gathered = self.seq
         try:
-            return self._checked(copy, self.parties)
+            return self._checked(copy, self.members)
         except expected(EpeeError) as error:
             if is_own(error):
                 self.end.close()  # all ranks see the same rows, so none has a result
@@ -265,7 +235,7 @@ class Exchange:
         check_agreed(headers, texts, parties, self.seq, self.epoch)
         return ExchangedRows(headers, counts[:, : self.config.num_ranks + self.config.num_experts], texts, parties)
 
-    def _await_parties(self, deadline: float) -> bool:
+    def _await_members(self, deadline: float) -> bool:
         """Wait until this rank may continue the call; return whether all rows have arrived here.
 
         They have not if this rank's timeout has expired first, but others have gathered the call.
@@ -280,8 +250,7 @@ class Exchange:
                 self.end.give_up(cause)
                 return False
             except Turned:
-                cause = self._ask_again(deadline) or cause
-                deadline = self.membership.patience(deadline)
+                cause = self._leave_epoch()
 
     def _wait_for_all(self, deadline: float) -> BaseException | None:
         """Wait for all rows and publish that this rank continues; if it leaves the call (`_is_left`) return why."""
@@ -300,26 +269,14 @@ class Exchange:
         self._is_left = True
         return cause
 
-    def _ask_again(self, deadline: float) -> BaseException | None:
-        """Determine what becomes of the call after a view change; raises if it does not continue here.
-
-        Returns:
-            The error with which the caller left the call before that was known; the call is to be aborted for it.
-        """
-        try:
-            self.lose(self.membership.decide(self.op, self.seq, deadline))
-            return None
-        except BaseException as error:
-            if self.gathered >= self.seq:  # it was made again, or a loss has ended it
-                self.end.close()
-                raise
-            self._is_left = True
-            return error
-
-    def lose(self, parties: Parties) -> None:
-        """Continue the last call, or the next one, without the lost ranks."""
-        self.parties, self.gone = parties
-        self.absent = tuple(rank for rank in self.members if rank not in self.parties)
+    def _leave_epoch(self) -> Moved:
+        """Leave a call that the view has overtaken: it is made again in the next epoch. Raised if it was gathered."""
+        error = Moved()
+        if self.gathered >= self.seq:
+            self.end.close()
+            raise error
+        self._is_left = True
+        return error
 
     def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
         """Return the rows of the current call, `num_ranks` of them.
@@ -332,10 +289,6 @@ class Exchange:
             for src in range(self.config.num_ranks)
         )
 
-    def has_row_of(self, src: int, seq: int) -> bool:
-        """Return whether a member of the epoch has announced a call, or a later one, according to its own inbox."""
-        return any(self.words.tag_of(parity, src) >= tag(self.epoch, seq) for parity in (0, 1))
-
     def waits_in_next(self, src: int) -> bool:
         """Return whether a rank has announced the call after this rank's last one, and has not refused or aborted
         it.
@@ -343,37 +296,6 @@ class Exchange:
         mark = tag(self.epoch, self.seq + 1)
         header = self.words.header_if_here((self.seq + 1) & 1, mark, src)
         return header is not None and not header.refused and src not in self.end.given_up_by(mark)
-
-    def signal_data(self, dst_rank: int) -> None:
-        """Notify `dst_rank` that this rank's payload of the current call is complete in its arena."""
-        self.words.store_data(tag(self.epoch, self.seq), dst_rank, is_given_up=False)
-
-    def abandon(self) -> None:
-        """Notify all peers that this rank's payload of the current call will not arrive."""
-        for peer in self._peers:
-            self.words.store_data(tag(self.epoch, self.seq), peer, is_given_up=True)
-
-    def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
-        """Wait until the payload of every peer with a part in the call has arrived whole.
-
-        Returns:
-            The ranks that have left the view with theirs unfinished.
-        """
-        want = tag(self.epoch, self.seq)
-        unfinished: list[int] = []
-        if self.membership.has_turned:
-            deadline = self.membership.patience(deadline)
-        for src in self._peers if parties is None else parties:
-            if src == self.rank:
-                continue
-            index = self.words.data_at(src)
-            try:
-                self._wait(index, want, src, deadline, is_data=True)
-            except Turned:  # it has left: nothing more may count, but what arrived before does
-                if self.words.own[index] != want:
-                    unfinished.append(src)
-                deadline = self.membership.patience(deadline)
-        return unfinished
 
     def abort(self) -> None:
         """Do nothing: every wait checks whether the buffer is to be closed."""
@@ -390,8 +312,9 @@ class Exchange:
             Moved: the view has changed meanwhile.
         """
         if self._stored < self.seq:
-            if not self.membership.issue(self.seq, False, self._store_own_row):
+            if self.membership.has_turned:
                 raise Moved
+            self._store_own_row()
             self._store_row()
         if self.end.is_open:
             self.end.settle()
@@ -400,7 +323,7 @@ class Exchange:
                 self._wait_rows(deadline)
             except Turned:
                 raise Moved from None
-            if self.gathered < self.seq and not self.membership.gather(self.seq, _nothing):
+            if self.gathered < self.seq and self.membership.has_turned:
                 raise Moved
             self.gathered = self.seq
 
@@ -408,13 +331,10 @@ class Exchange:
         """Wait for all rows of the last call; `is_current`: its caller waits, and a peer's abort ends the wait."""
         want = tag(self.epoch, self.seq)
         for src in self._peers:
-            if src in self.parties and src not in self.gone:
-                self._wait(self.words.row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
+            self._wait(self.words.row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
         self.settled = self.seq
 
-    def _wait(
-        self, index: int, want: int, src: int, deadline: float, is_data: bool = False, is_current: bool = False
-    ) -> None:
+    def _wait(self, index: int, want: int, src: int, deadline: float, is_current: bool = False) -> None:
         words = self.words.own
         if words[index] == want:
             return
@@ -424,44 +344,31 @@ class Exchange:
         def check() -> None:
             """Raise what ends the wait before the word has arrived."""
             self._interrupt()
-            membership.show(self.op, self.seq, self.behind(want, is_data))
-            gave_up = is_data and words[index + 1] >= want
+            membership.show(self.op, self.seq, self.behind(want))
             dead = self._watch.dead()
             if words[index] == want:
                 return
-            membership.check(src, is_data)
+            membership.check(src)
             dead = tuple(rank for rank in dead if rank in self.members)
-            # a peer may have met a death first and aborted: the death is the cause, so it comes first
-            if src in dead or (dead and gave_up):
-                behind = self.behind(want, is_data)
+            if src in dead:
+                behind = self.behind(want)
                 raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
-            if gave_up:
-                raise MismatchError(
-                    f"{self.where(src)}: rank {src} aborted this call after an error of its own; see its message"
-                )
             if is_current and self.end.withdrawn():
                 raise Withdrawn
 
-        patience = deadline
-        while not wait_equal(words, index, want, self.words.own_address, patience, check):
-            facts = self.where(src, started)
-            if not membership.insist(self.behind(want, is_data), facts, self.seq, deadline):
-                raise _silent(facts, src, is_data)
-            patience = time.monotonic() + RETRY_S
+        if not wait_equal(words, index, want, self.words.own_address, deadline, check):
+            raise CommTimeoutError(f"{self.where(src, started)}: rank {src} did not send its call; {TIMED_OUT}", [src])
 
-    def behind(self, want: int, is_data: bool = False) -> list[int]:
-        """Return the ranks whose row, or payload, of the current call is not here."""
+    def behind(self, want: int) -> list[int]:
+        """Return the ranks whose row of the current call is not here."""
         words, parity = self.words.own, self.seq & 1
-        places = {src: self.words.data_at(src) if is_data else self.words.row_at(parity, src) for src in self._peers}
-        return [src for src, index in places.items() if words[index] != want and (is_data or src not in self.gone)]
+        return [src for src in self._peers if words[self.words.row_at(parity, src)] != want]
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
         names = ", ".join(str(rank) for rank in dead)
-        remedy = "this buffer cannot go on, make a new one without it"
-        if self.config.is_cuda or self.config.is_latency:
-            remedy = "call buffer.sync() on all survivors, then the next call runs without it"
         return RankFailedError(
-            f"{self.where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
+            f"{self.where(dead[0], started)}: rank {names} is dead (its process ended); call buffer.sync() on all "
+            "survivors, then the next call runs without it",
             dead,
             self.op,
             self.seq,
@@ -478,11 +385,6 @@ class Exchange:
         """
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self.op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
-
-
-def _silent(facts: str, src: int, is_data: bool) -> CommTimeoutError:
-    what = "its rows" if is_data else "its call"
-    return CommTimeoutError(f"{facts}: rank {src} did not send {what}; {TIMED_OUT}", [src])
 
 
 def _nothing() -> None:

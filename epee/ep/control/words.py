@@ -1,9 +1,7 @@
 """The words of a rank's inbox: their offsets, and how a row is stored and read.
 
     inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
-                      data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
-                                                                 whole; word 1: tag of the last call whose payload will
-                                                                 not come; the owner's own line: `withdrawal.py`
+                      data  [num_ranks][8]                       the owner's own line: `withdrawal.py`
                       reasons [8][32]                            written by the owner: why it refused a GPU call,
                                                                  whose number is word 0, stored last
 
@@ -94,10 +92,6 @@ class InboxWords(RowFormat):
         for rank in ranks:
             futex_wake(self._addresses[rank] + 8 * start)
 
-    def tag_of(self, parity: int, src: int) -> int:
-        """Return the tag of a rank's row in its own inbox, where it is stored first."""
-        return self._words[src][self.row_at(parity, src)]
-
     def copy_all(self, parity: int) -> bytes:
         """Return all rows of this inbox."""
         first = self.row_at(parity, 0)
@@ -126,17 +120,11 @@ class InboxWords(RowFormat):
         width = 8 * self.num_words
         return rows[self._rank * width + 8 : (self._rank + 1) * width]
 
-    # ---- payload, reasons
+    # ---- ends, reasons
 
     def data_at(self, src: int) -> int:
         """Return the index of a rank's line of `data`, in any inbox."""
         return self._data_at + src * LINE_WORDS
-
-    def store_data(self, mark: int, rank: int, is_given_up: bool) -> None:
-        """Notify a rank that this one's payload is complete there, or will not arrive."""
-        index = self.data_at(self._rank)
-        self._words[rank][index + is_given_up] = mark
-        futex_wake(self._addresses[rank] + 8 * index)  # readers of either word sleep on the first
 
     def post_reason(self, call: int, reason: bytes) -> None:
         """Publish why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""

@@ -47,8 +47,8 @@ from ...view.group import GroupInView
 from ...view.transport.wire import LANE_LIMIT
 from ..config import BufferConfig
 from ..control.bootstrap import compare
-from ..membership.birth import ended_of, job_found, reported
-from ..membership.group_view import job_handle_of, process_of
+from ..job import job_handle_of, process_of
+from ..making import ended_of, job_found, reported
 from .latency.region import latency_layout
 from .layout import staging_bytes
 from .member_sync import LINE_BYTES
@@ -154,7 +154,8 @@ def come_into(
     _newest = max(_newest, notice.number)
     place = Place(notice.home, list(job_handle.slots), rank, False)
     try:
-        engine = come_in(place, config.num_ranks, timeout_s, mode_of(config), None, _extra_of(config))
+        sizes = _extra_of(config), config.num_hosts > 1
+        engine = come_in(place, config.num_ranks, timeout_s, mode_of(config), None, *sizes)
     except expected(CommTimeoutError) as error:
         raise CommTimeoutError(
             f"Buffer (rank={rank}): the members of the running buffer have not admitted this process within "
@@ -186,7 +187,7 @@ def announcement(
 ) -> Callable[[], Callable[[], None]]:
     """Return the function that publishes the notice of a buffer that has just been made; as `tell_of`."""
     job_handle, place = job_handle_of(group, config.num_ranks), place_of(engine, mode_of(config))
-    if not job_handle.is_open or place.home.spans != job_handle.spans:
+    if not job_handle.is_open:
         return lambda: _nothing
     number, epoch = (_newest, engine.members.epoch) if running is None else (running.number, running.epoch)
     return partial(tell, job_handle, BufferNotice(number, config.num_hosts, epoch, place.home, config.words()))
@@ -204,7 +205,7 @@ def _extra_of(config: BufferConfig) -> int:
 
 
 def _nothing() -> None:
-    """Do nothing: no process joins a group without a view, or on one host."""
+    """Do nothing: no process joins a group without a view."""
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

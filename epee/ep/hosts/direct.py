@@ -1,7 +1,6 @@
 """The exchange of rows over an engine where all ranks share a host: payload goes straight into the receivers' memory.
 
-It serves `throughput/cpu.py` in place of `control/inbox.py`, for buffers that have an engine of their own. A call of
-the buffer is one or two calls of the engine:
+It serves `throughput/cpu.py`. A call of the buffer is one or two calls of the engine:
 
     every call   The **rows** of all ranks for all ranks. A row grants a slot of its writer's arena to the others.
     dispatch     Every rank then stores its rows into the slots that the others have granted, each once, at its final
@@ -102,12 +101,11 @@ from ..control.header import (
     Moved,
 )
 from ..control.membership import Agreed
-from ..membership.group_view import Loss, failure
-from ..membership.lane import silent
+from ..losses import Loss, failure, silent
 from ..throughput.placement import Ints
 from .birth import come_into, tell_of
 from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
-from .notices import BufferNotice, note_had, present_ranks
+from .notices import BufferNotice, note_had
 from .rows import CallPatience, RowsPlan
 
 _DATA_SIGNATURE = pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]])
@@ -140,7 +138,7 @@ class LastResult:
 
 
 class DirectExchange(SyncExchange):
-    """Row exchange through an engine, beside payload in shared memory; used as `control.inbox.Exchange`.
+    """Row exchange through an engine, beside payload in shared memory.
 
     Args:
         config, rank, interrupt: as of `RowsOverEngine`.
@@ -364,14 +362,8 @@ class DirectExchange(SyncExchange):
 
     # ---- payload
 
-    def settle(self, deadline: float) -> None:
-        """Do nothing: a slot that peers may still access is not free (`settled`), and no call waits for one."""
-
-    def signal_data(self, dst_rank: int) -> None:
-        """Do nothing: the data call says that all of this rank's rows are stored."""
-
-    def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
-        """Make the data call of a dispatch; returns when the rows of all ranks are here, always without a rank.
+    def wait_data(self, deadline: float) -> None:
+        """Make the data call of a dispatch; returns when the rows of all ranks are here.
 
         Raises:
             Moved: a rank was lost before it had stored all of its rows; the dispatch is to be made again without it.
@@ -381,7 +373,6 @@ class DirectExchange(SyncExchange):
         if done.peer_regions.epoch != self.peer_regions.epoch:
             self.enter(done.peer_regions)
             raise Moved
-        return []
 
     def abandon(self) -> None:
         """Refuse the data call, if the others are in it: this rank's rows will not arrive."""
@@ -485,17 +476,12 @@ class BufferMembers(MembersOfEngine):
 
     def _newest_join(self) -> int:
         """Return the newest epoch in which a process has joined the group, as far as this rank knows."""
-        view = self._engine.membership.runtime.view()
+        view = self._exchange.engine.membership.runtime.view()
         if view is not self._joins[0]:
             slots = {self._job_handle.slots[rank] for rank in self._in_group()}
             joined = [member.incarnation for member in view.members if member.slot in slots]
             self._joins = view, max(joined, default=0)
         return self._joins[1]
-
-    def _in_group(self) -> Sequence[int]:
-        """Return the ranks that take part in the group of the buffer, if processes can join it."""
-        view = self._engine.membership.runtime.view()
-        return present_ranks(self._job_handle, view) if self._job_handle.is_open else ()
 
     def catch_up(self, num_agreed: int) -> None:
         """Take over the number of agreements from the others, as a rank that has joined, in its first call."""
@@ -505,9 +491,12 @@ class BufferMembers(MembersOfEngine):
     @property
     def must_turn(self) -> bool:  # type: ignore[override]
         """Whether there is something to do before the next call."""
-        if not self._exchange.has_engine or self._is_out or self.wanted or self._exchange.later is not None:
+        exchange, sync = self._exchange, self._sync
+        if not exchange.has_engine or self._is_out or self.wanted or exchange.later is not None:
             return True
-        return super().must_turn or self._engine.membership.runtime.view() is not self._seen
+        if self._next is not None or sync.open_row is not None or self._returned < exchange.num_agreed:
+            return True  # as `MembersOfEngine.must_turn`
+        return exchange.engine.membership.runtime.view() is not self._seen
 
     has_turned = must_turn
 

@@ -39,7 +39,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...engine import Engine, come_in, place_of
@@ -62,7 +62,7 @@ from ...errors import (
 from ...memory.signals import SEQ_BITS
 from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
-from ...view.protocol.messages import PUT_OUT
+from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
 from ..control.header import OP_GATHER, Header
 from ..control.membership import Agreed, Membership
 from .notices import present_ranks
@@ -149,6 +149,8 @@ class MemberSync:
 
     Attributes:
         met: the outboxes with which the last call has run.
+        open_row: the row of the last call and the length of its data, until its result is known: an exception of a
+            handler may have come out of it.
     """
 
     met: PeerRegions
@@ -162,7 +164,7 @@ class MemberSync:
         self._exchange, self._may_return, self._check = exchange, may_return, check
         self._num_ranks, self._rank = exchange.config.num_ranks, exchange.rank
         self._met: dict[int, int] = {}  # the ranks of the last agreement, and since when they take part
-        self._open: tuple[OwnRow, int] | None = None  # the row of the last call, until its result is known
+        self.open_row: tuple[OwnRow, int] | None = None
 
     @property
     def _engine(self) -> Engine:
@@ -173,29 +175,24 @@ class MemberSync:
     def gather(self, row: SyncRow, data: bytes, deadline: float) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
         """Exchange the rows and the data of all members of the engine in one call, and return them by rank."""
         own = self._exchange.sync_row(_ROW.pack(*row) + data)
-        self._open = own, len(data)
+        self.open_row = own, len(data)
         try:
             found = self._found(self._exchange.run(own.plan, CallPatience.until(deadline)))
         except BaseException as error:
             if is_own(error):
-                self._open = None  # it has failed on all
+                self.open_row = None  # it has failed on all
             raise
-        self._open = None
+        self.open_row = None
         return found
 
     def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
         """Return what the ranks have given in the last call."""
-        assert self._open is not None
-        own, length = self._open
+        assert self.open_row is not None
+        own, length = self.open_row
         texts = self._exchange.texts_of(own, op)
         self.met = op.peer_regions
         found = {rank: SyncRow(*_ROW.unpack_from(text)) for rank, text in texts.items()}
         return found, {rank: text[_ROW.size : _ROW.size + length] for rank, text in texts.items()}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an exception of a handler has come out of the last call, so its end is unknown here."""
-        return self._open is not None
 
     def settle(self, deadline: float) -> dict[int, bytes] | None:
         """Find out how that call has ended; return the data of the ranks if it was the agreement.
@@ -203,9 +200,9 @@ class MemberSync:
         Raises:
             CommTimeoutError: its end is still open.
         """
-        if self._open is None:
+        if self.open_row is None:
             return None
-        (own, _), engine, found = self._open, self._engine, None
+        (own, _), engine, found = self.open_row, self._engine, None
         latest = engine.latest
         for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
             if not op.done:
@@ -216,7 +213,7 @@ class MemberSync:
                 raise CommTimeoutError(f"{where}: the end of an interrupted sync is still open; repeat it")
             if op.error is None:
                 found = self._found(op if op is latest else self._exchange.run(own.plan, CallPatience.until(deadline)))
-        self._open = None
+        self.open_row = None
         if found is None or not self.is_over(found[0]):
             return None
         self.begin(found[1])
@@ -436,10 +433,13 @@ class MembersOfEngine(Membership):
         self._job.retain()  # an excluded rank has no engine for a while
 
     def close(self) -> None:
-        """Release the job; the engine ends with the exchange. Idempotent."""
+        """Release the job; the engine ends with the exchange. Idempotent.
+
+        If that takes the process out of the job, its rank has left, or failed if the buffer was not closed.
+        """
         job, self._job = self._job, None
         if job is not None:
-            job.release()
+            job.release(EXITED if self._exchange.is_dropped else LEFT)
 
     @property
     def takes_replacements(self) -> bool:  # type: ignore[override]
@@ -504,7 +504,7 @@ class MembersOfEngine(Membership):
     @property
     def _has_missed(self) -> bool:
         """Whether the others may be in an epoch that this rank has not entered."""
-        return self._next is not None or self._sync.is_open
+        return self._next is not None or self._sync.open_row is not None
 
     @property
     def must_turn(self) -> bool:  # type: ignore[override]
@@ -586,7 +586,8 @@ class MembersOfEngine(Membership):
         self._sync.returns()
         try:
             wait_s = max(1e-3, deadline - started)
-            engine = come_in(self._address, self._config.num_ranks, wait_s, self._mode, self._engine, LINE_BYTES)
+            num_ranks, sizes = self._config.num_ranks, (LINE_BYTES, False)
+            engine = come_in(self._address, num_ranks, wait_s, self._mode, self._engine, *sizes)
         except expected(CommTimeoutError) as error:
             raise no_quorum(self._rank, started, (), "the others did not sync") from error
         engine.timeout_s = self._timeout_s
@@ -604,13 +605,22 @@ class MembersOfEngine(Membership):
         admission, num_ranks = membership.admission, self._config.num_ranks
         view, strangers = membership.runtime.view(), admission.strangers()
         if self._job_handle.is_open:
-            alive = set(present_ranks(self._job_handle, view))
+            alive = set(self._in_group())
         else:
             here = {member.slot for member in view.members}
             slots = membership.in_view(num_ranks).slots
             alive = {rank for rank, slot in enumerate(slots) if slot in here} - strangers
         away = alive.difference(admission.present())
         return {rank for rank in away if rank in strangers or not self._sync.has_closed(rank)}
+
+    def _in_group(self) -> Sequence[int]:
+        """Return the ranks that take part in the group of the buffer on this host, if processes can join it."""
+        if not self._job_handle.is_open:
+            return ()
+        runtime = self._engine.membership.runtime
+        view, own = runtime.view(), runtime.member.host
+        here = {member.slot for member in view.members if member.host == own}
+        return [rank for rank in present_ranks(self._job_handle, view) if self._job_handle.slots[rank] in here]
 
     def _check(self, ranks: list[int], op: str = "sync") -> None:
         """Check for changes while `op` waits for ranks; raises what ends the wait."""

@@ -47,7 +47,7 @@ from ...view.protocol.messages import Decision
 from ...view.runtime import Runtime
 from ...view.transport.wire import LANE_LIMIT
 from ..config import CONFIG_NAMES, BufferConfig
-from ..membership.birth import fits
+from ..making import fits
 
 logger = logging.getLogger("epee")
 

@@ -51,6 +51,7 @@ from ...memory.shared import SharedRegion
 from ..config import BufferConfig
 from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
+from ..control.sync import sync
 from ..control.words import inbox_layout
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
@@ -380,7 +381,7 @@ class LatencyCudaPath(GpuPath, Memory):
             raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
         mask = self.core.active_ranks if active_ranks is None else active_ranks
         used = self.core.memory.tags()
-        return path_lane.sync(self.control, self._lane, mask.tolist(), active_ranks, used, deadline)
+        return sync(self.control, self._lane, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
 

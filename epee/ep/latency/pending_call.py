@@ -144,7 +144,7 @@ class PendingCall:
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self.op, rank=self.rank, peer=peer, seq=self.seq, **elapsed)
 
-    def behind(self, want: int, is_data: bool = False) -> list[int]:
+    def behind(self, want: int) -> list[int]:
         """Return the ranks whose message is not here."""
         return [rank for rank in self.others() if not self._has_come(rank, self.seq)]
 

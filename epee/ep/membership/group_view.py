@@ -1,9 +1,8 @@
-"""The membership of a buffer: the view of its group's job, restricted to the buffer's ranks.
+"""The membership of a buffer of GPUs: the view of its group's job, restricted to the buffer's ranks.
 
 Data path: the agent thread delivers every decision in order (`decided`). A decision that changes nothing for the
 buffer's ranks is skipped; any other begins a new epoch of the buffer, numbered as the decision: so all members use the
-same number for an epoch, whatever other processes join or leave the job. In the same step, under `lock`, the decision
-is passed to the epoch plan of the buffer's calls (`call_course.py`), if the buffer has one.
+same number for an epoch, whatever other processes join or leave the job.
 
 The agent thread calls `decided` and `trouble`; the thread of a call calls the rest. The lock is held for some
 microseconds at a time, and no wait happens under it.
@@ -20,60 +19,23 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
-from ...view.awaited import Awaited, kind_of_loss
-from ...view.founding import GroupHandle
-from ...view.group import GroupInView, in_no_view
+from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
+from ...view.awaited import Awaited
+from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
-from ...view.transport.wire import parse_endpoint
 from ..control.membership import Agreed
-from .call_course import CallCourse
+from ..job import process_of
+from ..losses import Loss
 
 logger = logging.getLogger("epee")
 
 NO_QUORUM_PAUSE_S = 0.2
 NEWS_LOOK_S = 0.005
 _LANE_SALT = 0x9E3779B97F4A7C15
-
-
-def job_handle_of(group: Any, num_ranks: int) -> GroupInView:
-    """Return the job handle of a group; `NO_VIEW` for groups of other backends than "epee"."""
-    found: GroupInView = getattr(group, "in_view", in_no_view)(num_ranks)
-    return found
-
-
-def job_handle_at(place: GroupHandle, fault_mode: str, on_stall: str) -> GroupInView:
-    """Return the job handle of a buffer on a group of another backend, which no process can join.
-
-    Args:
-        place: found by the group's ranks.
-        fault_mode, on_stall: policies of the buffer.
-    """
-    job_handle = place.job_handle
-    return GroupInView(
-        job_handle.job.runtime,
-        job_handle.lane,
-        tuple(job_handle.slots),
-        fault_mode == "raise",
-        on_stall,
-        dict(zip(job_handle.slots, place.incarnations, strict=True)),
-        lambda _: False,
-        False,
-        False,
-        job_handle.job,
-    )
-
-
-class Loss(NamedTuple):
-    """A lost rank: the epoch that began without it, and the cause."""
-
-    rank: int
-    epoch: int
-    cause: str
 
 
 class View(NamedTuple):
@@ -101,7 +63,6 @@ class Roster:
         state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
         newest: epoch of the view.
         lock: for steps that a new view must not interrupt.
-        calls: the epoch plan of the calls, once `watch` has been called; None if the buffer's calls have none.
     """
 
     def __init__(self, job_handle: GroupInView) -> None:
@@ -114,7 +75,6 @@ class Roster:
         self._host = job_handle.runtime.member.host
         self._elsewhere: set[tuple[int, int]] = set()  # processes of other hosts: slot, incarnation
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
-        self.calls: CallCourse | None = None
         self._is_registered = False
         self._last = BLANK
         self._is_over = False
@@ -123,14 +83,12 @@ class Roster:
         self.state = (0, View(0, {}, {}, Agreed(0, ())))
         self._replay()
 
-    def watch(self, number: int, rank: int, first: int, has_calls: bool, timeout_s: float) -> None:
+    def watch(self, number: int, first: int, timeout_s: float) -> None:
         """Follow the decisions from now on.
 
         Args:
             number: of the buffer among those of the group.
-            rank: this process's.
             first: the epoch in which all ranks begin, known to the other ranks; 0 for a replacement.
-            has_calls: the buffer has calls that continue in later epochs.
             timeout_s: how long to wait until that epoch is known here.
 
         Raises:
@@ -146,21 +104,8 @@ class Roster:
             now = self._view_of(self._last)  # the excluded ranks could not be determined without the buffer's number
             before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
             self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch), agreed=max(now.agreed, before))
-            if has_calls:
-                heard = {decision.epoch: decision for decision in known if decision.epoch <= self.heard}
-                self.calls = CallCourse(
-                    self.lane,
-                    self.job_handle.slots,
-                    self.job_handle.slots[rank],
-                    self.job_handle.raises,
-                    self._is_ours,
-                    self.lock,
-                    [heard[epoch] for epoch in sorted(heard)],
-                    first,
-                )
         state = LaneState(self.lane, 0, 0)
-        freeze, thaw = (lambda: state, _nothing) if self.calls is None else (self.calls.freeze, self.calls.thaw)
-        row = runtime.register(self.lane, freeze, thaw, self.decided, self.trouble)
+        row = runtime.register(self.lane, lambda: state, _nothing, self.decided, self.trouble)
         self._is_registered = True
         self._awaited.begin(self.lane, row)
         self._replay()
@@ -209,8 +154,6 @@ class Roster:
                 new = new._replace(agreed=new.agreed._replace(is_fresh=is_fresh))
             new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
-            if self.calls is not None:
-                self.calls.add(decision)  # first: a reader that sees the new epoch finds its meaning for calls
             self.state = decision.epoch, new
             self.newest = new.epoch
 
@@ -355,37 +298,6 @@ class Roster:
         with self.lock:
             found = [Loss(rank, *what) for (rank, _), what in self._causes.items() if what[0] > after]
         return sorted(found)
-
-    def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float, heard: int) -> bool:
-        """At a timeout: apply the group's policy to ranks that are silent in the view of epoch `heard`.
-
-        Returns True while waiting longer may help.
-        """
-        slots = {rank: self.job_handle.slots[rank] for rank in ranks}
-        return self._awaited.insist(slots, lambda: what, seq, heard, deadline)
-
-
-def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:
-    """Return the error that reports `losses`: `RankFailedError`, or `PeerError` if all have left in order."""
-    ranks = sorted({loss.rank for loss in losses})
-    kind, cause = kind_of_loss(loss.cause for loss in losses)
-    names = ", ".join(map(str, ranks))
-    where = context(op, rank=rank, peer=names, seq=seq, epoch=epoch, elapsed=elapsed)
-    return kind(
-        f"{where}: rank {names}: {cause}; results are untouched, handles of earlier calls are stale; the next "
-        f"call runs in epoch {epoch} without them",
-        ranks,
-        op,
-        seq,
-        epoch,
-        cause,
-    )
-
-
-def process_of(member: Member) -> tuple[int, int]:
-    """Return the pid and start time of a member's process."""
-    endpoint = parse_endpoint(member.endpoint)
-    return endpoint.pid, endpoint.start_time
 
 
 def _incarnations(members: Mapping[int, Member]) -> dict[int, int]:

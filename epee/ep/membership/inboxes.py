@@ -26,7 +26,8 @@ from ...memory.signals import futex_sleep
 from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
-from .group_view import Roster, process_of
+from ..job import process_of
+from .group_view import Roster
 from .registry import INBOX_VIEW, Line, find
 
 logger = logging.getLogger("epee")

@@ -42,7 +42,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ...errors import CommTimeoutError, MismatchError, NoQuorumError, ProtocolError, context
+from ...errors import MismatchError, NoQuorumError, ProtocolError, context
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
 from ..control.exchanging import EpochExchange
@@ -339,11 +339,8 @@ class BufferLane(Membership):
         self.roster.require_part(self._rank)
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Publish to the peers, and hang reports, for which ranks a call waits; repeated, because old entries
-        expire.
-        """
+        """Show in hang reports for which ranks a call waits."""
         self.roster.show(op, seq, ranks)
-        self._line.blame(ranks)
         self.has_shown = True
 
     def call_it(self, text: str) -> None:
@@ -355,7 +352,6 @@ class BufferLane(Membership):
         if self.has_shown:
             self.has_shown = False
             self.roster.hide()
-            self._line.blame(())
 
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
         """Check for changes while a rank keeps this one from entering an epoch; raises what ends the wait."""
@@ -394,15 +390,6 @@ def retire() -> None:
         pid, begun = _closed.popleft()
         if pid == os.getpid():
             begun.close()
-
-
-def silent(told: str, rank: int) -> CommTimeoutError:
-    """Return the error of a wait for a rank that has become too long."""
-    return CommTimeoutError(
-        f"{told}; others may have completed this call, so do not repeat the step; raise timeout= if the peer is "
-        "only slow",
-        [rank],
-    )
 
 
 def _nothing() -> None:

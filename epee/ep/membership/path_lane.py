@@ -8,14 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import torch
-
-from ...arrays import writing
 from ...errors import AbortedError, MismatchError, PeerError, RankFailedError, expected
 from ...memory.shared import SharedRegion
-from ..control.membership import Agreed, Membership
-from ..control.messages import ControlPlane, refused_alike
-from ..handle import mask_of
+from ..control.membership import Agreed
+from ..control.messages import ControlPlane
 from .memory import Memory
 from .synced import SyncedLane
 
@@ -121,47 +117,3 @@ def told_alike(members: PathLane) -> Iterator[None]:
         if death is not None:
             raise death from error
         raise
-
-
-def sync(
-    control: ControlPlane,
-    members: Membership | LoneLane,
-    marks: Sequence[int],
-    active_ranks: torch.Tensor | None,
-    used: int,
-    deadline: float,
-) -> torch.Tensor:
-    """Agree on the members, and enter the epoch; raises as `Buffer.sync`.
-
-    Args:
-        control: of the buffer.
-        members: the buffer's membership.
-        marks: for each rank whether this one counts on it.
-        active_ranks: `[num_ranks or more]` int32 that the agreed mask is written into; on any device.
-        used: the last number that calls of this rank have used.
-        deadline: `time.monotonic()` value.
-
-    Returns:
-        `[num_ranks]` int32 on the CPU, 1 = takes part.
-    """
-    num_ranks = control.config.num_ranks
-    with refused_alike(control, deadline):
-        agreed = members.sync(counted_of(marks, num_ranks), used, deadline)
-    return return_agreed(members, agreed, active_ranks, num_ranks)
-
-
-def counted_of(marks: Sequence[int], num_ranks: int) -> int:
-    """Return the bits of the ranks that a mask counts on."""
-    return sum(1 << rank for rank, mark in enumerate(marks[:num_ranks]) if mark)
-
-
-def return_agreed(
-    members: Membership | LoneLane, agreed: Agreed, active_ranks: torch.Tensor | None, num_ranks: int
-) -> torch.Tensor:
-    """Write the members into the caller's mask, and return them: `[num_ranks]` int32 on the CPU."""
-    mask = mask_of(agreed.ranks, num_ranks)
-    if active_ranks is not None:
-        with writing(active_ranks):
-            active_ranks[:num_ranks] = mask.to(active_ranks.device)
-    members.note_agreed(agreed)  # last: a rank interrupted before it gets the same result again
-    return mask

@@ -8,9 +8,8 @@ running buffers, nor the others to find its own.
     header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at index n
             modulo their number, so the last ones
     line    number of the buffer (0: none; with `CLOSED`: it was closed; with `DROPPED` as well: it was not closed, but
-            the process has dropped it, which happens when it ends), tag of the call with which this rank has entered
-            its epoch (`epochs.py`), the ranks for which this rank waits and when it published that last, the epoch for
-            which it has arrived at sync and the ranks it counts on there, and the last number that its calls have used
+            the process has dropped it, which happens when it ends), the epoch for which it has arrived at sync, the
+            ranks it counts on there, and the last number that its calls have used
             (`lane.py`), view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (only the newest number in the header is stored after it), and
@@ -27,9 +26,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from ...errors import EpeeError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import require_own
@@ -39,7 +37,6 @@ from ...view.process.detector import is_leaving
 
 logger = logging.getLogger("epee")
 
-FRESH_NS = 500_000_000  # a waiting rank publishes that several times in this time, unless it has stopped
 MAX_BUFFERS = 32  # of one group at the same time
 _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
@@ -47,7 +44,7 @@ _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
 _CLOSED_AT = _OWN_BLOB + _BLOB_WORDS
 _NUM_CLOSED = _LINE_WORDS - _CLOSED_AT  # more than can be open at once
-NUMBER, READY, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(9)
+NUMBER, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(6)
 CONFIG = INBOX + _BLOB_WORDS
 CLOSED = 1 << 62  # in the word of the number
 DROPPED = 1 << 61  # the same
@@ -89,22 +86,6 @@ class Line:
             self.words[NUMBER] = (
                 number | CLOSED | (DROPPED if is_dropped else 0)
             )  # last: a reader that finds the line closed finds the reason
-
-    def show_ready(self, mark: int) -> None:
-        """Publish that this rank has mapped all participants of the call of an epoch with this tag. Only the owner."""
-        self.words[READY] = mark
-        futex_wake(self.address + 8 * READY)
-
-    def blame(self, ranks: Iterable[int]) -> None:
-        """Publish the ranks for which this rank waits. Only the owner."""
-        self.words[BLAMED] = 0
-        self.words[BLAMED_AT] = time.monotonic_ns()
-        self.words[BLAMED] = sum(1 << rank for rank in set(ranks))
-
-    def blamed(self) -> int:
-        """Return the ranks for which the rank waits, as a mask; 0 if it has not published that recently."""
-        is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
-        return self.words[BLAMED] if is_fresh else 0
 
     def come_to_sync(self, mark: int, counted: int, used: int = 0) -> None:
         """Publish that this rank has arrived at sync, and the ranks that it counts on. Only the owner.
@@ -180,7 +161,7 @@ class Registry:
         for line in lines:  # those of the buffers that were closed last come last
             if line.is_free:
                 line.words[NUMBER] = 0
-                line.words[READY:CONFIG] = memoryview(bytes(8 * (CONFIG - READY))).cast("Q")
+                line.words[SYNC:CONFIG] = memoryview(bytes(8 * (CONFIG - SYNC))).cast("Q")
                 for at, word in enumerate(config):
                     line.words[CONFIG + at] = word
                 self.had.add(number)
@@ -211,23 +192,6 @@ class Registry:
 def name_of(lane: int) -> str:
     """Return the name of the memfds of a group's registries."""
     return f"buffers-{lane:x}"
-
-
-def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[int]:
-    """Return the ranks at the end of the chains of waits that begin with `ranks`; none if all wait for each other."""
-    found, seen, todo = set(), {me}, list(ranks)
-    while todo:
-        rank = todo.pop()
-        if rank in seen:
-            continue
-        seen.add(rank)
-        mask = lines[rank].blamed() if rank in lines else 0
-        others = [other for other in lines if mask >> other & 1 and other not in (me, rank)]
-        if others:
-            todo += others
-        else:
-            found.add(rank)
-    return sorted(found)
 
 
 def find(lane: int, pid: int, start_time: int) -> Registry | None:

@@ -59,13 +59,14 @@ from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
 from ..control.ending import Turned
-from ..control.header import Moved
 from ..control.inbox import Exchange
-from ..control.membership import Agreed, Parties
-from .birth import Begun, death_in_birth
-from .group_view import process_of
+from ..control.membership import Agreed
+from ..job import process_of
+from ..losses import silent
+from ..making import death_in_birth
+from .birth import Begun
 from .inboxes import Absent, Met, Wait
-from .lane import BufferLane, silent
+from .lane import BufferLane
 from .memory import Memory, Outrun
 from .registry import CLOSED, DROPPED, INBOX_VIEW, NUMBER, SYNC, Line
 
@@ -298,18 +299,7 @@ class SyncedLane(BufferLane):
             if rank != self._rank and self._has_left(rank):
                 raise self._loss(rank, op, seq)
 
-    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
-        """Make CPU-side call `seq` if the epoch is the newest; return whether it is."""
-        is_newest = not self.has_turned
-        if is_newest:
-            publish()
-        return is_newest
-
-    def decide(self, op: str, seq: int, deadline: float) -> Parties:
-        """Raise `Moved`: a CPU-side call that has not ended in its epoch is made again in the next."""
-        raise Moved
-
-    def check(self, src: int, is_data: bool) -> None:
+    def check(self, src: int) -> None:
         """Check for changes while a CPU-side call waits for `src`.
 
         Raises:

@@ -1,9 +1,9 @@
 """The memory of a `Buffer` on CPUs: this rank's arenas, one for each layout, and the mapped arenas of the peers.
 
 A rank makes an arena at the first call of its layout, and again, larger, if a call's alignment needs more room. Its
-blob travels with each call's row (`control/inbox.py`), so peers map it when they first see it. The owner takes and
-frees slots; peers write rows into a slot that the owner has granted in the row of the call. Order: a slot that was
-announced is used again only when all peers have passed that call (`settle`). A crash leaves a slot that is no longer
+blob travels with each call's row, so peers map it when they first see it. The owner takes and frees slots; peers write
+rows into a slot that the owner has granted in the row of the call. Order: a slot that was announced is used again only
+when all peers have passed that call (`DirectExchange.settled`). A crash leaves a slot that is no longer
 announced; the memory is freed with the last process that has it mapped.
 """
 
@@ -22,8 +22,8 @@ from ...memory.shared import BLOB_BYTES
 from ..checks import PayloadRows
 from ..config import BufferConfig
 from ..control.header import ExchangedRows
-from ..control.inbox import Exchange
 from ..handle import Payload
+from ..hosts.direct import DirectExchange
 from .rows import rows_of, typed
 
 
@@ -122,7 +122,7 @@ class Arenas(OwnArenas):
         exchange: of the buffer's rows; knows which calls the peers have passed.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, poison: bool) -> None:
+    def __init__(self, config: BufferConfig, rank: int, exchange: DirectExchange, poison: bool) -> None:
         super().__init__(config, rank, poison)
         self._exchange = exchange
         self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}

@@ -1,21 +1,19 @@
 """Dispatch and combine for CPU tensors: rows are copied once, straight to their final offset in shared memory.
 
-Dispatch: every rank publishes its counts and a slot of its arena; from the counts of all ranks each one computes where
-its rows go (`placement.py`), copies each row there with one `index_select` per segment, and signals each peer when its
-rows are complete. The source rank writes, into segments that no other rank's segments overlap. Order: the row exchange
-comes before the first store into a peer's slot, the `data` tag after the last one.
+Dispatch: every rank gives its counts and a slot of its arena to all; from the counts of all ranks each one computes
+where its rows go (`placement.py`) and copies each row there. The source rank writes, into segments that no other rank's
+segments overlap. Order: the exchange of rows (`hosts/direct.py`) comes before the first store into a peer's slot, the
+data call, which all ranks make, after the last one.
 
 Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
 `combine_input`), publishes the slot, and reads the rows of its own tokens out of the slots of all ranks. It sums in
 float32 in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
 
-A crash between two steps leaves half-written rows in a slot whose `data` tag never arrives. The receiver raises and
-does not reuse the slot for a while; nothing half-written is ever returned. In a group with a view
-(`membership/epochs.py`) the call may end without the dead: rows of the others are then packed into ordinary memory
-(`partial.py`), and the next call finds other arenas. A result that all sources have completed stays in its slot: no
-rank has a grant to write there again.
+A crash between two steps leaves half-written rows in a slot of an epoch that is over: the dispatch is made again
+without the rank (`hosts/direct.py`), in other arenas; nothing half-written is ever returned. A result that all sources
+have completed stays in its slot: no rank has a grant to write there again.
 
-Arguments are checked in `checks.py`; data of peers is checked here and in `control/inbox.py`.
+Arguments are checked in `checks.py`; data of peers is checked here and in `hosts/rows.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +32,16 @@ from ...errors import (
 )
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
-from ..checks import CombineCall, DispatchCall, PayloadRows
+from ..checks import CombineCall, DispatchCall
 from ..control.header import ExchangedRows, Moved, combine_header, dispatch_header
-from ..handle import Combined, CpuHandle, Dispatched, Handle, Payload
-from ..membership import path_lane
+from ..control.sync import sync
+from ..handle import Combined, CpuHandle, Dispatched, Handle
+from ..hosts.direct import DirectExchange
 from ..paths import Making, Path
 from ..streams import Lane, RunOptions
 from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
-from .partial import lost_weight, pack_rows, without_destinations, without_sources
+from .partial import lost_weight, without_destinations
 from .placement import Ints, Segment, by_rank
 from .reduce import (
     combine_expert_rows,
@@ -58,7 +57,6 @@ from .rows import (
     new_handle,
     pack_meta,
     rows_of,
-    typed,
     with_meta,
     write_rows,
 )
@@ -85,7 +83,7 @@ class CpuPath(Path):
         self.config = config = making.config
         self.rank = making.rank
         self.control = making.control
-        self.exchange = making.control.exchange
+        self.exchange: DirectExchange = making.control.exchange
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
 
@@ -98,7 +96,11 @@ class CpuPath(Path):
         """Agree on the members; raises as `Buffer.sync`."""
         assert active_ranks is not None
         marks = active_ranks.tolist()
-        return path_lane.sync(self.control, self.exchange.membership, marks, active_ranks, 0, deadline)
+        return sync(self.control, self.exchange.membership, marks, active_ranks, 0, deadline)
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been announced to the peers."""
+        return self.exchange.seq
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +110,6 @@ class CpuPath(Path):
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         limit_s = deadline - time.monotonic()
-        self.exchange.settle(deadline)
         arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
         slot = self.arenas.take(arena)
         counts = call.plan.counts if call.plan is not None else None
@@ -122,10 +123,8 @@ class CpuPath(Path):
             deadline = max(deadline, time.monotonic() + limit_s)
             slots = self.arenas.attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
-            missing = self.exchange.wait_data(deadline, rows.parties)
-            if missing and self.exchange.membership.raises:
-                raise self.exchange.membership.unfinished("dispatch")
-            result = self._receive(call, handle, arena, slot, missing)
+            self.exchange.wait_data(deadline)
+            result = self._receive(call, handle, arena, slot)
             self.exchange.end.close()
             return result
         except BaseException as error:
@@ -141,7 +140,6 @@ class CpuPath(Path):
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
-        self.exchange.settle(deadline)
         arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)
         slot = arena.leased_input(call.y) if call.y.numel() else None
         is_staged = slot is not None
@@ -206,26 +204,15 @@ class CpuPath(Path):
                 for segment in segments.get(dst_rank, ()):
                     place = rows_of(target, slot, name, segment.dst_row, segment.num_rows, source.shape[1])
                     write_rows(source, index, segment, place)
-            if dst_rank != self.rank:
-                self.exchange.signal_data(dst_rank)
 
-    def _receive(
-        self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int, missing: list[int]
-    ) -> Dispatched:
+    def _receive(self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
             meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
             handle = with_meta(call, handle, meta, self.rank * self.config.num_local_experts)
-        source = None
-        if missing:
-            whole_recv = handle.num_recv
-            handle, source = without_sources(handle, missing)
-        if source is None:
-            clear_padding(call.payload, handle.placement.padding, arena, slot)
-            x = self.arenas.result(call.payload, handle.num_recv, arena, slot)
-        else:
-            x = self._packed(call.payload, whole_recv, source, arena, slot)
-        return dispatched(call, handle, x, self._lost(missing))
+        clear_padding(call.payload, handle.placement.padding, arena, slot)
+        x = self.arenas.result(call.payload, handle.num_recv, arena, slot)
+        return dispatched(call, handle, x, self._lost())
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the ranks that are not members, and those of `missing`."""
@@ -233,11 +220,6 @@ class CpuPath(Path):
             return ()
         there = set(self.exchange.members) - set(missing)
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)
-
-    def _packed(self, payload: PayloadRows, num_recv: int, source: torch.Tensor, arena: Arena, slot: int) -> Payload:
-        """Return the received rows, copied out; the slot is never used again."""
-        tensors = [pack_rows(typed(arena, slot, field), source) for field in self.arenas.fields(payload, num_recv)]
-        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 
     # -- combine
 

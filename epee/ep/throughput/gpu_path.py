@@ -34,6 +34,7 @@ from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
 from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.messages import reason_bytes
+from ..control.sync import sync
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
 from ..membership import path_lane
@@ -294,7 +295,7 @@ class CudaPath(GpuPath):
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return path_lane.sync(self.control, self._lane, marks, active_ranks, self.machine.tags(), deadline)
+        return sync(self.control, self._lane, marks, active_ranks, self.machine.tags(), deadline)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Does nothing while a graph is recorded."""

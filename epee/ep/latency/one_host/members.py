@@ -1,4 +1,4 @@
-"""The membership of a `LatencyBuffer` on CPUs of one host that has an engine (on trial: `ep/base.py`, `ON_ENGINE`).
+"""The membership of a `LatencyBuffer` on CPUs of one host.
 
 The calls are those of `path.py`: words and rows in the memory of an epoch, one region per rank, without a call of the
 engine. So a rank that sends nothing is lost in that call, by the receiver's own mask, and the engine knows of no call
@@ -51,7 +51,7 @@ from ...control.header import REASON_BYTES, ExchangedRows, Header
 from ...control.membership import Agreed
 from ...hosts.exchange import HostsExchange
 from ...hosts.member_sync import MembersOfEngine, SyncExchange, SyncRow
-from ...membership.birth import death_in_birth
+from ...making import death_in_birth
 from ...membership.memory import Memory
 from ...throughput.placement import Ints
 
@@ -116,7 +116,7 @@ class NextEpoch(NamedTuple):
 
 
 class EpochMembers(MembersOfEngine):
-    """The membership of a `LatencyBuffer` that has an engine. Interface: as `membership/synced.py`.
+    """The membership of a `LatencyBuffer` on CPUs.
 
     Args:
         exchange: over the engine.

@@ -12,9 +12,7 @@ Every step of a send phase that can fail or wait is done before its first sectio
 is refused, and a call without a mask fails on all. Between posting to one rank and to the next only an interrupt can
 come.
 
-The members change in `sync` alone (`membership/synced.py`, or `members.py` for a buffer that has an engine); each epoch
-has memory of its own. The only rank of a group has no peers, no epochs and no group membership, and moves its rows
-through memory of its own.
+The members change in `sync` alone (`members.py`); each epoch has memory of its own.
 
 Each rank lends one region. In a slot every source has a **section** of its own that no other rank writes:
 
@@ -49,9 +47,8 @@ from ....errors import InvalidState, ProtocolError
 from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
-from ...control.words import inbox_layout
+from ...control.sync import sync
 from ...membership.memory import Memory
-from ...membership.path_lane import PathLane, lane_of, sync
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..cpu import CpuLatencyHandle, LatencyCalls
@@ -248,12 +245,8 @@ class LatencyCpuPath(LatencyCalls, Memory):
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
         config, rank, control, _, _, closing = making
         exchange = control.exchange
-        self._members: PathLane | EpochMembers
-        if isinstance(exchange.membership, EpochMembers):
-            self._members, self._words_bytes = exchange.membership, 0
-        else:
-            self._members, self._words_bytes = lane_of(control), inbox_layout(config).nbytes
-        members = self._members
+        members: EpochMembers = exchange.membership
+        self._members = members
         self._layout = region_layout(config)
         self._blank = SharedRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         blank = RegionFields(self._blank, self._layout)
@@ -274,8 +267,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def move(self, regions: Mapping[int, SharedRegion]) -> None:
         """Let calls use the memory of another epoch."""
-        base = self._words_bytes
-        self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
+        self.wire.begin_epoch({rank: RegionFields(region, self._layout) for rank, region in regions.items()})
         self._pending_calls.restart()
 
     def take_sizes(self, config: BufferConfig) -> SectionCut:

@@ -46,6 +46,7 @@ class Plan:
         read_bytes: size of the part of a peer's block that may be read, for the bounds check of its offset.
         num_halves: rounds that have room at the same time.
         preamble: words that follow the header in the cell, for `agree`; None when the signature says all.
+        heeds_stalls: whether the group's policy for silent ranks applies; else the call ends with its time-out.
     """
 
     detail = 0
@@ -55,6 +56,7 @@ class Plan:
     put_bytes = 0
     read_bytes = 0
     num_halves = 1
+    heeds_stalls = True
     preamble: array[int] | None = None
 
     def __init__(self, name: str, signature: int) -> None:

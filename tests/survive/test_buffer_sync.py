@@ -226,6 +226,35 @@ def test_sync_goes_on_without_who_dies(backend: str, mode: str) -> None:
     assert run_mortal(dies, 3, mode, backend, dead={2})[2] is DEAD
 
 
+def stops_in_it(rank: int, num_ranks: int, folder: str, on_stall: str) -> list[list[int]]:
+    """Rank 2 shows that it comes to a sync, and is stopped there; later it goes on."""
+    group = start(rank, 3, folder, "mask", on_stall=on_stall)
+    buffer = make_buffer(group)
+    assert step(buffer, 1) == [1, 1, 1]
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    stages.meet(folder, "made", rank, ALL)
+    if rank == 2:
+        when_it_shows_that_it_comes(buffer, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        with pytest.raises(NoQuorumError):
+            buffer.sync(ones(), timeout=1.0)
+    else:
+        pid = int((Path(folder) / "pid2").read_text())
+        stages.await_stop(pid)
+        assert buffer.sync(ones(), timeout=1.0).tolist() == [1, 1, 0]
+        assert step(buffer, 2) == [1, 1, 0]
+        stages.meet(folder, "went on", rank, (0, 1))
+        os.kill(pid, signal.SIGCONT)
+    stages.meet(folder, "all", rank, ALL)
+    seen = [buffer.sync(ones()).tolist(), step(buffer, 3)]
+    buffer.close()
+    return seen
+
+
+@pytest.mark.parametrize("on_stall", ["wait", "evict", "error"])
+def test_who_stops_in_a_sync_is_put_out_whatever_the_policy_is(on_stall: str) -> None:
+    assert run_mortal(stops_in_it, 3, on_stall, dead=set()) == [[[1, 1, 1]] * 2] * 3
+
+
 def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> str:
     """One waits in a dispatch while the others put it out."""
     _, buffer = begin(rank, folder, mode, backend)

@@ -654,6 +654,8 @@ class GroupMembership:
         self.heed(op)
         if op.peer_regions is not peer_regions or op.done:
             return True
+        if not op.plan.heeds_stalls:
+            return False
         ranks = self.tellers() if self.unsettled() else ranks
         slots = self._rank_table.slots_of(ranks)
         told = partial(op.describe, self._epoch_regions.full, elapsed=now - op.started)

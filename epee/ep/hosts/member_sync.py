@@ -130,8 +130,10 @@ class SyncExchange(RowsOverEngine):
         raise NotImplementedError
 
     def sync_row(self, text: bytes) -> OwnRow:
-        """Return this rank's row of a `sync`."""
-        return self._row(Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank), None, text)
+        """Return this rank's row of a `sync`, which has a rule of its own for silent ranks."""
+        row = self._row(Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank), None, text)
+        row.heeds_stalls = False
+        return row
 
     def texts_of(self, row: OwnRow, op: Operation) -> dict[int, bytes]:
         """Return the free bytes of the rows of a call, by rank."""

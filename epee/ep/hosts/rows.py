@@ -59,7 +59,10 @@ class OwnRow:
 
     Attributes:
         found: the rows of all ranks, zeros for rows that have not arrived.
+        heeds_stalls: as of `Plan`.
     """
+
+    heeds_stalls = True
 
     def __init__(self, data: bytes, header: Header, num_ranks: int, signature: int, name: str) -> None:
         self.data, self.header, self.signature, self.name = data, header, signature, name
@@ -85,7 +88,7 @@ class RowsPlan(Plan):
 
     def __init__(self, own: OwnRow, peer_regions: PeerRegions) -> None:
         self.own = own
-        self.name, self.signature = own.name, own.signature
+        self.name, self.signature, self.heeds_stalls = own.name, own.signature, own.heeds_stalls
         self.put_bytes = self.read_bytes = self._length = length = len(own.data)
         if length > MIN_STAGING_BYTES:
             rounds = cut(length, 1, peer_regions.staging_bytes)

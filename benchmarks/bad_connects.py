@@ -118,11 +118,12 @@ def _measure(ranks: list[Any], runtime: Path, seconds: float, turns: int, stop: 
     stop.touch()
     told, epoch, dropped = json.loads(ranks[0].stdout.readline())
     values: dict[bool, list[float]] = {False: [], True: []}
+    partly: dict[bool, list[float]] = {False: [], True: []}  # blocks that have ended in such a span, and begun before
     for when, value in told:
         for begin, until, is_attack in spans:
-            if begin + value * BLOCK < when < until:
-                values[is_attack].append(value * 1e6)
-    quiet, loud = statistics.median(values[False]), statistics.median(values[True])
+            if begin < when < until:
+                (values if begin + value * BLOCK < when else partly)[is_attack].append(value * 1e6)
+    quiet, loud = (statistics.median(values[which] or partly[which]) for which in (False, True))
     return {
         "quiet_us": round(quiet, 1),
         "attacked_us": round(loud, 1),

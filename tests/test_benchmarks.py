@@ -41,7 +41,7 @@ def test_sync_prints_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_bad_connects_writes_its_numbers(tmp_path: Path) -> None:
-    bad_connects.main(seconds=1.5, turns=1, json_to=tmp_path / "out.json")
+    bad_connects.main(seconds=3.0, turns=1, json_to=tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["connects"] > 0
     assert report["quiet_us"] > 0

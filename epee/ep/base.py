@@ -39,6 +39,7 @@ from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .latency.region import region_layout
+from .making import fits
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
@@ -153,7 +154,7 @@ class SharedBuffer:
             raise
         self._exchange.membership.forget = self._path.close
         self._show_name(group)
-        # a buffer dropped without close() returns its memory as well; its job is notified of it later (`retire`)
+        # a buffer dropped without close() returns its memory as well; the job hears of a GPU buffer later (`retire`)
         finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, is_dropped=True)
         finalizer.atexit = False
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
@@ -417,7 +418,7 @@ def _running_on_one_host(
 def _tell_of_one_host(
     job_handle: GroupInView, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
 ) -> None:
-    """Announce a buffer that stays on one host to processes that join a group over several hosts."""
+    """Announce a GPU buffer to processes that join a group over several hosts: it stays on one."""
     lane = exchange.membership
     if not (job_handle.spans and job_handle.is_open) or not isinstance(lane, BufferLane):
         return
@@ -426,6 +427,17 @@ def _tell_of_one_host(
     lane.is_told(
         tell_of_one_host(job_handle, *lane.identity, config, None if like is None else like.notice, lane.first)
     )
+
+
+def _running_here(
+    group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, alone: OnOneHost | None
+) -> BufferNotice | None:
+    """Return the buffer of this host that this process has to join, if any; raises as `find_running`."""
+    from .hosts.notices import find_running
+
+    if alone is not None:
+        return alone.notice if fits(alone.notice.words, alone.rank, config, group.rank()) else None
+    return None if job_handle.spans else find_running(group, job_handle, config, timeout_s)
 
 
 def _direct_exchange(
@@ -445,13 +457,12 @@ def _direct_exchange(
     """
     from .hosts.birth import create_here, mode_of, tell_of
     from .hosts.direct import BufferMembers, DirectExchange
-    from .hosts.notices import find_running
 
     exchange = DirectExchange(config, group.rank(), closing.check)
     members = BufferMembers(exchange, mode_of(config), job_handle, timeout_s, closing.check)
     exchange.membership = members
     try:
-        running = find_running(group, job_handle, config, timeout_s) if alone is None else alone.notice
+        running = _running_here(group, job_handle, config, timeout_s, alone)
         if running is not None:
             members.join_later(group, running)
         else:
@@ -481,17 +492,20 @@ def _latency_exchange(
         As `create_here`, `come_into` and `EpochMembers.begin`.
     """
     from .hosts.birth import announcement, come_into, create_here, mode_of
-    from .hosts.notices import find_running
     from .latency.one_host.members import EpochMembers, MemberExchange
 
     rank = group.rank()
     try:
-        running = find_running(group, job_handle, config, timeout_s) if alone is None else alone.notice
+        running = _running_here(group, job_handle, config, timeout_s, alone)
         if running is None:
             engine, _ = create_here(group, job_handle, config, timeout_s)
         else:
             engine = come_into(job_handle, rank, config, running, timeout_s)
-        exchange = MemberExchange(config, rank, engine, closing.check)
+        try:
+            exchange = MemberExchange(config, rank, engine, closing.check)
+        except BaseException:
+            engine.close()
+            raise
         try:
             exchange.tell = announcement(group, engine, config, running)
             members = EpochMembers(

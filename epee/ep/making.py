@@ -1,4 +1,4 @@
-"""The parts of all ways to make a buffer: the job of a foreign group, and steps that succeed or fail on all ranks alike.
+"""The parts of all ways to make a buffer: the job of a foreign group, and steps that all ranks pass or fail alike.
 
 A step is local: a rank makes a part of its buffer. `reported` runs it and then exchanges, through the group, whether it
 was possible everywhere; else all ranks raise the same. A rank that dies in between has reached one step for some ranks

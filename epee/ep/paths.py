@@ -258,7 +258,7 @@ def with_policy(
     """
     given = {"fault_mode": fault_mode, "on_stall": on_stall}
     wrong = {name: value for name, value in given.items() if value is not None}
-    if config.num_ranks == 1 or config.is_synced:
+    if config.is_synced:
         if wrong and config.num_ranks > 1:
             raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")
         check_policy(fault_mode, on_stall)

@@ -135,13 +135,13 @@ class _Window:
 
 _window = _Window()
 _jobs: dict[str, Job] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection under it may end a dropped buffer
 
 
 def _forget() -> None:
     """Drop the jobs in a forked child: they are the parent's, and the holder of the lock may be as well."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _jobs.clear()
 
 

@@ -36,7 +36,7 @@ from .words import inbox_layout
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 TEXT_BYTES = 400
 GROUP_FAILED = "the process group failed"
 _RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{KEY_DIGITS}s{BLOB_BYTES}s{TEXT_BYTES}s")
@@ -189,7 +189,7 @@ def refuse_to_make(group: dist.ProcessGroup, refusal: Exception) -> None:
 
 
 def bear(config: BufferConfig) -> Born:
-    """Begin a buffer: the only rank of a group has its inbox at once, others get theirs with their first epoch.
+    """Begin a buffer of GPUs: the only rank of a group has its inbox at once, others get theirs with their first epoch.
 
     Raises:
         ResourceError: no memory or descriptors.

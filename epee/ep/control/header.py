@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
+from ...errors import MismatchError, ProtocolError, context
 from ...gpu.payload import DTYPE_CODES, LAYOUTS
 from ...memory.arena import num_pool_slots
 from ...memory.shared import BLOB_BYTES
@@ -32,7 +32,7 @@ TIMED_OUT = (  # ends the message of a call that a time-out has ended
     "the call is aborted; repeat the step; raise timeout= if the peer is only slow; a rank that skipped a call must "
     "make the aborted one, too"
 )
-REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
+REFUSED = 1  # a call that has failed at the rank that announces it
 
 
 class Moved(Exception):
@@ -54,8 +54,7 @@ class Header(NamedTuple):
         expert_alignment: rows.
         capacity: rows that each rank keeps, 0 for all.
         arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
-        refused: `REFUSED`: this rank's call was; `GIVEN_UP`: it had left the call before a view moved it; 0 otherwise.
-            The row holds the reason.
+        refused: `REFUSED`: this rank's call was, and the row holds the reason; 0 otherwise.
         num_tokens: tokens of this rank.
         slot: of this rank's arena, that peers may write (dispatch) or read (combine).
         rank: the writer.
@@ -162,7 +161,7 @@ def limits_of(config: BufferConfig) -> Limits:
         (1, MAX_EXPERT_ALIGNMENT),
         (0, MAX_CAPACITY),
         (0, MAX_EXPERT_ALIGNMENT),
-        (0, GIVEN_UP),
+        (0, REFUSED),
         (0, config.max_tokens_per_rank),
         (0, num_pool_slots(config.num_slots) - 1),
         (0, config.num_ranks - 1),
@@ -194,7 +193,6 @@ def check_agreed(
 
     Raises:
         MismatchError: they make different ones, or a rank refuses its own.
-        CommTimeoutError: a rank has aborted it, and raised in its caller that the step is to be made again.
     """
     lead = parties[0]
     first = headers[lead]
@@ -202,8 +200,6 @@ def check_agreed(
         if header.refused:
             where = context(OP_NAMES[header.op], seq=seq, epoch=epoch)
             reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
-            if header.refused == GIVEN_UP:
-                raise CommTimeoutError(f"{where}: rank {src} {reason}, so no rank made it; repeat the step", [src])
             raise MismatchError(f"{where}: rank {src} refused its call, so no rank made it: {reason}")
     for src in parties:
         if headers[src][:NUM_AGREED] == first[:NUM_AGREED]:

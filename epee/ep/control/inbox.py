@@ -40,9 +40,7 @@ from .ending import Turned as Turned
 from .ending import Withdrawn as Withdrawn
 from .header import (
     HEADER,
-    NUM_HEADER,
     OP_NAMES,
-    REASON_BYTES,
     TIMED_OUT,
     ExchangedRows,
     Header,
@@ -186,10 +184,6 @@ class Exchange:
     def header(self) -> Header:
         """The header that this rank has published last."""
         return Header(*HEADER.unpack_from(self._row[1]))
-
-    def reason(self) -> bytes:
-        """Return the free bytes of the last row."""
-        return self._row[1][8 * NUM_HEADER :][:REASON_BYTES]
 
     def _store_own_row(self) -> None:
         """Write the current row into this rank's inbox: from now on it has a part in the call."""
@@ -385,7 +379,3 @@ class Exchange:
         """
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self.op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
-
-
-def _nothing() -> None:
-    pass

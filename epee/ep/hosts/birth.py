@@ -52,7 +52,7 @@ from ..making import ended_of, job_found, reported
 from .latency.region import latency_layout
 from .layout import staging_bytes
 from .member_sync import LINE_BYTES
-from .notices import BufferNotice, tell
+from .notices import BufferNotice, require_place, tell
 
 _NUMBER = struct.Struct("<Q")
 _PROPOSAL = struct.Struct("<QQ")  # number of the last buffer here, id of a group
@@ -91,6 +91,7 @@ def create_here(
         deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
         mode, extra_bytes = mode_of(config), _extra_of(config)
         with reported(group, deaths, _PART.size) as step:
+            require_place(job_handle)
             meeting = EngineMeeting(job_handle.job, job_handle.slots, group_id, rank, mode, extra_bytes)
             undo.callback(meeting.close)
             step.data = _PART.pack(meeting.epoch, meeting.region.blob)

@@ -16,9 +16,10 @@ are free again (`settled`).
 A change of the view: an engine call ends in the same peer regions on all ranks, or fails on all of them (mode "raise").
 Arenas belong to an epoch, so that what a stale writer still stores hits memory that no rank reads or grants any more. A
 call of the engine that ends in a later epoch than that of the buffer brings all ranks into that epoch, alike, and the
-buffer's call is made again there (`Moved`). In mode "mask" a combine ends among those that are left instead, from the
-memory of the old epoch, which the next call drops. The number of a buffer's epoch is that of the view's, plus the
-number of agreements so far, each of which begins an epoch as well.
+buffer's call is made again there (`Moved`). In mode "mask" a combine that all who are left had begun before they knew
+of the loss ends among them instead, from the memory of the old epoch, which the next call drops. A row says whether its
+rank knew (`_LATE`). The number of a buffer's epoch is that of the view's, plus the number of agreements so far, each of
+which begins an epoch as well.
 
 A rank that leaves a dispatch between its two calls refuses the second one, so that no rank waits for it. One that
 leaves another call after its rows were exchanged, by whatever exception, does not have the result that the others have:
@@ -111,6 +112,7 @@ from .rows import CallPatience, RowsPlan
 _DATA_SIGNATURE = pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]])
 _AGREED = struct.Struct("<QQ")  # number of the last agreement, epoch in which the newest process has joined the group
 _AGREED_BITS = 32  # of a mark: the agreements so far; above them an epoch in which a process to be admitted has joined
+_LATE = 1 << 31  # of a mark, the highest of these bits: the rank knew of a later epoch when it began the call
 _PAUSE_S = 0.0005
 
 
@@ -226,9 +228,9 @@ class DirectExchange(SyncExchange):
         done = self._run(row.plan, deadline)
         met = self._read(row, done)
         newest = row.newest_mark(met.members)
-        wanted = newest >> _AGREED_BITS
+        wanted, is_late = newest >> _AGREED_BITS, bool(newest & _LATE)
         is_same = done.peer_regions.epoch == self.peer_regions.epoch
-        if wanted or not (is_same or self._goes_on(header.op, met.members)):
+        if wanted or not (is_same or (self._goes_on(header.op, met.members) and not is_late)):
             engine.latest = None  # the call is to be made again, on all ranks
             membership.wanted = wanted
             self.enter(done.peer_regions)
@@ -428,6 +430,7 @@ class BufferMembers(MembersOfEngine):
         self._put_out_in = 0  # the epoch of the view that has excluded this rank
         self._voters: PeerRegions | None = None  # of whose members more than half must arrive at a sync
         self._seen: object = None  # the view when it was last found to need nothing
+        self._behind: PeerRegions | None = None  # the epoch that a call began in when a member was known to be lost
         self._joins: tuple[object, int] = None, 0  # a view, and the newest epoch in which one of its members joined
         self._label, self._op = "", ""
 
@@ -472,7 +475,8 @@ class BufferMembers(MembersOfEngine):
         """The part of each row that is no part of the call (`_AGREED_BITS`); the highest of all rows counts."""
         newest = self._newest_join()
         wanted = newest if newest > self._met_to else self._joined_in
-        return wanted << _AGREED_BITS | self._exchange.num_agreed
+        late = _LATE if self._behind is self._exchange.peer_regions else 0
+        return wanted << _AGREED_BITS | late | self._exchange.num_agreed
 
     def _newest_join(self) -> int:
         """Return the newest epoch in which a process has joined the group, as far as this rank knows."""
@@ -520,6 +524,10 @@ class BufferMembers(MembersOfEngine):
         if self._exchange.peer_regions is not self._voters:
             self._voters = self._exchange.peer_regions
             self._sync.begin(self._voters.members)
+        if view is not self._seen:
+            since, epoch = self._engine.membership.admission.since(), self._voters.epoch
+            is_behind = any(since.get(rank, epoch + 1) > epoch for rank in self._voters.members)
+            self._behind = self._voters if is_behind else None
         self._seen = view
 
     def _join(self, deadline: float) -> None:

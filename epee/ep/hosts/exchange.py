@@ -1,6 +1,6 @@
 """The exchange of rows over several hosts: one collective call of the buffer's engine instead of inboxes.
 
-A call of the buffer begins as on one host (`control/inbox.py`): every rank sends what it is about to do and how many
+A call of the buffer begins as on one host (`direct.py`): every rank sends what it is about to do and how many
 rows go where, and all ranks reach the same result from the same rows. The engine carries the rows to every host once;
 it makes sure that a call which one rank aborts ends in the same way on all, so nothing needs to be aborted here. What a
 call moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all
@@ -137,7 +137,7 @@ class HostsExchange(RowsOverEngine):
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; as
-        `control.inbox.Exchange.call`.
+        `DirectExchange.call`.
 
         Raises:
             MismatchError: the ranks disagree, or one has refused its call; the same on all.

@@ -261,7 +261,8 @@ class MemberSync:
         self._started = now = time.monotonic()
         wait_s = max(1.0, deadline - now)
         settings = self._engine.membership.runtime.settings
-        last = max(deadline, now) + settings.no_quorum_s + settings.patience_s  # enough for the agents
+        agents_s = settings.no_quorum_s + settings.patience_s  # enough for the agents
+        last, num_more = max(deadline, now) + agents_s, self._num_ranks
         try:
             while True:
                 self._await_arrivals(counted, deadline, last)
@@ -276,6 +277,9 @@ class MemberSync:
                         raise
                     late_s = min(wait_s, ROUND_S) if isinstance(error, CommTimeoutError) else wait_s
                     deadline = max(deadline, time.monotonic() + late_s)  # the others may find out a moment later
+                    if num_more:  # each of these rounds is one that a rank has stopped in
+                        num_more -= 1
+                        last = max(last, deadline + agents_s)
                     continue
                 if self.is_over(rows):
                     self.begin(rows)

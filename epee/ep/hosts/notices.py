@@ -1,6 +1,6 @@
-"""Notices of the buffers that run on a group over several hosts: published by members, read by joiners.
+"""Notices of the buffers that run on a group: published by members, read by joiners. All but GPU buffers of one host.
 
-A buffer over hosts is an engine with a group id of its own (`birth.py`). A process that has taken a lost rank in the
+A buffer has an engine with a group id of its own (`birth.py`). A process that has taken a lost rank in the
 group learns of the buffer by a **notice**: number of the buffer among those of the group, its group id, the sizes of
 its outboxes, and its configuration. Each member publishes its notices on its board, under a group id used for nothing
 else; the agents carry them to other hosts (`view/process/board.py`, `LaneTold`). So neither the store nor a call of the
@@ -15,9 +15,9 @@ So survivors that want a new buffer with the joiner close the old one before the
 a notice removed before that is not sent to it.
 
 A buffer that was made while all its ranks were on one host stays on that host: a joiner on another host is refused
-before any call of the group, one on that host finds the buffer there (`membership/birth.py`). So such a buffer is
-announced too, with one host; a member on another host publishes no notice of it, and is not asked whether it has closed
-it.
+before any call of the group, one on that host takes part in it. So such a buffer is announced with one host; a member
+on another host publishes no notice of it, and is not asked whether it has closed it. GPU buffers are announced for that
+alone (`tell_of_one_host`): who comes finds them in the registries of the members (`membership/birth.py`).
 
 Each process writes its own rows, when its buffer is made (all ranks have theirs by then) or when it has joined a
 buffer, and when it closes it. Joiners read them. No order is needed; a notice is complete or not there. A crash removes
@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ...engine import Home, pack_home, parse_home
 from ...engine.limits import MIN_STAGING_BYTES, MODES
-from ...errors import CommTimeoutError, EpeeError, InvalidState, UnsupportedError, context, expected
+from ...errors import CommTimeoutError, EpeeError, InvalidState, ResourceError, UnsupportedError, context, expected
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
@@ -114,6 +114,14 @@ class _NoPlaceLeft(InvalidState):
     """A process has published as many notices of a group as it can."""
 
 
+def require_place(job_handle: GroupInView) -> None:
+    """Raise `ResourceError` if this process has as many notices of a group as it can publish."""
+    with _lock:
+        is_full = len(_taken.get(job_handle.runtime, {}).get(job_handle.lane, ())) >= MAX_NOTICES
+    if job_handle.is_open and is_full:
+        raise ResourceError(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
+
+
 def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     """Publish the notice of a buffer of this process; return the function that removes it (idempotent).
 
@@ -154,7 +162,7 @@ def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
 def tell_of_one_host(
     job_handle: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
 ) -> Callable[[], None]:
-    """Publish the notice of a buffer that stays on its host; return the function that removes it.
+    """Publish the notice of a GPU buffer, which stays on its host; return the function that removes it.
 
     Args:
         number, lane: of the buffer.

@@ -1,4 +1,4 @@
-"""The creation of a buffer: as a group in a view, with which its ranks die, are voted out and rejoin.
+"""The creation of a GPU buffer: as a group in a view, with which its ranks die, are voted out and rejoin.
 
 A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare their
 arguments and find the job that they share, or create one (`view/founding.py`); no process can join there.
@@ -15,7 +15,7 @@ arguments and find the job that they share, or create one (`view/founding.py`); 
 A buffer runs if a member has it open and no rank that had it has closed it. So survivors that want a new buffer with
 the replacement close the old one before they admit it.
 
-Between the rounds each rank enters the first epoch (`epochs.py`): it lends its inbox before the second round and maps
+Between the rounds each rank enters the first epoch (`synced.py`): it lends its inbox before the second round and maps
 the others' before the third, so no rank waits there for one that could not, and no call has to wait for a rank that
 stays away from it. If the view changes meanwhile, a rank that has not entered yet enters with its first call. So does a
 replacement, because the others do in theirs. A crash is reported by the process group during the rounds, and by the
@@ -111,7 +111,7 @@ class Begun:
 
 
 class Entrant(Protocol):
-    """A buffer on its way into its first epoch (`epochs.EpochLane`)."""
+    """A buffer on its way into its first epoch (`synced.SyncedLane`)."""
 
     def offer(self) -> None:
         """Lend what the others need for it; local."""

@@ -24,11 +24,9 @@ from typing import NamedTuple
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError
 from ...view.awaited import Awaited
 from ...view.group import GroupInView
-from ...view.process.detector import is_leaving
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
 from ..control.membership import Agreed
-from ..job import process_of
 from ..losses import Loss
 
 logger = logging.getLogger("epee")
@@ -279,15 +277,6 @@ class Roster:
     def call_it(self, name: str) -> None:
         """Show the buffer's name in hang reports."""
         self._awaited.call_it(name)
-
-    def look_at(self, rank: int) -> None:
-        """Report to the agent that a rank's process seems to have ended; the agent checks for itself."""
-        self.job_handle.runtime.look_at(self.job_handle.slots[rank])
-
-    def is_alive(self, rank: int) -> bool:
-        """Return whether the process of a member is alive; a dying process has no descriptors, but ends in a moment."""
-        member = self.view.members.get(rank)
-        return member is not None and not is_leaving(*process_of(member))
 
     def cause(self, rank: int, incarnation: int) -> str:
         """Return why a process was lost (`view.messages`); an unknown process counts as voted out."""

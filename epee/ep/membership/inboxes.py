@@ -2,12 +2,12 @@
 
 Data path: a rank makes an inbox for the epoch that it is about to enter and publishes its blob, with the number of the
 epoch, in its line of the registry (`offer`). It finds the lines of joiners by the process that the view names, waits
-until each publishes an inbox for this epoch, and maps it (`meet`). Nothing of the old epoch is dropped before all of
-the new one is there (`use`). A rank that enters its current epoch once more, with others, keeps its inbox.
+until each publishes an inbox for this epoch, and maps it (`meet_those`). Nothing of the old epoch is dropped before all
+of the new one is there (`use`).
 
-Called on the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` returns nothing,
-and an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A
-crash leaves memory that the system frees when the last process that maps it unmaps it.
+Called on the thread of a call, or of the constructor. A wait ends when the view changes; an inbox that others may have
+mapped already is offered again, should the next attempt be for the same epoch. A crash leaves memory that the system
+frees when the last process that maps it unmaps it.
 
 A group whose epochs begin with `sync` alone cannot revoke what was agreed: it continues without the ranks that do not
 publish their memory (`meet_those`).
@@ -113,22 +113,6 @@ class Inboxes:
             self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]
 
-    def meet(self, members: Mapping[int, Member], wait: Wait) -> Met | None:
-        """Map what the other members of an epoch lend for it; None when the wait is void.
-
-        Raises:
-            ResourceError: no memory or descriptor is left here.
-            CommTimeoutError: a member does not publish its inbox. Otherwise as `look`.
-        """
-        met = Met({}, {self._rank: self.offer(wait.epoch)})
-        is_complete = False
-        try:
-            is_complete = all(self._meet_one(met, rank, member, wait) for rank, member in members.items())
-            return met if is_complete else None
-        finally:
-            if not is_complete:
-                self.give_back(met)
-
     def meet_those(self, members: Mapping[int, Member], wait: Wait) -> Met:
         """Map what members lend for an epoch, as far as they do; the result lacks `Absent` and damaged members.
 
@@ -180,12 +164,6 @@ class Inboxes:
         self._mapped = [region for rank, region in met.regions.items() if rank != self._rank]
         processes = {peer.process for peer in met.peers.values()}
         self._lines = {process: line for process, line in self._lines.items() if process in processes}
-
-    def uses(self, met: Met) -> bool:
-        """Return whether what was met is the memory of the buffer."""
-        return self.own is met.regions[self._rank] and all(
-            region in self._mapped for rank, region in met.regions.items() if rank != self._rank
-        )
 
     def close(self) -> None:
         """Release everything; nothing else may follow."""

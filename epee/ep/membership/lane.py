@@ -1,6 +1,6 @@
-"""A buffer as a group in a view: its members, its memory, its `sync`, its end. Common to all modes.
+"""A GPU buffer as a group in a view: its members, its memory, its `sync`, its end.
 
-`epochs.py` defines what a change of the view means to calls of a `Buffer` on CPUs, `synced.py` to all others.
+`synced.py` defines what a change of the view means to its calls.
 
 Called on the thread of a call; `close` also on any thread that drops the buffer, at any moment: so it waits for no
 rank, and what it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the

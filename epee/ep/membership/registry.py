@@ -38,7 +38,7 @@ from ...view.process.detector import is_leaving
 logger = logging.getLogger("epee")
 
 MAX_BUFFERS = 32  # of one group at the same time
-_MAGIC = int.from_bytes(b"epeebuf1", "little")
+_MAGIC = int.from_bytes(b"epeebuf2", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64

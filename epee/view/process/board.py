@@ -39,9 +39,9 @@ from ..transport.wire import EPOCH_LIMIT, LANE_LIMIT, MAX_MEMBERS, MAX_STATE_BYT
 
 logger = logging.getLogger("epee")
 
-MAX_ROWS = 56  # groups beyond these work, but no hang report shows them
+MAX_ROWS = 120  # groups beyond these work, but no hang report shows them
 _WORDS_PER_LINE = 8
-_MAGIC = int.from_bytes(b"epeebrd4", "little")
+_MAGIC = int.from_bytes(b"epeebrd5", "little")
 _MAGIC_WORD, _VERSION = 0, 1
 _EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
 _TURNS = 16

@@ -31,7 +31,7 @@ and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has
 announcement has not decided, and no other rank can decide for it.
 
 `tests/backend/test_withdrawal_model.py` runs this rule in all orders of the loads and stores of the first layout, and
-`tests/survive/test_buffer_outcomes.py` real calls of the second; the group of the simulator follows it while views
+`tests/ep/test_latency_failures.py` makes real calls of the second; the group of the simulator follows it while views
 change.
 """
 

@@ -19,7 +19,7 @@ from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle
 from .plans import NO_FACTS, topk_facts
-from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, topk_of_map
+from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, num_left_out, topk_of_map
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
 from .pool.throughput import MemoryBytes, Room, memory_for
@@ -64,6 +64,7 @@ __all__ = [
     "memory_for",
     "most_experts",
     "network_bytes",
+    "num_left_out",
     "recorded_on",
     "timeout_of",
     "topk_facts",

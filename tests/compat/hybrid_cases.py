@@ -149,3 +149,37 @@ def run_topk_and_scales(rank: int, num_ranks: int) -> None:
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
     assert by_map[2].shape == (len(by_map[0]), 1)  # type: ignore[union-attr]
     assert buffer.dispatch_with_permute(hidden=values, scaling_factor=scales, topk_idx=idx)[1] is None
+
+
+def run_growth(rank: int, num_ranks: int) -> int:
+    """Check calls that need more than those before, on all ranks or on one; return how often the ranks exchanged."""
+    buffer = deep_ep.HybridEPBuffer(dist.group.WORLD, HIDDEN, MAX_TOKENS, NUM_LOCAL)
+    pool = buffer._pool()
+    asked: list[tuple[int, ...]] = []
+    most = pool.most
+    given_to_all, wishes = given, [(2, 4), (2, 4), (1, 4), (2, 4)]
+
+    def given_at_most(each: int, num_ranks: int, seed: int) -> Given:
+        most_experts, count = wishes[each]
+        made = given_to_all(each, num_ranks, seed, count)
+        return made._replace(routing_map=made.routing_map & (made.routing_map.cumsum(1) <= most_experts))
+
+    def count_most(*numbers: int) -> list[int]:
+        asked.append(numbers)
+        return most(*numbers)
+
+    with pytest.MonkeyPatch.context() as settings:
+        settings.setattr(pool, "most", count_most)
+        settings.setitem(globals(), "given", given_at_most)
+        check_call(buffer, rank, num_ranks, 1, None)
+        check_call(buffer, rank, num_ranks, 2, None)
+        for seed, grown in enumerate(((1, 3, 4), (0, 4, 4), (1, 4, MAX_TOKENS + 5), (0, 2, 3 * MAX_TOKENS)), 3):
+            wishes[grown[0]] = grown[1:]
+            check_call(buffer, rank, num_ranks, seed, 4)
+            check_call(buffer, rank, num_ranks, seed + 10, None, num_permuted_tokens=5)
+        wishes = [(4, MAX_TOKENS)] * 4
+        check_call(buffer, rank, num_ranks, 7, None)
+        wishes = [(5, 4 * MAX_TOKENS)] * 4  # on all ranks at once
+        check_call(buffer, rank, num_ranks, 8, None)
+    buffer.destroy()
+    return len(asked)

@@ -113,6 +113,11 @@ def test_hybrid_agrees_with_one_row_at_a_time() -> None:
     _run(2, hybrid_cases.run_calls)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_hybrid_asks_the_ranks_only_when_a_call_needs_more(num_ranks: int) -> None:
+    assert _run(num_ranks, hybrid_cases.run_growth) == [6] * num_ranks
+
+
 def _blind_refusals(rank: int, num_ranks: int) -> None:
     """Refuse rows that are not on the GPU, or are none, while the others' calls ask no rank."""
     buffer = deep_ep.HybridEPBuffer(world(), hybrid_cases.HIDDEN, hybrid_cases.MAX_TOKENS, hybrid_cases.NUM_LOCAL)

@@ -399,7 +399,7 @@ class ElasticBuffer(Experimental, PoolOwner):
             values, routing = values_of(x), int64_routing(topk_idx)
             num_max, num_experts = self._sizes(options)
             alignment = 1 if options.expert_alignment is None else options.expert_alignment
-            num_tokens, hidden = values.shape
+            num_tokens = len(values)
             if num_tokens > num_max:
                 raise InvalidArgument(
                     f"x must have at most num_max_tokens_per_rank={num_max} rows, got {num_tokens}; "
@@ -410,13 +410,10 @@ class ElasticBuffer(Experimental, PoolOwner):
             raise
         how = "expert" if options.do_expand else "rank", alignment
         do_cpu_sync = options.do_cpu_sync is not False
-        device = values.device
-        is_gpu = pool.is_gpu(device)
+        is_gpu = pool.is_gpu(values.device)
         if is_gpu and options.do_cpu_sync is None and is_capturing():
             do_cpu_sync, key = False, None  # calls outside of graphs differ
-        num_rows = self.num_ranks * num_max if is_gpu else 0
-        kind = "both" if is_gpu else how[0]  # separate rooms for the layouts would take memory on GPUs
-        room = pool.room(Need(kind, num_experts, hidden, routing.shape[1], num_max, values.dtype, device, num_rows))
+        room = pool.room(need_of(pool, values, routing.shape[1], num_experts, num_max, how[0]))
         num_sms, is_exact = room.num_sms(options.num_sms), do_cpu_sync or not is_gpu
         got = room.core.dispatch(
             x, routing, topk_weights, layout=how[0], expert_alignment=alignment, num_sms=num_sms, sync=is_exact
@@ -477,6 +474,14 @@ class ElasticBuffer(Experimental, PoolOwner):
         known.room.enter()
         sms = known.room.num_sms(options.num_sms)
         return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
+
+
+def need_of(pool: BufferPool, values: torch.Tensor, num_topk: int, num_experts: int, num_max: int, layout: str) -> Need:
+    """Return the needs of a dispatch of `values`, rows of whatever layout, when a rank has `num_max` tokens at most."""
+    is_gpu = pool.is_gpu(values.device)
+    num_rows = pool.group.size() * num_max if is_gpu else 0
+    kind = "both" if is_gpu else layout  # separate rooms for the layouts would take memory on GPUs
+    return Need(kind, num_experts, values.shape[1], num_topk, num_max, values.dtype, values.device, num_rows)
 
 
 def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, asked: object) -> object:

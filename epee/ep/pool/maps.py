@@ -1,8 +1,8 @@
 """Routing that is given as a map of tokens and experts: turned into top-k ids and weights, and weights back into a map.
 
 A map has True if a token goes to an expert. All ranks need the same top-k: the most experts that any token of any rank
-has, which they exchange (`BufferPool.most`), or a number that they have agreed on before, if no rank may wait. Plain
-tensors; only `most_experts` makes the CPU wait for a GPU.
+has, which they exchange (`BufferPool.most`), or a number that they have agreed on before. Plain tensors; only
+`most_experts` makes the CPU wait for a GPU.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def most_experts(routing_map: torch.Tensor) -> int:
 
 def topk_of_map(
     routing_map: torch.Tensor, probs: torch.Tensor | None, num_topk: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return `[num_tokens, num_topk]` int64 ids, ascending, -1 after them; their weights; how many ids do not fit.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `[num_tokens, num_topk]` int64 ids, ascending, -1 after them; and their weights.
 
     Args:
         routing_map: `[num_tokens, num_experts]` bool.
         probs: `[num_tokens, num_experts]`, or None.
-        num_topk: columns of the result.
+        num_topk: columns of the result; further experts of a token are left out.
     """
     num_tokens, num_experts = routing_map.shape
     columns = torch.arange(num_experts, dtype=torch.int64, device=routing_map.device)
@@ -65,13 +65,17 @@ def topk_of_map(
     found = ids.topk(num_kept, dim=1, largest=False, sorted=True).values
     if num_kept < num_topk:
         found = torch.cat([found, found.new_full((num_tokens, num_topk - num_kept), num_experts)], 1)
-    is_there = found < num_experts
-    num_lost = routing_map.sum() - is_there.sum()
+    is_none = found == num_experts
     weights = None
     if probs is not None:
         at = found.clamp(max=num_experts - 1)
-        weights = probs.to(torch.float32).gather(1, at).masked_fill(~is_there, 0)
-    return found.masked_fill(~is_there, -1), weights, num_lost
+        weights = probs.to(torch.float32).gather(1, at).masked_fill_(is_none, 0)
+    return found.masked_fill_(is_none, -1), weights
+
+
+def num_left_out(routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    """Return how many experts of a map are not among its `topk_of_map`; a number on the device."""
+    return routing_map.sum() - (topk_idx >= 0).sum()
 
 
 def clipped_counts(num_tokens_per_expert: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -99,6 +99,20 @@ class BufferPool:
         self._check_open()
         return self._rooms.standing(need)
 
+    @property
+    def stands(self) -> bool:
+        """Whether there is memory on a GPU, so that calls there may be made without asking the ranks first. All ranks
+        find the same.
+        """
+        return self._rooms.whole is not None
+
+    def refuse_standing(self, error: Exception) -> None:
+        """Make the peers' next call on the GPU, where the pool `stands`, fail at once because of `error`.
+
+        A `NoRoomError` asks them to agree first: they raise it in that call, and all ranks then exchange their needs.
+        """
+        self._rooms.refuse_standing(error)
+
     def remember(
         self,
         key: object,

@@ -231,10 +231,16 @@ class ThroughputRooms:
         self.lane = self.whole  # through which all will agree, if they must
         room = self._cut_for(need)
         if room is None or not room.fits(need):
-            self.whole.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
+            self.refuse_standing(NoRoomError("a rank has more tokens than the buffer has room for"))
             return None
         self._note(room)
         return room
+
+    def refuse_standing(self, error: Exception) -> None:
+        """Make the peers' next call in the memory that there is fail because of `error`; all will agree through it."""
+        assert self.whole is not None
+        self.lane = self.whole
+        self.whole.refuse(error)
 
     def recall(self, key: object) -> Like | None:
         """Return how calls with this key are made, while the room of the cached one serves them.

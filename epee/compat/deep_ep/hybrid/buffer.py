@@ -4,6 +4,15 @@ Data path: a map becomes top-k ids (`epee.ep.topk_of_map`), `ElasticBuffer` disp
 rows are grouped by local expert, in (source rank, token) order, padded to `pad_multiple`; a combine sums a token's rows
 in float32, ranks ascending, rounded once. This module adds HybridEP's names and its static sizes: with
 `num_permuted_tokens` results have that many rows, rows that do not fit are dropped and the handle's flag reports it.
+
+Protocol. A map has no top-k, and ranks may have different numbers of tokens. All ranks use the most of all ranks and
+calls so far, which they agree on by an exchange between their CPUs: in the first call, on CPUs in every one. On GPUs,
+where memory stands, a rank whose call is within what was agreed on dispatches at once. A rank whose call is not refuses
+it there (`NoRoomError`): the others get that from their dispatch, before a row has moved. Then all exchange, and
+dispatch again. Calls with `non_blocking` exchange only the first time; what does not fit is left out.
+
+A rank that dies in the exchange is lost as in any call. A rank that refuses its arguments in a call in which the others
+exchange is missed there until the time-out: it cannot know that they do.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from epee.compat.deep_ep.elastic import MAX_EXPERTS, ElasticBuffer
+from epee.compat.deep_ep.elastic import MAX_EXPERTS, ElasticBuffer, need_of
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.low_latency import unsupported
 from epee.compat.deep_ep.shared.rows import (
@@ -28,6 +37,7 @@ from epee.compat.deep_ep.shared.rows import (
 )
 from epee.ep import (
     BufferPool,
+    NoRoomError,
     Payload,
     check_map,
     clipped_counts,
@@ -36,6 +46,7 @@ from epee.ep import (
     is_capturing,
     map_of,
     most_experts,
+    num_left_out,
     topk_of_map,
 )
 from epee.errors import EpeeError, InvalidArgument, InvalidState, expected
@@ -51,6 +62,15 @@ def indices_to_map(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the map `[num_of_tokens, num_of_experts]` bool of top-k ids, and their weights in it, float32. Local."""
     return map_of(topk_idx, topk_weights, num_of_tokens, num_of_experts)
+
+
+class _Routing(NamedTuple):
+    """The routing of a dispatch: a map, or ids, and the weights of either."""
+
+    routing_map: torch.Tensor | None
+    probs: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
 
 
 class HybridEPHandle(NamedTuple):
@@ -160,7 +180,7 @@ class HybridEPBuffer:
             pad_multiple: each expert's rows are padded with zeros to a multiple of it.
             num_permuted_tokens: rows of the results; rows that do not fit are dropped. None: as many as are received.
             non_blocking: on GPUs the cpu waits for no rank; needs `num_permuted_tokens`. The top-k, and the most tokens
-                of a rank, are then those of earlier calls, agreed on in the first one, which waits.
+                of a rank, are then those of earlier calls; the first call waits.
             handle: of an earlier dispatch, whose routing is used; no routing may be given.
             use_fp8, fuse_permute_dispatch: ignored.
 
@@ -187,36 +207,60 @@ class HybridEPBuffer:
                     f"hidden must be where it was in earlier dispatches if these are non_blocking, got {hidden.device}"
                 )
         except expected(Exception) as error:
-            self._refuse(error, is_blind if self._is_gpu is None else non_blocking and self._is_gpu)
+            is_known = self._is_gpu is None or (has_memory(hidden) and not non_blocking)
+            self._refuse(error, is_gpu if is_known else bool(self._is_gpu), non_blocking)
             raise
         self._is_gpu = is_gpu
-        self._agree(given_map, topk_idx, hidden, is_blind)
-        num_lost = None
-        if given_map is not None:
-            topk_idx, topk_weights, num_lost = topk_of_map(given_map, probs, self._num_topk)
+        alignment = pad_multiple or 1
+        routing = _Routing(given_map, probs, topk_idx, topk_weights)
+        is_at_once = self._agree(routing, x, num_experts, is_blind)
+        try:
+            ids, got = self._dispatch(x, routing, num_experts, alignment, is_blind)
+        except NoRoomError:
+            if not is_at_once:
+                raise
+            self._exchange(0, len(hidden))
+            ids, got = self._dispatch(x, routing, num_experts, alignment, is_blind)
+        recv, _, recv_probs, core, _ = got
+        num_rows = core.num_rows if num_permuted_tokens is None else int(num_permuted_tokens)
+        if non_blocking:
+            counts = _counts(core, alignment)
+            flag = counts.sum(0, keepdim=True) > num_rows
+            if given_map is not None and is_blind:
+                flag = flag | (num_left_out(given_map, ids) > 0)
+            flag, counts = flag.to(torch.int32), clipped_counts(counts, num_rows)
+        else:
+            listed = core.num_recv_tokens_per_expert_list
+            is_lost = sum(listed) > num_rows
+            flag = torch.full((1,), int(is_lost), dtype=torch.int32, device=hidden.device)
+            counts = torch.tensor(listed, dtype=torch.int64, device="cpu")
+            counts = clipped_counts(counts, num_rows) if is_lost else counts
+        made = HybridEPHandle(core, ids, num_experts, num_rows, flag)
+        rows, scales = _parts(payload_filled_up(_cut(recv, num_rows), num_rows))[::2]
+        weights = None if recv_probs is None else filled_up(recv_probs[:num_rows], num_rows, 0)
+        return rows, weights, scales, counts, made
+
+    def _dispatch(
+        self, x: Payload, routing: _Routing, num_experts: int, alignment: int, is_blind: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """Dispatch with what the ranks have agreed on; return the ids, and V2's results."""
+        routing_map, probs, topk_idx, topk_weights = routing
+        if routing_map is not None:
+            topk_idx, topk_weights = topk_of_map(routing_map, probs, self._num_topk)
         assert topk_idx is not None
         if probs is not None and topk_weights is None:
             topk_weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
-        recv, _, recv_probs, core, _ = self._core.dispatch(
+        return topk_idx, self._core.dispatch(
             x,
             topk_idx=topk_idx,
             topk_weights=None if topk_weights is None else topk_weights.to(torch.float32),
             num_experts=num_experts,
             num_max_tokens_per_rank=self.configurer.buffer_config.max_num_of_tokens_per_rank,
-            expert_alignment=pad_multiple or 1,
+            expert_alignment=alignment,
             num_sms=self._sms[0],
             do_expand=True,
             do_cpu_sync=not is_blind,
         )
-        counts = _counts(core, pad_multiple or 1, is_blind or non_blocking)
-        num_rows = core.num_rows if num_permuted_tokens is None else int(num_permuted_tokens)
-        flag = counts.sum(0, keepdim=True) > num_rows
-        if num_lost is not None and is_blind:
-            flag = flag | (num_lost > 0)
-        made = HybridEPHandle(core, topk_idx, num_experts, num_rows, flag.to(torch.int32).to(hidden.device))
-        rows, scales = _parts(payload_filled_up(_cut(recv, num_rows), num_rows))[::2]
-        weights = None if recv_probs is None else filled_up(recv_probs[:num_rows], num_rows, 0)
-        return rows, weights, scales, clipped_counts(counts, num_rows), made
 
     def combine_with_unpermute(
         self,
@@ -319,32 +363,52 @@ class HybridEPBuffer:
         self._pool().refuse(error)
         raise error
 
-    def _refuse(self, error: Exception, is_blind: bool) -> None:
-        """Notify the peers, who agree on top-k, or dispatch if they need not, that this rank's dispatch is refused."""
-        if is_blind and self._num_topk:
-            self._pool().refuse(error)
+    def _refuse(self, error: Exception, is_gpu: bool, non_blocking: bool) -> None:
+        """Notify the peers, who exchange their needs or dispatch on the GPU, that this rank's dispatch is refused."""
+        pool = self._pool()
+        if is_gpu and self._num_topk and pool.stands:
+            pool.refuse_standing(error)
+        elif is_gpu and self._num_topk and non_blocking:
+            pool.refuse(error)
         else:
-            self._pool().refuse_most(NUM_AGREED, error)
+            pool.refuse_most(NUM_AGREED, error)
 
-    def _agree(
-        self, routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, hidden: torch.Tensor, is_blind: bool
-    ) -> None:
-        """Let the ranks agree on top-k and the most tokens of a rank; without waiting, use those of earlier calls."""
+    def _agree(self, routing: _Routing, x: Payload, num_experts: int, is_blind: bool) -> bool:
+        """Make sure that the ranks have agreed on a top-k, and on the most tokens of a rank, for this call.
+
+        Returns:
+            Whether no rank was asked in a call that waits: then its dispatch raises `NoRoomError` if some rank's call
+            is not within what was agreed on.
+        """
         if is_blind and self._num_topk:
-            return
+            return False
         if is_capturing():
             raise InvalidState(
                 "the ranks agree on the most experts of a token in a first call, which waits: make one before a CUDA "
                 "graph is recorded"
             )
-        num_topk = topk_idx.shape[1] if routing_map is None and topk_idx is not None else 0
-        if routing_map is not None:
-            num_topk = most_experts(routing_map)
+        values, pool, config = values_of(x), self._pool(), self.configurer.buffer_config
+        num_tokens, hidden = values.shape
+        num_topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
+        if routing.routing_map is not None:
+            num_topk = most_experts(routing.routing_map)
+        config.hidden_dim = max(config.hidden_dim, hidden)
+        if self._num_topk and pool.is_gpu(values.device) and pool.stands:
+            if num_topk > self._num_topk or num_tokens > config.max_num_of_tokens_per_rank:
+                pool.refuse_standing(NoRoomError("a rank's call needs more than the ranks have agreed on"))
+            else:
+                width = self._num_topk if routing.topk_idx is None else num_topk
+                most = config.max_num_of_tokens_per_rank
+                if pool.standing_room(need_of(pool, values, width, num_experts, most, "expert")) is not None:
+                    return True
+        self._exchange(num_topk, num_tokens)
+        return False
+
+    def _exchange(self, num_topk: int, num_tokens: int) -> None:
+        """Let the ranks agree on what suffices for this call of all of them, and for all calls so far."""
         config = self.configurer.buffer_config
-        num_tokens = max(config.max_num_of_tokens_per_rank, len(hidden))
-        config.hidden_dim = max(config.hidden_dim, hidden.shape[1])
-        found = self._pool().most(max(self._num_topk, num_topk), num_tokens)
-        self._num_topk, config.max_num_of_tokens_per_rank = found
+        most = max(config.max_num_of_tokens_per_rank, num_tokens)
+        self._num_topk, config.max_num_of_tokens_per_rank = self._pool().most(max(self._num_topk, num_topk), most)
 
 
 def _payload(hidden: torch.Tensor, scaling_factor: torch.Tensor | None) -> Payload:
@@ -410,9 +474,7 @@ def _cut(x: Payload, num_rows: int) -> Payload:
     return (x[0][:num_rows], x[1][:num_rows]) if isinstance(x, tuple) else x[:num_rows]
 
 
-def _counts(core: EPHandle, alignment: int, on_device: bool) -> torch.Tensor:
-    """Return the rows of each local expert, padding included, `[num_local_experts]` int64."""
-    if not on_device:
-        return torch.tensor(core.num_recv_tokens_per_expert_list, dtype=torch.int64, device="cpu")
+def _counts(core: EPHandle, alignment: int) -> torch.Tensor:
+    """Return the rows of each local expert, padding included, `[num_local_experts]` int64 on the device."""
     counts = core.num_unaligned_recv_tokens_per_expert.to(torch.int64)
     return (counts + (alignment - 1)) // alignment * alignment

@@ -9,6 +9,7 @@ from ..errors import InvalidArgument
 from ..gpu.layout import COUNT_KERNELS, count_head
 from ..gpu.params import KERNELS, kernel_head
 from ..gpu.ranks import MAX_LOCAL
+from ..gpu.routing_map import MAP_KERNELS, map_head
 from ..gpu.shapes import Limits
 from ..jit.kernel import cubins_of
 
@@ -32,6 +33,7 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
     wanted = [(path, kernel_head(size, Limits.max_warps)) for path in KERNELS for size in num_ranks]
     wanted += [(path, latency_kernels.kernel_head(size)) for path in latency_kernels.KERNELS for size in num_ranks]
     wanted += [(path, count_head()) for path in COUNT_KERNELS]
+    wanted += [(path, map_head()) for path in MAP_KERNELS]
     for path, head in wanted:
         for target in architectures:
             cubins_of([path], head, target)

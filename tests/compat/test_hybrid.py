@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epee.compat.deep_ep as deep_ep
-from epee.ep import map_of, num_left_out, topk_of_map
+from epee.ep import map_of, most_experts, num_left_out, topk_of_map
 from epee.errors import UnsupportedError
 from tests.compat import hybrid_cases
 from tests.harness import run_ranks
@@ -32,12 +32,13 @@ def test_a_map_and_its_topk_ids_say_the_same() -> None:
     routing_map = torch.rand(20, 7, generator=gen) < 0.4
     probs = torch.rand(20, 7, generator=gen)
     most = int(routing_map.sum(1).max())
-    idx, weights = topk_of_map(routing_map, probs, most + 4)
-    assert int(num_left_out(routing_map, idx)) == 0
+    idx, weights, counts = topk_of_map(routing_map, probs, most + 4)
+    assert (most_experts(counts), int(num_left_out(counts))) == (most, 0)
     back, back_probs = map_of(idx, weights, 20, 7)
     assert torch.equal(back, routing_map)
     assert back_probs is not None
     assert torch.equal(back_probs, probs * routing_map)
-    fewer, _ = topk_of_map(routing_map, None, most - 1)
-    assert int(num_left_out(routing_map, fewer)) == int((routing_map.sum(1) - (most - 1)).clamp(min=0).sum())
+    fewer, _, counts = topk_of_map(routing_map, None, most - 1)
+    assert most_experts(counts) == most
+    assert int(num_left_out(counts)) == int((routing_map.sum(1) - (most - 1)).clamp(min=0).sum())
     assert fewer.shape == (20, most - 1)

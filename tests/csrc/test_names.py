@@ -13,13 +13,14 @@ from epee.ep.latency.gpu import params as latency_kernels
 from epee.gpu import params as throughput_params
 from epee.gpu.hosts import HOST_KERNELS
 from epee.gpu.layout import COUNT_KERNELS
+from epee.gpu.routing_map import MAP_KERNELS
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler
 
 WORDS = ("dispatch", "combine", "barrier", "layout")
 COLLECTIVES = {**collectives.KERNELS, **collectives.DIRECT_KERNELS, **collectives.MASKED_KERNELS}
-ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS, **HOST_KERNELS}
+ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS, **MAP_KERNELS, **HOST_KERNELS}
 NAMES = [name for entries in ALL.values() for name in entries]
 
 

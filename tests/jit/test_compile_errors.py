@@ -16,6 +16,7 @@ from epee.ep.latency.gpu import params as latency_kernels
 from epee.errors import CompileError, InvalidArgument
 from epee.gpu.layout import COUNT_KERNELS
 from epee.gpu.params import KERNELS, kernel_head
+from epee.gpu.routing_map import MAP_KERNELS
 from epee.jit import kernel as kernel_module
 from epee.jit import source as source_module
 from epee.jit.cache import CubinCache, cache_key
@@ -99,7 +100,8 @@ def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.M
     cache = CubinCache(tmp_path / "cache", 1 << 26)
     monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
     monkeypatch.setattr(kernel_module, "compile_source", compile_once)
-    assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS) + len(COUNT_KERNELS)
+    local = len(COUNT_KERNELS) + len(MAP_KERNELS)
+    assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS) + local
     monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
     for path in KERNELS:
         kernel_module.cubins_of([path], kernel_head(2, 16), "sm_90a")

@@ -17,6 +17,7 @@ exchange is missed there until the time-out: it cannot know that they do.
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -71,6 +72,25 @@ class _Routing(NamedTuple):
     probs: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
+
+    def as_topk(self, num_topk: int) -> _Topk:
+        """Return the ids that are sent if a map has at most so many experts of a token."""
+        routing_map, probs, topk_idx, topk_weights = self
+        counts = None
+        if routing_map is not None:
+            topk_idx, topk_weights, counts = topk_of_map(routing_map, probs, num_topk)
+        assert topk_idx is not None
+        if probs is not None and topk_weights is None:
+            topk_weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+        return _Topk(topk_idx, None if topk_weights is None else topk_weights.to(torch.float32), counts)
+
+
+class _Topk(NamedTuple):
+    """The ids that a dispatch sends, their weights, and of a map the counts of `topk_of_map`."""
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    counts: torch.Tensor | None
 
 
 class HybridEPHandle(NamedTuple):
@@ -212,48 +232,54 @@ class HybridEPBuffer:
             raise
         self._is_gpu = is_gpu
         alignment = pad_multiple or 1
-        routing = _Routing(given_map, probs, topk_idx, topk_weights)
-        is_at_once = self._agree(routing, x, num_experts, is_blind)
+        if is_capturing() and not (is_blind and self._num_topk):
+            raise InvalidState(
+                "the ranks agree on the most experts of a token in a first call, which waits: make one before a CUDA "
+                "graph is recorded"
+            )
+        routing, num_topk = _Routing(given_map, probs, topk_idx, topk_weights), self._num_topk
         try:
-            ids, got = self._dispatch(x, routing, num_experts, alignment, is_blind)
+            sent = routing.as_topk(max(1, num_topk))
+        except expected(Exception) as error:
+            self._refuse(error, is_gpu, non_blocking)
+            raise
+        is_at_once = self._agree(sent, x, num_experts, is_blind)
+        try:
+            sent = sent if num_topk == self._num_topk else routing.as_topk(self._num_topk)
+            got = self._dispatch(x, sent, num_experts, alignment, is_blind)
         except NoRoomError:
             if not is_at_once:
                 raise
             self._exchange(0, len(hidden))
-            ids, got = self._dispatch(x, routing, num_experts, alignment, is_blind)
+            sent = routing.as_topk(self._num_topk)
+            got = self._dispatch(x, sent, num_experts, alignment, is_blind)
         recv, _, recv_probs, core, _ = got
         num_rows = core.num_rows if num_permuted_tokens is None else int(num_permuted_tokens)
         if non_blocking:
             counts = _counts(core, alignment)
             flag = counts.sum(0, keepdim=True) > num_rows
-            if given_map is not None and is_blind:
-                flag = flag | (num_left_out(given_map, ids) > 0)
+            if sent.counts is not None and is_blind:
+                flag = flag | (num_left_out(sent.counts) > 0)
             flag, counts = flag.to(torch.int32), clipped_counts(counts, num_rows)
         else:
             listed = core.num_recv_tokens_per_expert_list
             is_lost = sum(listed) > num_rows
             flag = torch.full((1,), int(is_lost), dtype=torch.int32, device=hidden.device)
-            counts = torch.tensor(listed, dtype=torch.int64, device="cpu")
+            counts = torch.frombuffer(array("q", listed), dtype=torch.int64)  # a list takes torch ten times as long
             counts = clipped_counts(counts, num_rows) if is_lost else counts
-        made = HybridEPHandle(core, ids, num_experts, num_rows, flag)
-        rows, scales = _parts(payload_filled_up(_cut(recv, num_rows), num_rows))[::2]
-        weights = None if recv_probs is None else filled_up(recv_probs[:num_rows], num_rows, 0)
+        made = HybridEPHandle(core, sent.topk_idx, num_experts, num_rows, flag)
+        if num_rows < core.num_rows:
+            recv, recv_probs = _cut(recv, num_rows), None if recv_probs is None else recv_probs[:num_rows]
+        rows, scales = _parts(payload_filled_up(recv, num_rows))[::2]
+        weights = filled_up(recv_probs, num_rows, 0)
         return rows, weights, scales, counts, made
 
-    def _dispatch(
-        self, x: Payload, routing: _Routing, num_experts: int, alignment: int, is_blind: bool
-    ) -> tuple[torch.Tensor, Any]:
-        """Dispatch with what the ranks have agreed on; return the ids, and V2's results."""
-        routing_map, probs, topk_idx, topk_weights = routing
-        if routing_map is not None:
-            topk_idx, topk_weights = topk_of_map(routing_map, probs, self._num_topk)
-        assert topk_idx is not None
-        if probs is not None and topk_weights is None:
-            topk_weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
-        return topk_idx, self._core.dispatch(
+    def _dispatch(self, x: Payload, sent: _Topk, num_experts: int, alignment: int, is_blind: bool) -> Any:
+        """Dispatch with what the ranks have agreed on; return V2's results."""
+        return self._core.dispatch(
             x,
-            topk_idx=topk_idx,
-            topk_weights=None if topk_weights is None else topk_weights.to(torch.float32),
+            topk_idx=sent.topk_idx,
+            topk_weights=sent.topk_weights,
             num_experts=num_experts,
             num_max_tokens_per_rank=self.configurer.buffer_config.max_num_of_tokens_per_rank,
             expert_alignment=alignment,
@@ -373,7 +399,7 @@ class HybridEPBuffer:
         else:
             pool.refuse_most(NUM_AGREED, error)
 
-    def _agree(self, routing: _Routing, x: Payload, num_experts: int, is_blind: bool) -> bool:
+    def _agree(self, sent: _Topk, x: Payload, num_experts: int, is_blind: bool) -> bool:
         """Make sure that the ranks have agreed on a top-k, and on the most tokens of a rank, for this call.
 
         Returns:
@@ -382,22 +408,15 @@ class HybridEPBuffer:
         """
         if is_blind and self._num_topk:
             return False
-        if is_capturing():
-            raise InvalidState(
-                "the ranks agree on the most experts of a token in a first call, which waits: make one before a CUDA "
-                "graph is recorded"
-            )
         values, pool, config = values_of(x), self._pool(), self.configurer.buffer_config
         num_tokens, hidden = values.shape
-        num_topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
-        if routing.routing_map is not None:
-            num_topk = most_experts(routing.routing_map)
+        width = sent.topk_idx.shape[1]
+        num_topk = width if sent.counts is None else most_experts(sent.counts)
         config.hidden_dim = max(config.hidden_dim, hidden)
         if self._num_topk and pool.is_gpu(values.device) and pool.stands:
             if num_topk > self._num_topk or num_tokens > config.max_num_of_tokens_per_rank:
                 pool.refuse_standing(NoRoomError("a rank's call needs more than the ranks have agreed on"))
             else:
-                width = self._num_topk if routing.topk_idx is None else num_topk
                 most = config.max_num_of_tokens_per_rank
                 if pool.standing_room(need_of(pool, values, width, num_experts, most, "expert")) is not None:
                     return True

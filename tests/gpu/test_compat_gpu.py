@@ -18,6 +18,7 @@ import epee.compat.deep_ep as deep_ep
 from epee.compat.mooncake import ep
 from epee.reference import Routed, dispatch
 from epee.reference import latency as oracle
+from tests.compat import hybrid_cases
 from tests.compat.deep_ep_cases import v1_handle
 from tests.compat.test_deep_ep_buffer import _tokens as v1_tokens
 from tests.compat.test_deep_ep_low_latency import check_rows
@@ -92,6 +93,23 @@ def _end(event: Any, hook: Any) -> None:
 @pytest.mark.smoke("deep_ep.low_latency")
 def test_deep_eps_low_latency_calls() -> None:
     run_ranks(_deep_ep, 2, timeout_s=100)
+
+
+def _hybrid(rank: int, num_ranks: int) -> int:
+    own_gpu(rank)
+    made = hybrid_cases.given
+
+    def given_here(*args: Any) -> hybrid_cases.Given:
+        with torch.device("cpu"):
+            return hybrid_cases.Given(*(part.cuda() for part in made(*args)))
+
+    with pytest.MonkeyPatch.context() as settings, torch.device("cuda"):
+        settings.setattr(hybrid_cases, "given", given_here)
+        return hybrid_cases.run_growth(rank, num_ranks)
+
+
+def test_hybrid_asks_the_ranks_only_when_a_call_needs_more() -> None:
+    assert run_ranks(_hybrid, 2, timeout_s=100) == [6, 6]
 
 
 def _mooncake(rank: int, num_ranks: int) -> list[int]:

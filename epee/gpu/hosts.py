@@ -46,7 +46,7 @@ ROW_HEAD_WORDS = 4
 ROW_ROOM = ROW_HEAD_WORDS + MAX_RANKS + MAX_HOSTS + MAX_EXPERTS
 MAX_WORKERS = 10  # warps of a block that move rows; two more count and watch, so that a thread has 168 registers
 PULL_RECORDS = 4  # adjacent records that a warp takes from a chunk at once
-SUM_VECTORS = 4  # of 16 bytes, that a thread of a summing warp loads from a row at once
+SUM_VECTORS = 7  # of 16 bytes, that a thread of a summing warp loads from a row at once
 PULL_CHUNK_BITS = 26  # of `pull_order`, below the index of a source, which is less than `MAX_RANKS`
 WATCH_ENDS_EVERY = 16  # reads of the proxy's progress for one of its end
 BROKEN_STREAMS_CODE = 9  # as refusal: a call has failed after it had posted chunks
@@ -201,7 +201,7 @@ def move_shared_bytes(num_flows: int, num_slots: int, num_staged_warps: int, sta
         num_staged_warps: warps that move rows by bulk copies.
         stage_bytes: a piece of a row, and what is behind it.
     """
-    return align_up(num_flows * (32 + 4 * num_slots) + 4, 128) + 2 * num_staged_warps * stage_bytes
+    return align_up(num_flows * (32 + 12 * num_slots) + 4, 128) + 2 * num_staged_warps * stage_bytes
 
 
 def layout_shared_bytes(num_threads: int, num_ranks: int, num_hosts: int, num_experts: int) -> int:

@@ -39,6 +39,7 @@ CASES = {
     "one slot": HostsCase(TWO, (70, 50, 64, 66), num_slots=1, chunk_records=1, num_calls=1),
     "two slots, two warps of each kind": HostsCase(((0,), (1,)), (200, 180), num_slots=2, chunk_records=2, warps=2),
     "rows in pieces": HostsCase(TWO, (19, 30, 8, 25), hidden=104, piece_bytes=96),
+    "rows longer than a warp adds up at once": HostsCase(TWO, (9, 6, 8, 5), hidden=32 * 7 * 8 + 8, num_calls=1),
     "a later epoch": HostsCase(TWO, (19, 30, 8, 25), first=1 << 33),
 }
 

@@ -61,6 +61,13 @@ DEVICE u32 ld_acquire_cta(const u32* p) {
   return v;
 }
 
+DEVICE void st_release_cta(u64* p, u64 v) { asm volatile("st.release.cta.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE u64 ld_acquire_cta(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.cta.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
 /// A counter in shared memory by which warps of a block hand over work: what was done before it is added to is visible
 /// to whoever takes it.
 DEVICE void red_add_release_cta(u32* p, u32 v) {
@@ -204,6 +211,8 @@ DEVICE u64 ld_acquire_gpu(const u64* p) { return ld_acquire_sys(p); }
 DEVICE void st_release_gpu(u64* p, u64 v) { st_release_sys(p, v); }
 DEVICE void st_release_cta(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE u32 ld_acquire_cta(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEVICE void st_release_cta(u64* p, u64 v) { st_release_sys(p, v); }
+DEVICE u64 ld_acquire_cta(const u64* p) { return ld_acquire_sys(p); }
 DEVICE void red_add_release_cta(u32* p, u32 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 DEVICE u32 atom_exch_acquire_cta(u32* p, u32 v) { return __atomic_exchange_n(p, v, __ATOMIC_ACQUIRE); }
 DEVICE u32 atom_add_acq_rel_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }

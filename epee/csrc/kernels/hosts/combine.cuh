@@ -16,20 +16,23 @@
 
 typedef Lanes<kBf16> Sum;
 
-/// A row of the memory that a rank of this island has for a combine; null for none.
-DEVICE const u8* row_at(const HostCombineParams& p, int source, int position, i32 place) {
-  const i64 row = place < 0 ? -1
-                            : reinterpret_cast<const i32*>(p.host.row_base)[source * kNumRanks + position] +
-                                  static_cast<i64>(place);
-  return is_row(row, p.max_rows) ? reinterpret_cast<const u8*>(p.slots[position]) + row * p.row_bytes : nullptr;
+/// A row of the memory that a rank of this island has for a combine; -1 for none.
+DEVICE i32 row_idx(const HostCombineParams& p, int source, int position, i32 place) {
+  if (place < 0) return -1;
+  const i64 row =
+      reinterpret_cast<const i32*>(p.host.row_base)[source * kNumRanks + position] + static_cast<i64>(place);
+  return is_row(row, p.max_rows) ? static_cast<i32>(row) : -1;
+}
+DEVICE const u8* row_at(const HostCombineParams& p, int position, i32 row) {
+  return row < 0 ? nullptr : reinterpret_cast<const u8*>(p.slots[position]) + static_cast<i64>(row) * p.row_bytes;
 }
 
-/// This thread's row of a record of flow `served`: that of position `thread`.
-DEVICE const u8* served_row(const HostCombineParams& p, const Record& record, int position) {
-  if (position >= kNumRanks) return nullptr;
+/// The row of a record at a position.
+DEVICE i32 served_row(const HostCombineParams& p, const Record& record, int position) {
+  if (position >= kNumRanks) return -1;
   const i64 at = (static_cast<i64>(record.flow) * p.host.max_tokens + record.index) * kNumRanks + position;
-  return row_at(p, routes_of(p.host).served[record.flow], position,
-                reinterpret_cast<const i32*>(p.host.served_places)[at]);
+  return row_idx(p, routes_of(p.host).served[record.flow], position,
+                 reinterpret_cast<const i32*>(p.host.served_places)[at]);
 }
 
 DEVICE const u8* of_lane(const u8* address, int lane_id) {
@@ -65,15 +68,29 @@ DEVICE void round_sums(const Sum (&sums)[kSumVectors], Vec16 (&to)[kSumVectors])
   for (int u = 0; u < kSumVectors; ++u) to[u] = pack<kBf16>(sums[u]);
 }
 
+/// `to` = `to` + `what`, rounded; without `has_two`, `what` alone. One vector after the other, so that a row of vectors
+/// needs no registers beside these. The order of two does not matter: rounding gives every NaN the same bits.
+DEVICE void add_packed(Vec16 (&to)[kSumVectors], const Vec16 (&what)[kSumVectors], bool has_two) {
+#pragma unroll
+  for (int u = 0; u < kSumVectors; ++u) {
+    Sum sum = filled<kBf16>(-0.0f);
+    if (has_two) sum = unpack<kBf16>(to[u]);
+    add<kBf16>(sum, unpack<kBf16>(what[u]));
+    to[u] = pack<kBf16>(sum);
+  }
+}
+
 /// The sum of the rows whose threads are in `ranks`, from vector `first` on, rounded.
 DEVICE void sum_here(const HostCombineParams& p, const u8* row, u32 ranks, int first, Vec16 (&to)[kSumVectors]) {
+  load_vectors(p, of_lane(row, __ffs(static_cast<int>(ranks)) - 1), first, to);
+  if (!(ranks & (ranks - 1))) return add_packed(to, to, false);
   Sum sums[kSumVectors];
-  Vec16 vectors[kSumVectors];
   begin_sums(sums);
+  add_vectors(sums, to);
 #pragma unroll 1
-  for (u32 left = ranks; left; left &= left - 1) {
-    load_vectors(p, of_lane(row, __ffs(static_cast<int>(left)) - 1), first, vectors);
-    add_vectors(sums, vectors);
+  for (u32 left = ranks & (ranks - 1); left; left &= left - 1) {
+    load_vectors(p, of_lane(row, __ffs(static_cast<int>(left)) - 1), first, to);
+    add_vectors(sums, to);
   }
   round_sums(sums, to);
 }
@@ -87,14 +104,18 @@ struct RowCargo {
   DEVICE u32 num_bytes(int piece) const {
     return static_cast<u32>(min(p.piece_bytes, p.row_bytes - piece * p.piece_bytes));
   }
-  DEVICE void load(const Record& record, int piece, u8* stage, u64* barrier) const {
-    if (lane_idx() != 0) return;
-    const u8* row = served_row(p, record, 0);
-    if (!row) row = reinterpret_cast<const u8*>(p.slots[0]);  // a place that no dispatch leaves behind
-    mbarrier_arrive_expect(barrier, num_bytes(piece));
-    bulk_load(stage, row + piece * static_cast<i64>(p.piece_bytes), num_bytes(piece), barrier);
+  DEVICE i32 find(int flow, i32 index) const {
+    const i32 row = served_row(p, {flow, index}, 0);
+    return row < 0 ? 0 : row;  // a place that no dispatch leaves behind
   }
-  DEVICE void store(const Record& record, int piece, const u8* stage) const {
+  DEVICE void load(i32 row, int piece, u8* stage, u64* barrier) const {
+    const u8* from = reinterpret_cast<const u8*>(p.slots[0]) + static_cast<i64>(row) * p.row_bytes;
+    mbarrier_arrive_expect(barrier, num_bytes(piece));
+    bulk_load(stage, from + piece * static_cast<i64>(p.piece_bytes), num_bytes(piece), barrier);
+  }
+  DEVICE i32 read_meta(const Record&, i32) const { return 0; }
+  DEVICE void write_meta(const Record&, i32, i32, u8*) const {}
+  DEVICE void store(const Record& record, i32, int piece, const u8* stage) const {
     const Flow& flow = progress.out[record.flow];
     u8* to = record_at(p.host, progress, flow, record.index);
     if (lane_idx() == 0) bulk_store(to + piece * static_cast<i64>(p.piece_bytes), stage, num_bytes(piece));
@@ -108,7 +129,7 @@ DEVICE void sum_records(const HostCombineParams& p, u64 tag, const Progress& pro
 #pragma unroll 1
   for (Record at = claims.await(h, tag, progress); at.flow >= 0; at = claims.await(h, tag, progress)) {
     perhaps_stall(tag, h.call.rank, 7);
-    const u8* row = served_row(p, at, lane_idx());
+    const u8* row = row_at(p, lane_idx(), served_row(p, at, lane_idx()));
     const u32 ranks = __ballot_sync(~0u, row != nullptr);
     const Flow& flow = progress.out[at.flow];
     u8* to = record_at(h, progress, flow, at.index);
@@ -142,7 +163,7 @@ DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& prog
   if (thread < kNumRanks) {
     const int to = rank_at(routes, h.host, thread);
     const i32 place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
-    found.row = row_at(p, my_rank(h), thread, place);
+    found.row = row_at(p, thread, row_idx(p, my_rank(h), thread, place));
   }
   const bool is_away = thread < h.num_hosts && thread != h.host;
   const i32 record = is_away ? reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + thread] : -1;
@@ -168,11 +189,17 @@ DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& prog
 DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
   const int own = p.host.host, early = __ffs(static_cast<int>(at.hosts)) - 1;
   const u32 hosts = at.hosts | (at.ranks ? 1u << own : 0);
+  const bool is_simple = !(at.hosts & (at.hosts - 1));  // at most one sum of another host
 #pragma unroll 1
   for (int first = 0; first * 16 < p.row_bytes; first += 32 * kSumVectors) {
     Vec16 here[kSumVectors] = {}, away[kSumVectors] = {};
     if (at.hosts) load_vectors(p, of_lane(at.part, early), first, away);  // under way while this host's rows are added
     if (at.ranks) sum_here(p, at.row, at.ranks, first, here);
+    if (is_simple) {
+      if (at.hosts) add_packed(here, away, at.ranks != 0);
+      store_vectors(p, to, first, here);
+      continue;
+    }
     Sum sums[kSumVectors];
     begin_sums(sums);
 #pragma unroll 1
@@ -247,16 +274,15 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
   const u64 tag = current_tag(h.call);
   const i32* records = reinterpret_cast<const i32*>(h.records);
   const auto back = [&](int position, int host) { return routes.return_inlet[position * kMaxHosts + host]; };
-  Progress progress =
-      make_progress(h, routes.num_served, h.num_hosts, num_workers, [&](bool is_out, int i, Flow& flow) {
-        flow.link = is_out ? routes.served_outlet[i] : back(h.call.rank, i);
-        if (flow.link >= 0)
-          flow.total = is_out ? records[routes.served[i] * h.num_hosts + h.host] : records[me * h.num_hosts + i];
-      });
-  progress.out_unit = static_cast<u32>(p.row_bytes);
   const i32* info = reinterpret_cast<const i32*>(h.info);
-  progress.flags = kForOne | (static_cast<u32>(info[kInfoCall]) & ((1u << kCallBits) - 1)) << kCallShift;
-  __syncthreads();
+  const u32 flags = kForOne | (static_cast<u32>(info[kInfoCall]) & ((1u << kCallBits) - 1)) << kCallShift;
+  const Progress& progress = make_progress(h, routes.num_served, h.num_hosts, num_workers,
+                                           static_cast<u32>(p.row_bytes), flags, [&](bool is_out, int i, Flow& flow) {
+                                             flow.link = is_out ? routes.served_outlet[i] : back(h.call.rank, i);
+                                             if (flow.link >= 0)
+                                               flow.total = is_out ? records[routes.served[i] * h.num_hosts + h.host]
+                                                                   : records[me * h.num_hosts + i];
+                                           });
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
   const u64 refusal = is_broken ? kBrokenStreamsCode : flaw_of(view_number(h.call), info);
   const bool has_begun = refusal == 0;
@@ -265,12 +291,13 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
   u8* stages = dynamic_shared() + progress_bytes(h, progress.num_out, progress.num_in) + 2 * warp * stage_bytes;
   if (warp < num_workers) {
     const bool has_rows = has_begun && await_rows(p, tag);
-    if (has_rows && warp >= p.num_pack_warps)
-      sum_tokens(p, tag, progress);
-    else if (has_rows && kNumRanks == 1)
-      packer(h, tag, progress, RowCargo{p, progress}, stages, stage_bytes, barriers + 2 * warp);
-    else if (has_rows)
+    u32 use = 0;
+    if (has_rows && warp < p.num_pack_warps && kNumRanks == 1)
+      packer(h, tag, progress, RowCargo{p, progress}, stages, stage_bytes, barriers + 2 * warp, use);
+    else if (has_rows && warp < p.num_pack_warps)
       sum_records(p, tag, progress);
+    if (has_rows) sum_tokens(p, tag, progress);  // packers that have no more records as well
+    if (has_rows && warp >= p.num_pack_warps && kNumRanks != 1) sum_records(p, tag, progress);
     end_worker(progress);
   } else if (warp == num_workers) {
     const auto num_sent = [&](bool is_out, int i) {
@@ -283,10 +310,13 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
     if (announcer(h, tag, progress)) end_call(h, tag, progress, refusal, kControlCombineDoneOffset, num_sent);
   } else {
     const int is_mine = lane_idx() == 0 && is_watching(h, tag);
-    if (!__shfl_sync(~0u, is_mine, 0)) return;
+    if (!__shfl_sync(~0u, is_mine, 0)) {
+      keep_mirror(h, progress);
+      return;
+    }
     if (has_begun && lane_idx() < kNumRanks)
       st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, ready_word(h, tag));
-    watcher(h, tag);
+    watcher(h, tag, progress);
   }
 }
 

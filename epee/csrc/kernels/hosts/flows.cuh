@@ -4,15 +4,16 @@
 // holds one record of each flow, and works on whichever has a free slot. So a flow whose slots are full keeps no other
 // one from its place: a combine's sums leave in the order of records, and are read in the order of tokens.
 //
-// Roles, warps of each block: workers (packers, pullers, summers), one announcer, one watcher. Any block that is
-// resident does all of the work: none waits for another to have a place.
+// Roles, warps of each block: workers (packers, pullers, summers), one announcer, one mirror. Any block that is resident
+// does all of the work: none waits for another to have a place. A worker that has no more work of its role does that of
+// the other one, where its stages allow it.
 //   worker    counts records in the block's shared memory when their stores are complete (out) or their loads (in)
 //   announcer    adds these counts to those of the grid, where a slot has a counter for the call: a slot has one chunk
-//                at
-//             a time, so a count says which chunk is complete. Who completes one stores the word. A release by a warp
-//             that moves rows would wait for all of its stores under way
-//   watcher   of the block that comes first: copies the proxy's words into `copies`, until the call ends; looks for
-//             ABORT and LOST
+//                at a time, so a count says which chunk is complete. Who completes one stores the word. A release by a
+//                warp that moves rows would wait for all of its stores under way
+//   mirror    copies words from `copies` into the block's shared memory, as long as the block has workers
+//   watcher   the mirror of the block that comes first: copies the proxy's words into `copies` as well, until the call
+//             ends; looks for ABORT and LOST
 // The announcer of the last block to end ends the call: reports the island's ranks that this one is done with their
 // memory, waits for the same from them, and advances the numbers.
 #pragma once
@@ -36,8 +37,10 @@ struct Flow {
 /// What the warps of a block share, in its dynamic memory.
 struct Progress {
   Flow *out, *in;
+  u64 *freed, *arrived;     // by flow and slot: the block's copies of the proxy's words
   u32 *out_rows, *in_rows;  // by flow and slot: records that the announcer has not seen yet
   u32* ended;               // workers
+  u64 first;                // of the epoch's chunks
   int num_out, num_in, num_workers;
   u32 out_unit, flags;  // bytes of an outgoing record; of the chunk words
 };
@@ -45,28 +48,60 @@ struct Progress {
 /// Bytes of `Progress` in front of the stages; equal to `progress_bytes` in `epee/gpu/hosts.py`.
 DEVICE u32 progress_bytes(const HostCall& h, int num_out, int num_in) {
   const u32 num_flows = static_cast<u32>(num_out + num_in);
-  const u32 bytes = num_flows * (static_cast<u32>(sizeof(Flow)) + 4 * static_cast<u32>(h.num_slots)) + 4;
+  const u32 bytes = num_flows * (static_cast<u32>(sizeof(Flow)) + 12 * static_cast<u32>(h.num_slots)) + 4;
   return (bytes + 127) / 128 * 128;
 }
 
-/// Places `Progress` at the beginning of the dynamic memory, with no record counted; `fill` gives the flows. All
-/// threads.
+DEVICE const u64* freed_copy(const HostCall& h, int outlet) {
+  return state_words(h, kStateCopiesOffset) + outlet * h.num_slots;
+}
+DEVICE const u64* arrived_copy(const HostCall& h, int inlet) {
+  return state_words(h, kStateCopiesOffset) + kMaxOutWords + inlet * h.num_slots;
+}
+
+/// Copies the words of the call's flows from the grid's copies into the block's: those of thread `thread` of `count`.
+DEVICE void mirror(const HostCall& h, const Progress& progress, int thread, int count) {
+  const int num_out = progress.num_out * h.num_slots, num_words = num_out + progress.num_in * h.num_slots;
+#pragma unroll 1
+  for (int i = thread; i < num_words; i += count) {
+    const bool is_out = i < num_out;
+    const int at = is_out ? i : i - num_out, flow = at / h.num_slots, slot = at % h.num_slots;
+    const int link = is_out ? progress.out[flow].link : progress.in[flow].link;
+    if (link < 0) continue;
+    const u64* word = is_out ? freed_copy(h, link) : arrived_copy(h, link);
+    if (ld_relaxed_sys(word + slot) != progress.freed[i])
+      st_release_cta(progress.freed + i, ld_acquire_gpu(word + slot));
+  }
+}
+
+/// Makes the block's `Progress`, with no record counted, at the beginning of the dynamic memory; `fill` gives the flows.
+/// All threads.
 template <class Fill>
-DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int num_workers, Fill fill) {
+DEVICE const Progress& make_progress(const HostCall& h, int num_out, int num_in, int num_workers, u32 out_unit,
+                                     u32 flags, Fill fill) {
   const HostRoutes& routes = routes_of(h);
+  __shared__ Progress shared;  // in registers of each thread it would be a tenth of these
   Progress progress;
   progress.out = reinterpret_cast<Flow*>(dynamic_shared());
   progress.in = progress.out + num_out;
-  progress.out_rows = reinterpret_cast<u32*>(progress.in + num_in);
+  progress.freed = reinterpret_cast<u64*>(progress.in + num_in);
+  progress.arrived = progress.freed + num_out * h.num_slots;
+  progress.out_rows = reinterpret_cast<u32*>(progress.arrived + num_in * h.num_slots);
   progress.in_rows = progress.out_rows + num_out * h.num_slots;
   progress.ended = progress.in_rows + num_in * h.num_slots;
+  progress.first = routes.first;
   progress.num_out = num_out;
   progress.num_in = num_in;
   progress.num_workers = num_workers;
+  progress.out_unit = out_unit;
+  progress.flags = flags;
+  if (threadIdx.x == 0) shared = progress;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
-  for (int i = thread; i <= (num_out + num_in) * h.num_slots; i += static_cast<int>(blockDim.x))
+  for (int i = thread; i <= (num_out + num_in) * h.num_slots; i += static_cast<int>(blockDim.x)) {
     progress.out_rows[i] = 0;
+    if (i < (num_out + num_in) * h.num_slots) progress.freed[i] = 0;
+  }
 #pragma unroll 1
   for (int i = thread; i < num_out + num_in; i += static_cast<int>(blockDim.x)) {
     Flow flow = {0, 0, 0, -1, 0, 0};
@@ -80,7 +115,10 @@ DEVICE Progress make_progress(const HostCall& h, int num_out, int num_in, int nu
     flow.slot_bytes = static_cast<u32>(routes.slot_bytes);
     progress.out[i] = flow;
   }
-  return progress;
+  __syncthreads();
+  mirror(h, progress, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  __syncthreads();
+  return shared;
 }
 
 /// The chunk of a flow that has a record, and the slot of a chunk; both counted from the beginning of the call. Numbers
@@ -97,19 +135,13 @@ DEVICE i32 chunk_length(const HostCall& h, const Flow& flow, i32 k) {
   return min(h.chunk_records, flow.total - k * h.chunk_records);
 }
 
-DEVICE const u64* freed_copy(const HostCall& h, int outlet) {
-  return state_words(h, kStateCopiesOffset) + outlet * h.num_slots;
-}
-DEVICE const u64* arrived_copy(const HostCall& h, int inlet) {
-  return state_words(h, kStateCopiesOffset) + kMaxOutWords + inlet * h.num_slots;
-}
-
 /// Whether the slot of chunk k may be filled: the proxy has read what lay there. What this thread stores then comes
 /// after.
-DEVICE bool is_free(const HostCall& h, const Flow& flow, u32 k) {
+DEVICE bool is_free(const HostCall& h, const Progress& progress, const Flow& flow, u32 k) {
   const u64 slots = static_cast<u64>(h.num_slots), chunk = flow.first + k;
-  if (flow.link < 0 || chunk < routes_of(h).first + slots) return true;
-  return ld_acquire_gpu(freed_copy(h, flow.link) + slot_of(h, flow, k)) == chunk + 1 - slots;
+  if (flow.link < 0 || chunk < progress.first + slots) return true;
+  const u64 index = static_cast<u64>(&flow - progress.out) * slots + slot_of(h, flow, k);
+  return ld_acquire_cta(progress.freed + index) == chunk + 1 - slots;
 }
 
 /// Whether chunk k of a flow has come; its bytes may then be read. A chunk of another size fails the call.
@@ -117,7 +149,8 @@ DEVICE bool has_arrived(const HostCall& h, u64 tag, const Progress& progress, co
   const u64 chunk = flow.first + k;
   const u64 num_bytes = static_cast<u64>(chunk_length(h, flow, static_cast<i32>(k))) * progress.out_unit;
   const u64 want = chunk_word(chunk, num_bytes, progress.flags);
-  const u64 word = ld_acquire_gpu(arrived_copy(h, flow.link) + slot_of(h, flow, k));
+  const u64 index = static_cast<u64>(&flow - progress.in) * static_cast<u64>(h.num_slots) + slot_of(h, flow, k);
+  const u64 word = ld_acquire_cta(progress.arrived + index);
   if (word != want && word >> kChunkSizeBits == chunk + 1)
     report_failure(h.call, tag, {kMismatch, routes_of(h).inlets[flow.link].rank, want, word, 34});
   return word == want;
@@ -162,21 +195,20 @@ struct Claims {
     return static_cast<i32>(atom_add_relaxed_gpu(cursor, 1));
   }
 
-  /// The record of a flow that has a free slot: of the flows in turn, those of this island last. None while there are
+  /// The record of a flow that has a free slot, of the flows in turn: rows for this island go through the same copy
+  /// engine as records, which stands still while the link is full. So they are spread over the whole call. None while there are
   /// only such that must wait, or (`is_over`) no more records. The whole warp.
   DEVICE Record find(const HostCall& h, const Progress& progress, bool& is_over) {
     const int lane_id = lane_idx();
-    Flow flow = {0, 0, 0, -1, 0, 0};
-    if (lane_id < progress.num_out) flow = progress.out[lane_id];
-    const bool is_one = next < flow.total;
+    const bool is_flow = lane_id < progress.num_out;
+    const Flow& flow = progress.out[is_flow ? lane_id : 0];
+    const bool is_one = is_flow && next < flow.total;
     const u32 k = is_one ? chunk_of(h, next) : 0;
-    const bool is_ready = is_one && (k + 1 == seen || is_free(h, flow, k));
+    const bool is_ready = is_one && (k + 1 == seen || is_free(h, progress, flow, k));
     if (is_ready) seen = k + 1;
     is_over = __ballot_sync(~0u, is_one) == 0;
     __syncwarp();  // one thread has acquired the slot that all of them fill
-    const u32 here = __ballot_sync(~0u, is_ready && flow.link < 0);
-    const u32 away = __ballot_sync(~0u, is_ready && flow.link >= 0);
-    const u32 ready = away ? away : here;
+    const u32 ready = __ballot_sync(~0u, is_ready);
     if (!ready) return {-1, 0};
     const u32 later = ready & ~((2u << last) - 1);
     last = __ffs(static_cast<int>(later ? later : ready)) - 1;
@@ -378,8 +410,16 @@ DEVICE bool announcer(const HostCall& h, u64 tag, const Progress& progress) {
   return __shfl_sync(~0u, before, 0) == gridDim.x - 1;
 }
 
+/// The last warp of a block, until the block's workers have ended: keeps its copies of the words.
+DEVICE void keep_mirror(const HostCall& h, const Progress& progress) {
+  bounded_wait_here(h.call.timeout_ns + 2 * kOwnBlocksTimeoutNs, [&] {
+    mirror(h, progress, lane_idx(), 32);
+    return ld_acquire_cta(progress.ended) == static_cast<u32>(progress.num_workers);
+  });
+}
+
 /// The watcher, one warp of the grid, until the call has ended. Threads look at words of their own.
-DEVICE void watcher(const HostCall& h, u64 tag) {
+DEVICE void watcher(const HostCall& h, u64 tag, const Progress& progress) {
   const HostRoutes& routes = routes_of(h);
   const int num_out = routes.num_outlets * h.num_slots, num_words = num_out + routes.num_inlets * h.num_slots;
   u32 turn = 0;
@@ -394,6 +434,7 @@ DEVICE void watcher(const HostCall& h, u64 tag) {
       if (word == ld_relaxed_sys(copy) || (!is_out && is_refusal(h, tag, routes.inlets[link], slot, word))) continue;
       st_release_gpu(copy, word);
     }
+    mirror(h, progress, lane_idx(), 32);
     if (turn++ % kWatchEndsEvery == 0) {
       check_neighbour(h, tag);
       for (int i = lane_idx(); i < routes.num_inlets; i += 32) check_inlet(h, tag, i);

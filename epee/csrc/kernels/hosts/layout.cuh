@@ -41,6 +41,8 @@ struct Counters {
   int num_columns;
 };
 
+constexpr int kIdsAtOnce = 8;  // of a token, loaded together: each load has a latency of its own
+
 /// Reads the ids of a token. With `counters` it counts them, those that do not exist too, and writes the handle's
 /// experts.
 DEVICE Goes read_token(const HostLayoutParams& p, int token, const Counters* counters) {
@@ -48,19 +50,26 @@ DEVICE Goes read_token(const HostLayoutParams& p, int token, const Counters* cou
   const HostRoutes& routes = routes_of(p.host);
   const int num_local = p.host.num_experts / p.host.num_ranks;
 #pragma unroll 1
-  for (int k = 0; token < p.host.num_tokens && k < p.host.num_topk; ++k) {
-    const i64 at = static_cast<i64>(token) * p.host.num_topk + k;
-    const i64 id = reinterpret_cast<const i64*>(p.topk_idx)[at];
-    const bool is_expert = id >= 0 && id < p.host.num_experts;
-    if (counters) {
-      reinterpret_cast<i32*>(p.host.expert_of)[at] = is_expert ? static_cast<i32>(id) : -1;
-      if (is_expert) red_add_shared(counters->experts + id, 1);
-      if (!is_expert && id != -1) red_add_shared(counters->num_bad, 1);
+  for (int first = 0; token < p.host.num_tokens && first < p.host.num_topk; first += kIdsAtOnce) {
+    const i64 at = static_cast<i64>(token) * p.host.num_topk + first;
+    const int count = min(kIdsAtOnce, p.host.num_topk - first);
+    i64 ids[kIdsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kIdsAtOnce; ++k) ids[k] = k < count ? reinterpret_cast<const i64*>(p.topk_idx)[at + k] : -1;
+#pragma unroll
+    for (int k = 0; k < kIdsAtOnce; ++k) {
+      const i64 id = ids[k];
+      const bool is_expert = id >= 0 && id < p.host.num_experts;
+      if (counters && k < count) {
+        reinterpret_cast<i32*>(p.host.expert_of)[at + k] = is_expert ? static_cast<i32>(id) : -1;
+        if (is_expert) red_add_shared(counters->experts + id, 1);
+        if (!is_expert && id != -1) red_add_shared(counters->num_bad, 1);
+      }
+      if (!is_expert) continue;
+      const int rank = static_cast<int>(id) / num_local;
+      goes.ranks |= 1ull << rank;
+      goes.hosts |= 1u << routes.host_of[rank];
     }
-    if (!is_expert) continue;
-    const int rank = static_cast<int>(id) / num_local;
-    goes.ranks |= 1ull << rank;
-    goes.hosts |= 1u << routes.host_of[rank];
   }
   return goes;
 }

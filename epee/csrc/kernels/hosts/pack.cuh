@@ -3,40 +3,70 @@
 // A record passes in pieces, each by a bulk load and a bulk store; the load of the next piece is under way while one is
 // stored. `Cargo` says where a piece comes from and where it goes:
 //   num_pieces()                            of a record
-//   load(record, piece, stage, barrier)     begins the load, and writes what is no row behind it; the whole warp
-//   store(record, piece, stage)             begins the stores; the whole warp, thread 0 does the bulk ones
+//   find(flow, index)                       what this thread must read to find a record: a token or row
+//   load(found, piece, stage, barrier)      begins the load; thread 0
+//   read_meta(record, found)                this thread's word of what lies behind the row; the whole warp
+//   write_meta(record, found, word, to)     writes that, and the words that are no thread's, behind the row
+//   store(record, found, piece, stage)      begins the stores; the whole warp, thread 0 does the bulk ones
+// What is read from memory is read early: where the next record of a flow lies, as soon as its number is known, and
+// what is behind a row while the row before is awaited.
+//
 // A record is counted when its stores are complete. Before a warp waits for a slot it counts all that it has stored:
 // else a chunk could wait for a record whose warp waits for a slot that the chunk would free.
 #pragma once
 #include "flows.cuh"
 
+/// Packs records until there are none. `use`: of the two stages in turn, so far, by this warp. False when a load has
+/// not come, and the stages cannot be used any more.
 template <class Cargo>
-DEVICE void packer(const HostCall& h, u64 tag, const Progress& progress, const Cargo& cargo, u8* stages,
-                   i64 stage_bytes, u64* barriers) {
+DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const Cargo& cargo, u8* stages,
+                   i64 stage_bytes, u64* barriers, u32& use) {
   const int lane_id = lane_idx(), num_pieces = cargo.num_pieces();
+  const i32 total = lane_id < progress.num_out ? progress.out[lane_id].total : 0;
   const Record none = {-1, 0};
   Claims claims(h, progress);
-  const auto load = [&](const Record& record, int piece, u32 use) {  // its stage was stored a piece ago
-    if (lane_id == 0) bulk_wait_read<0>();
-    __syncwarp();
-    cargo.load(record, piece, stages + (use & 1) * stage_bytes, barriers + (use & 1));
+  i32 peeked = -1, ahead_found = 0;  // this thread's next record
+  const auto peek = [&] {
+    if (claims.next == peeked || claims.next >= total) return;
+    peeked = claims.next;
+    ahead_found = cargo.find(lane_id, peeked);
   };
-  Record at = claims.await(h, tag, progress), stored = none;
-  int piece = 0;
-  if (at.flow >= 0) load(at, 0, 0);
-#pragma unroll 1
-  for (u32 use = 0; at.flow >= 0; ++use) {
-    perhaps_stall(tag, h.call.rank, 4);
-    const bool is_last = piece + 1 == num_pieces;
-    bool is_over = false;
-    Record ahead = is_last ? claims.find(h, progress, is_over) : at;
-    const int next_piece = is_last ? 0 : piece + 1;
-    if (ahead.flow >= 0) load(ahead, next_piece, use + 1);
-    const bool is_loaded = lane_id != 0 || wait_load(h.call, tag, barriers + (use & 1), use >> 1 & 1);
-    if (!__shfl_sync(~0u, static_cast<int>(is_loaded), 0)) break;
-    cargo.store(at, piece, stages + (use & 1) * stage_bytes);
+  const auto stage_of = [&](u32 n) { return stages + (n & 1) * stage_bytes; };
+  const auto load = [&](const Record& record, i32 found, int piece) {  // its stage was stored a piece ago
     if (lane_id == 0) {
-      bulk_commit();
+      bulk_wait_read<0>();
+      cargo.load(found, piece, stage_of(use), barriers + (use & 1));
+    }
+    return piece + 1 == num_pieces ? cargo.read_meta(record, found) : 0;
+  };
+  peek();
+  Record at = claims.await(h, tag, progress), stored = none;
+  i32 found = __shfl_sync(~0u, ahead_found, at.flow & 31), word = 0;
+  int piece = 0;
+  if (at.flow >= 0) word = load(at, found, 0);
+#pragma unroll 1
+  while (at.flow >= 0) {
+    perhaps_stall(tag, h.call.rank, 4);
+    const u32 now = use++;
+    const bool is_last = piece + 1 == num_pieces;
+    const int next_piece = is_last ? 0 : piece + 1;
+    bool is_over = false;
+    Record ahead = at;
+    i32 next_found = found, next_word = 0;
+    if (is_last) {
+      peek();
+      ahead = claims.find(h, progress, is_over);
+      next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
+    }
+    if (ahead.flow >= 0) next_word = load(ahead, next_found, next_piece);
+    if (is_last) cargo.write_meta(at, found, word, stage_of(now));
+    const bool is_loaded = lane_id != 0 || wait_load(h.call, tag, barriers + (now & 1), now >> 1 & 1);
+    if (!__shfl_sync(~0u, static_cast<int>(is_loaded), 0)) return false;
+    cargo.store(at, found, piece, stage_of(now));
+    __syncwarp();  // the threads have read the stage
+    if (lane_id == 0) bulk_commit();
+    if (is_last) peek();
+    if (lane_id == 0) {
       bulk_wait<1>();
       count_out(h, progress, stored);
     }
@@ -47,12 +77,16 @@ DEVICE void packer(const HostCall& h, u64 tag, const Progress& progress, const C
       if (lane_id == 0) count_out(h, progress, stored);
       stored = none;
       ahead = claims.await(h, tag, progress);
-      if (ahead.flow >= 0) load(ahead, 0, use + 1);
+      next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
+      if (ahead.flow >= 0) next_word = load(ahead, next_found, 0);
     }
     at = ahead;
+    found = next_found;
+    word = next_word;
     piece = next_piece;
   }
   if (lane_id == 0) bulk_wait<0>();
   __syncwarp();
   if (lane_id == 0) count_out(h, progress, stored);
+  return true;
 }

@@ -148,20 +148,21 @@ class HostLayoutParams(RankSized):
 class HostDispatchParams(RankSized):
     """Arguments of `dispatch_hosts`.
 
-    `x`: rows, `x_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk], with `has_weights`. `slots`: where
-    rows go at each rank of the island: rows of `row_bytes` at the start, other fields at the offsets. `max_island`:
-    ranks of the largest island, from which `meta_bytes` follows. A row passes in pieces of `piece_bytes`, a multiple of
+    `x`: rows, `x_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk], with `has_weights`; `scales`: of 4
+    bytes, [num_tokens, num_scales], strides in such. `slots`: where rows go at each rank of the island: rows of
+    `row_bytes` at the start, other fields at the offsets. `max_island`: ranks of the largest island, from which
+    `meta_bytes` follows. A row passes in pieces of `piece_bytes`, a multiple of
     16. Dynamic shared memory: `move_shared_bytes`.
     """
 
     members = (
         ("host", HostCall),
-        *_fields(_WORD, "x topk_weights"),
+        *_fields(_WORD, "x topk_weights scales"),
         ("slots", PerRank(ctypes.c_uint64)),
-        *_fields(_WORD, "topk_idx_offset weights_offset src_token_offset"),
-        ("x_stride", ctypes.c_int64),
+        *_fields(_WORD, "topk_idx_offset weights_offset scales_offset src_token_offset"),
+        *_fields(ctypes.c_int64, "x_stride scale_row_stride scale_column_stride"),
         *_fields(
-            _INT, "row_bytes piece_bytes meta_bytes max_island num_pack_warps num_pull_warps has_weights is_unused"
+            _INT, "row_bytes piece_bytes meta_bytes max_island num_pack_warps num_pull_warps has_weights num_scales"
         ),
     )
 
@@ -186,9 +187,9 @@ def row_nbytes(num_ranks: int, num_hosts: int, num_experts: int) -> int:
     return align_up(4 * (ROW_HEAD_WORDS + num_ranks + num_hosts + num_experts), UNIT_BYTES)
 
 
-def meta_bytes(max_island: int, num_topk: int) -> int:
-    """Return the bytes behind the row in a record: token, places, expert ids, weights."""
-    return align_up(4 * (1 + max_island + 2 * num_topk), UNIT_BYTES)
+def meta_bytes(max_island: int, num_topk: int, num_scales: int = 0) -> int:
+    """Return the bytes behind the row in a record: token, places, expert ids, weights, scales."""
+    return align_up(4 * (1 + max_island + 2 * num_topk + num_scales), UNIT_BYTES)
 
 
 def move_shared_bytes(num_flows: int, num_slots: int, num_staged_warps: int, stage_bytes: int) -> int:

@@ -48,6 +48,7 @@ class HostsCase:
     Attributes:
         islands: the ranks of each.
         num_tokens: per rank.
+        num_scales: 0 for rows of bfloat16; else FP8 rows, each with so many scales.
         num_slots, chunk_records: of the streams.
         routing: "random" (a tenth of the ids is -1), "one host" (all experts of the last island), "nowhere",
             "all ranks" (an expert of each), "skewed" (first tokens to the next host, last ones to the host behind it).
@@ -72,6 +73,7 @@ class HostsCase:
     hidden: int = 64
     piece_bytes: int = 1 << 20
     has_weights: bool = True
+    num_scales: int = 0
     first: int = 0
     stall_one_in: int = 0
     timeout_s: float = 20.0
@@ -86,6 +88,11 @@ class HostsCase:
     def num_experts(self) -> int:
         """Of all ranks."""
         return self.num_ranks * self.num_local_experts
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a dispatch."""
+        return self.hidden if self.num_scales else 2 * self.hidden
 
     @property
     def host_of(self) -> list[int]:
@@ -119,7 +126,11 @@ class HostsCase:
                 targets = torch.stack([ahead, torch.where(both == 1, 3 - ahead, ahead)], 1)
                 idx = (len(inputs) + targets) % self.num_ranks * self.num_local_experts
             weights = torch.randn(num_tokens, idx.shape[1], generator=gen) if self.has_weights else None
-            inputs.append(Routed(x, idx, weights))
+            scales = torch.randn(
+                self.num_scales, num_tokens, generator=gen
+            ).t()  # columns lie together, as GEMMs like it
+            pair = x.to(torch.float8_e4m3fn), scales
+            inputs.append(Routed(pair if self.num_scales else x, idx, weights))
         return inputs
 
 
@@ -182,8 +193,8 @@ class HostsRank:
         self.view = island_topology(rank, case.islands)
         self.partners, self.position = self.view.partners(), self.view.here.index(rank)
         self.num_local = len(self.view.here)
-        self.meta = meta_bytes(max(map(len, case.islands)), case.num_topk)
-        record = 2 * case.hidden + self.meta
+        self.meta = meta_bytes(max(map(len, case.islands)), case.num_topk, case.num_scales)
+        record = max(2 * case.hidden, case.row_bytes + self.meta)
         row = row_nbytes(case.num_ranks, len(case.islands), case.num_experts)
         self.shape = shape_for(rank, case.islands, case.num_slots, case.chunk_records * record, row)
         self.page = self._host_words(self.shape.num_words)
@@ -199,7 +210,7 @@ class HostsRank:
         self.max_rows = case.num_ranks * case.max_tokens
         rows = self.max_rows
         self.offsets = [2 * case.hidden * rows]
-        for width in (8 * case.num_topk, 4 * case.num_topk):
+        for width in (8 * case.num_topk, 4 * case.num_topk, 4 * case.num_scales):
             self.offsets.append(self.offsets[-1] + width * rows // 16 * 16 + 16)
         self.slot = torch.empty(self.offsets[-1] + 8 * rows, dtype=torch.uint8, device=device)
         self.out = torch.empty(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device)
@@ -266,20 +277,21 @@ class HostsRank:
             ("max_recv_rows", self.max_rows),
             ("max_rows", self.max_rows),
             ("signature", 77),
-            ("row_bytes", 2 * case.hidden),
+            ("row_bytes", case.row_bytes if hasattr(args, "num_scales") else 2 * case.hidden),
+            ("num_scales", case.num_scales),
             ("piece_bytes", case.piece_bytes),
             ("meta_bytes", self.meta),
             ("max_island", max(map(len, case.islands))),
             ("num_pack_warps", case.warps),
             ("num_pull_warps", case.warps),
             ("num_sum_warps", case.warps),
-            ("x_stride", 2 * case.hidden),
+            ("x_stride", case.row_bytes),
             ("out", self.out.data_ptr()),
         ):
             if hasattr(args, name):
                 setattr(args, name, value)
         if hasattr(args, "topk_idx_offset"):
-            args.topk_idx_offset, args.weights_offset, args.src_token_offset = self.offsets
+            args.topk_idx_offset, args.weights_offset, args.scales_offset, args.src_token_offset = self.offsets
 
     def launch(self, name: str, grid: int, threads: int, shared_bytes: int) -> None:
         function, args = self.kernels[name]
@@ -302,12 +314,14 @@ class HostsRank:
     def move(self, given: Routed) -> None:
         """Run the second kernel."""
         case = self.case
-        assert isinstance(given.x, torch.Tensor)
         args = self.kernels["dispatch_hosts"][1]
-        args.x = given.x.data_ptr()
+        values, scales = given.x if isinstance(given.x, tuple) else (given.x, None)
+        args.x = values.data_ptr()
+        if scales is not None:
+            args.scales, (args.scale_row_stride, args.scale_column_stride) = scales.data_ptr(), scales.stride()
         args.has_weights = given.topk_weights is not None
         args.topk_weights = given.topk_weights.data_ptr() if given.topk_weights is not None else 0
-        stage = min(case.piece_bytes, 2 * case.hidden) + self.meta
+        stage = min(case.piece_bytes, case.row_bytes) + self.meta
         flows = len(case.islands) + len(self.view.elsewhere)
         shared = move_shared_bytes(flows, case.num_slots, 2 * case.warps, stage)
         self.launch("dispatch_hosts", case.grid, 32 * (2 * case.warps + 2), shared)
@@ -333,16 +347,18 @@ class HostsRank:
         info = self.keep["info"]
         assert info[2] == count
         assert info[5 : 5 + case.num_local_experts].tolist() == want.num_tokens_per_expert
-        assert isinstance(want.x, torch.Tensor)
-        assert torch.equal(self.rows(count).view(torch.int16), want.x.view(torch.int16))
+        values, scales = want.x if isinstance(want.x, tuple) else (want.x, None)
+        assert torch.equal(self.slot[: values.nbytes], values.contiguous().view(torch.uint8).reshape(-1))
         ends = [*self.offsets, len(self.slot)]
         fields = [self.slot[begin:end] for begin, end in pairwise(ends)]
         assert torch.equal(fields[0].view(torch.int64)[: rows * case.num_topk].view(rows, -1)[:count], want.topk_idx)
         if want.topk_weights is not None:
             weights = fields[1].view(torch.float32)[: rows * case.num_topk].view(rows, -1)[:count]
             assert torch.equal(weights, want.topk_weights)
-        assert torch.equal(fields[2].view(torch.int64)[:count], want.src_token)
-        assert (self.slot[2 * case.hidden * count : self.offsets[0]] == 0xEE).all()  # nothing behind the last row
+        if scales is not None:
+            assert torch.equal(fields[2].view(torch.float32)[: rows * case.num_scales].view(rows, -1)[:count], scales)
+        assert torch.equal(fields[3].view(torch.int64)[:count], want.src_token)
+        assert (self.slot[case.row_bytes * count : self.offsets[0]] == 0xEE).all()  # nothing behind the last row
 
     def rows(self, count: int) -> torch.Tensor:
         """The first received rows."""
@@ -416,7 +432,10 @@ def run_case(case: HostsCase) -> HostsWorld:
     inputs = [case.inputs(call) for call in range(case.num_calls)]
     received = [reference.dispatch(given, case.num_experts, layout="rank") for given in inputs]
     gen = torch.Generator().manual_seed(case.seed)
-    y = [[torch.randn(there.x.shape, generator=gen).to(torch.bfloat16) for there in each] for each in received]  # type: ignore[union-attr]
+    y = [
+        [torch.randn(len(there.src_rank), case.hidden, generator=gen).to(torch.bfloat16) for there in each]
+        for each in received
+    ]
     sums = [reference.combine_by_host(*each, case.host_of) for each in zip(inputs, received, y, strict=True)]
     world = HostsWorld(case)
 

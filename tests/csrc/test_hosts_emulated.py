@@ -40,6 +40,9 @@ CASES = {
     "two slots, two warps of each kind": HostsCase(((0,), (1,)), (200, 180), num_slots=2, chunk_records=2, warps=2),
     "rows in pieces": HostsCase(TWO, (19, 30, 8, 25), hidden=104, piece_bytes=96),
     "rows longer than a warp adds up at once": HostsCase(TWO, (9, 6, 8, 5), hidden=32 * 7 * 8 + 8, num_calls=1),
+    "FP8 pairs": HostsCase(TWO, (19, 30, 8, 25), num_scales=3),
+    "FP8 pairs in pieces": HostsCase(TWO, (19, 30, 8, 25), hidden=208, num_scales=5, piece_bytes=96),
+    "more scales than are read ahead": HostsCase(((0,), (1,)), (21, 16), num_scales=101),
     "a later epoch": HostsCase(TWO, (19, 30, 8, 25), first=1 << 33),
 }
 

@@ -113,8 +113,9 @@ struct RowCargo {
     mbarrier_arrive_expect(barrier, num_bytes(piece));
     bulk_load(stage, from + piece * static_cast<i64>(p.piece_bytes), num_bytes(piece), barrier);
   }
-  DEVICE i32 read_meta(const Record&, i32) const { return 0; }
-  DEVICE void write_meta(const Record&, i32, i32, u8*) const {}
+  struct Meta {};
+  DEVICE Meta read_meta(const Record&, i32) const { return {}; }
+  DEVICE void write_meta(const Record&, i32, const Meta&, u8*) const {}
   DEVICE void store(const Record& record, i32, int piece, const u8* stage) const {
     const Flow& flow = progress.out[record.flow];
     u8* to = record_at(p.host, progress, flow, record.index);

@@ -16,6 +16,7 @@
 enum MetaWord : int { kMetaToken = 0, kMetaPlaces };
 DEVICE int meta_ids(const HostDispatchParams& p) { return kMetaPlaces + p.max_island; }
 DEVICE int meta_weights(const HostDispatchParams& p) { return meta_ids(p) + p.host.num_topk; }
+DEVICE int meta_scales(const HostDispatchParams& p) { return meta_weights(p) + p.host.num_topk; }
 
 /// Bytes of a row in one of its pieces.
 DEVICE u32 piece_bytes(const HostDispatchParams& p, int piece) {
@@ -34,11 +35,19 @@ DEVICE void deliver_meta(const HostDispatchParams& p, u8* slot, int first, int n
       reinterpret_cast<float*>(slot + p.weights_offset)[row * p.host.num_topk + k] =
           is_there ? __uint_as_float(static_cast<u32>(weights[k])) : 0.0f;
   }
+  for (int s = lane_idx(); s < p.num_scales; s += 32)
+    reinterpret_cast<i32*>(slot + p.scales_offset)[row * p.num_scales + s] = meta[meta_scales(p) + s];
   if (lane_idx() == 0) reinterpret_cast<i64*>(slot + p.src_token_offset)[row] = meta[kMetaToken];
 }
 
+/// Words behind a row that a thread reads ahead of their use: 96 of a warp hold the 56 scales of 7168 FP8 values.
+constexpr int kMetaAhead = 3;
+
 /// The rows of this rank's tokens; see `packer`. Flow f is host f.
 struct TokenCargo {
+  struct Meta {
+    i32 word[kMetaAhead];
+  };
   const HostDispatchParams& p;
   const Progress& progress;
   i32 base, rank;  // of thread j: this rank's first row at position j, and the rank there
@@ -76,15 +85,27 @@ struct TokenCargo {
     if (k < h.num_topk) return reinterpret_cast<const i32*>(h.expert_of)[static_cast<i64>(token) * h.num_topk + k];
     if (k < 2 * h.num_topk && p.has_weights)
       return reinterpret_cast<const i32*>(p.topk_weights)[static_cast<i64>(token) * h.num_topk + k - h.num_topk];
+    const int s = k - 2 * h.num_topk;
+    if (s >= 0 && s < p.num_scales)
+      return reinterpret_cast<const i32*>(p.scales)[token * p.scale_row_stride + s * p.scale_column_stride];
     return 0;
   }
-  DEVICE i32 read_meta(const Record& record, i32 token) const {
-    return lane_idx() < p.meta_bytes / 4 ? meta_word(record, token, lane_idx()) : 0;
+  DEVICE Meta read_meta(const Record& record, i32 token) const {
+    Meta meta;
+#pragma unroll
+    for (int i = 0; i < kMetaAhead; ++i) {
+      const int w = lane_idx() + 32 * i;
+      meta.word[i] = w < p.meta_bytes / 4 ? meta_word(record, token, w) : 0;
+    }
+    return meta;
   }
-  DEVICE void write_meta(const Record& record, i32 token, i32 word, u8* stage) const {
-    i32* meta = reinterpret_cast<i32*>(stage + piece_bytes(p, num_pieces() - 1));
+  DEVICE void write_meta(const Record& record, i32 token, const Meta& meta, u8* stage) const {
+    i32* to = reinterpret_cast<i32*>(stage + piece_bytes(p, num_pieces() - 1));
+#pragma unroll
+    for (int i = 0; i < kMetaAhead; ++i)
+      if (lane_idx() + 32 * i < p.meta_bytes / 4) to[lane_idx() + 32 * i] = meta.word[i];
 #pragma unroll 1
-    for (int w = lane_idx(); w < p.meta_bytes / 4; w += 32) meta[w] = w < 32 ? word : meta_word(record, token, w);
+    for (int w = lane_idx() + 32 * kMetaAhead; w < p.meta_bytes / 4; w += 32) to[w] = meta_word(record, token, w);
     fence_proxy_async();
     __syncwarp();
   }

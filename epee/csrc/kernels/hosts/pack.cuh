@@ -5,8 +5,8 @@
 //   num_pieces()                            of a record
 //   find(flow, index)                       what this thread must read to find a record: a token or row
 //   load(found, piece, stage, barrier)      begins the load; thread 0
-//   read_meta(record, found)                this thread's word of what lies behind the row; the whole warp
-//   write_meta(record, found, word, to)     writes that, and the words that are no thread's, behind the row
+//   read_meta(record, found)                this thread's words of what lies behind the row; the whole warp
+//   write_meta(record, found, words, to)    writes them, and those beyond `Cargo::Meta`, behind the row
 //   store(record, found, piece, stage)      begins the stores; the whole warp, thread 0 does the bulk ones
 // What is read from memory is read early: where the next record of a flow lies, as soon as its number is known, and
 // what is behind a row while the row before is awaited.
@@ -37,13 +37,14 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
       bulk_wait_read<0>();
       cargo.load(found, piece, stage_of(use), barriers + (use & 1));
     }
-    return piece + 1 == num_pieces ? cargo.read_meta(record, found) : 0;
+    return piece + 1 == num_pieces ? cargo.read_meta(record, found) : typename Cargo::Meta{};
   };
   peek();
   Record at = claims.await(h, tag, progress), stored = none;
-  i32 found = __shfl_sync(~0u, ahead_found, at.flow & 31), word = 0;
+  i32 found = __shfl_sync(~0u, ahead_found, at.flow & 31);
+  typename Cargo::Meta meta = {};
   int piece = 0;
-  if (at.flow >= 0) word = load(at, found, 0);
+  if (at.flow >= 0) meta = load(at, found, 0);
 #pragma unroll 1
   while (at.flow >= 0) {
     perhaps_stall(tag, h.call.rank, 4);
@@ -52,14 +53,15 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
     const int next_piece = is_last ? 0 : piece + 1;
     bool is_over = false;
     Record ahead = at;
-    i32 next_found = found, next_word = 0;
+    i32 next_found = found;
+    typename Cargo::Meta next_meta = {};
     if (is_last) {
       peek();
       ahead = claims.find(h, progress, is_over);
       next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
     }
-    if (ahead.flow >= 0) next_word = load(ahead, next_found, next_piece);
-    if (is_last) cargo.write_meta(at, found, word, stage_of(now));
+    if (ahead.flow >= 0) next_meta = load(ahead, next_found, next_piece);
+    if (is_last) cargo.write_meta(at, found, meta, stage_of(now));
     const bool is_loaded = lane_id != 0 || wait_load(h.call, tag, barriers + (now & 1), now >> 1 & 1);
     if (!__shfl_sync(~0u, static_cast<int>(is_loaded), 0)) return false;
     cargo.store(at, found, piece, stage_of(now));
@@ -78,11 +80,11 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
       stored = none;
       ahead = claims.await(h, tag, progress);
       next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
-      if (ahead.flow >= 0) next_word = load(ahead, next_found, 0);
+      if (ahead.flow >= 0) next_meta = load(ahead, next_found, 0);
     }
     at = ahead;
     found = next_found;
-    word = next_word;
+    meta = next_meta;
     piece = next_piece;
   }
   if (lane_id == 0) bulk_wait<0>();

@@ -170,14 +170,15 @@ class HostDispatchParams(RankSized):
 class HostCombineParams(RankSized):
     """Arguments of `combine_hosts_bf16`.
 
-    `slots`: the rows of each rank of the island, up to `max_rows`; `out`: [num_tokens, hidden]. Islands of one rank
-    need stages, in pieces of `piece_bytes`, for their packing warps.
+    `slots`: the rows of each rank of the island, up to `max_rows`; `out`: [num_tokens, hidden], like `bias_0` and,
+    where there is that one, `bias_1` (0: none). Islands of one rank need stages, in pieces of `piece_bytes`, for their
+    packing warps.
     """
 
     members = (
         ("host", HostCall),
         ("slots", PerRank(ctypes.c_uint64)),
-        ("out", _WORD),
+        *_fields(_WORD, "out bias_0 bias_1"),
         *_fields(_INT, "row_bytes piece_bytes max_rows num_pack_warps num_sum_warps is_unused"),
     )
 

@@ -48,6 +48,7 @@ class HostsCase:
     Attributes:
         islands: the ranks of each.
         num_tokens: per rank.
+        num_biases: of each combine.
         num_scales: 0 for rows of bfloat16; else FP8 rows, each with so many scales.
         num_slots, chunk_records: of the streams.
         routing: "random" (a tenth of the ids is -1), "one host" (all experts of the last island), "nowhere",
@@ -74,6 +75,7 @@ class HostsCase:
     piece_bytes: int = 1 << 20
     has_weights: bool = True
     num_scales: int = 0
+    num_biases: int = 0
     first: int = 0
     stall_one_in: int = 0
     timeout_s: float = 20.0
@@ -132,6 +134,13 @@ class HostsCase:
             pair = x.to(torch.float8_e4m3fn), scales
             inputs.append(Routed(pair if self.num_scales else x, idx, weights))
         return inputs
+
+    def biases(self) -> list[list[torch.Tensor]]:
+        """Return what each rank adds to its sums."""
+        gen = torch.Generator().manual_seed(2000 + self.seed)
+        shapes = [(count, self.hidden) for count in self.num_tokens for _ in range(self.num_biases)]
+        made = [torch.randn(shape, generator=gen).to(torch.bfloat16) for shape in shapes]
+        return [made[rank * self.num_biases :][: self.num_biases] for rank in range(self.num_ranks)]
 
 
 class CopyWire:
@@ -329,6 +338,8 @@ class HostsRank:
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         """Return the sums of a combine."""
         self.slot[: y.nbytes].copy_(y.contiguous().view(torch.uint8).reshape(-1))
+        args, biases = self.kernels["combine_hosts_bf16"][1], self.case.biases()[self.rank]
+        args.bias_0, args.bias_1 = (*(bias.data_ptr() for bias in biases), 0, 0)[:2]
         self.out.fill_(float("nan"))
         self.add_up()
         return self.out.clone()
@@ -436,7 +447,10 @@ def run_case(case: HostsCase) -> HostsWorld:
         [torch.randn(len(there.src_rank), case.hidden, generator=gen).to(torch.bfloat16) for there in each]
         for each in received
     ]
-    sums = [reference.combine_by_host(*each, case.host_of) for each in zip(inputs, received, y, strict=True)]
+    sums = [
+        reference.combine_by_host(*each, case.host_of, bias=case.biases())
+        for each in zip(inputs, received, y, strict=True)
+    ]
     world = HostsWorld(case)
 
     def calls(rank: HostsRank) -> None:

@@ -4,8 +4,8 @@
 //             float32, ranks ascending, rounded to the payload, into the slots for that source. Rows of neighbours are
 //             loaded from their memory, as soon as these have said that they are there (`combine_ready`).
 //   summers   for each token of this rank: its own host's sum, made and rounded alike; then the sums of all hosts in
-//             float32, hosts ascending (by lowest rank); rounded once. Sums begin at -0, a token without rows is +0
-//             (`epee/reference/two_level.py`).
+//             float32, hosts ascending (by lowest rank); then the biases; rounded once. Sums begin at -0, that of a
+//             token without rows is +0 (`epee/reference/two_level.py`).
 //
 // A partial sum has one reader, the rank that owns the page (`FOR_ONE`). Tokens are summed in their order, so all
 // records of a chunk are read when the tokens up to its last one are. They wait for chunks of several hosts; these
@@ -55,9 +55,9 @@ DEVICE void store_vectors(const HostCombineParams& p, u8* row, int first, const 
   }
 }
 
-DEVICE void begin_sums(Sum (&sums)[kSumVectors]) {
+DEVICE void begin_sums(Sum (&sums)[kSumVectors], float value) {
 #pragma unroll
-  for (int u = 0; u < kSumVectors; ++u) sums[u] = filled<kBf16>(-0.0f);
+  for (int u = 0; u < kSumVectors; ++u) sums[u] = filled<kBf16>(value);
 }
 DEVICE void add_vectors(Sum (&sums)[kSumVectors], const Vec16 (&what)[kSumVectors]) {
 #pragma unroll
@@ -85,7 +85,7 @@ DEVICE void sum_here(const HostCombineParams& p, const u8* row, u32 ranks, int f
   load_vectors(p, of_lane(row, __ffs(static_cast<int>(ranks)) - 1), first, to);
   if (!(ranks & (ranks - 1))) return add_packed(to, to, false);
   Sum sums[kSumVectors];
-  begin_sums(sums);
+  begin_sums(sums, -0.0f);
   add_vectors(sums, to);
 #pragma unroll 1
   for (u32 left = ranks & (ranks - 1); left; left &= left - 1) {
@@ -186,11 +186,12 @@ DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& prog
   return warp_wait(h, tag, routes.inlets[progress.in[first].link].rank, 41, has_come);
 }
 
-/// Adds up a token. The whole warp.
-DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
+/// Adds up a token, whose row of the result and of the biases begins at byte `offset`. The whole warp.
+DEVICE void sum_token(const HostCombineParams& p, const Token& at, i64 offset) {
+  u8* to = reinterpret_cast<u8*>(p.out) + offset;
   const int own = p.host.host, early = __ffs(static_cast<int>(at.hosts)) - 1;
   const u32 hosts = at.hosts | (at.ranks ? 1u << own : 0);
-  const bool is_simple = !(at.hosts & (at.hosts - 1));  // at most one sum of another host
+  const bool is_simple = !(at.hosts & (at.hosts - 1)) && !p.bias_0;  // at most one sum of another host
 #pragma unroll 1
   for (int first = 0; first * 16 < p.row_bytes; first += 32 * kSumVectors) {
     Vec16 here[kSumVectors] = {}, away[kSumVectors] = {};
@@ -202,7 +203,7 @@ DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
       continue;
     }
     Sum sums[kSumVectors];
-    begin_sums(sums);
+    begin_sums(sums, hosts ? -0.0f : 0.0f);
 #pragma unroll 1
     for (u32 left = hosts; left; left &= left - 1) {
       const int host = __ffs(static_cast<int>(left)) - 1;
@@ -213,7 +214,14 @@ DEVICE void sum_token(const HostCombineParams& p, const Token& at, u8* to) {
       if (host != early) load_vectors(p, of_lane(at.part, host), first, away);
       add_vectors(sums, away);
     }
-    if (hosts) round_sums(sums, here);  // else zeros
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const u64 bias = i == 0 ? p.bias_0 : p.bias_1;
+      if (!bias) continue;
+      load_vectors(p, reinterpret_cast<const u8*>(bias) + offset, first, away);
+      add_vectors(sums, away);
+    }
+    round_sums(sums, here);
     store_vectors(p, to, first, here);
   }
 }
@@ -233,7 +241,7 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
     perhaps_stall(tag, h.call.rank, 8);
     Token found;
     if (!find_token(p, tag, progress, token, seen, found)) return;
-    sum_token(p, found, reinterpret_cast<u8*>(p.out) + token * static_cast<i64>(p.row_bytes));
+    sum_token(p, found, token * static_cast<i64>(p.row_bytes));
     __syncwarp();
     if (found.part) count_in(h, progress, lane_idx(), seen - 1, 1);
   }

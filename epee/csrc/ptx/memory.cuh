@@ -156,6 +156,8 @@ DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"
 
 /// Orders ordinary accesses before bulk copies (the async proxy) to the same memory, in every state space.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+/// The same for shared memory alone: it waits for no loads and stores of other memory.
+DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// Sixteen bytes that are read once.
 DEVICE Vec16 ld_vec16(const void* p) {
@@ -244,6 +246,7 @@ DEVICE Vec16 ld_relaxed_sys_128(const void* p) {
 DEVICE void red_add_shared(i32* p, i32 v) { *p += v; }
 DEVICE void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_shared() {}
 DEVICE Vec16 ld_vec16(const void* p) {
   Vec16 v;
   memcpy(&v, p, 16);

@@ -106,7 +106,7 @@ struct TokenCargo {
       if (lane_idx() + 32 * i < p.meta_bytes / 4) to[lane_idx() + 32 * i] = meta.word[i];
 #pragma unroll 1
     for (int w = lane_idx() + 32 * kMetaAhead; w < p.meta_bytes / 4; w += 32) to[w] = meta_word(record, token, w);
-    fence_proxy_async();
+    fence_proxy_async_shared();
     __syncwarp();
   }
 
@@ -219,7 +219,8 @@ struct Puller {
   DEVICE bool look() {
     const bool is_there =
         lane_idx() == 0 && has_arrived(p.host, tag, progress, progress.in[next.flow], static_cast<u32>(next.k));
-    __syncwarp();  // what one thread has acquired, all of them read
+    if (is_there) fence_proxy_async();  // this thread's bulk loads come behind the word of the chunk
+    __syncwarp();                       // what one thread has acquired, all of them read
     return __shfl_sync(~0u, static_cast<int>(is_there), 0) != 0;
   }
   DEVICE i32 place_in(i32 record, int position) const {
@@ -336,7 +337,6 @@ DEVICE bool pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
     const u8* record = record_at(h, progress, progress.in[at.record.flow], at.record.index);
     if (lane_id == 0) {
       bulk_wait_read<0>();
-      fence_proxy_async();  // behind the word of the chunk
       mbarrier_arrive_expect(barriers + (use & 1), num_bytes);
       bulk_load(stages + (use & 1) * stage_bytes, record + at.piece * static_cast<i64>(p.piece_bytes), num_bytes,
                 barriers + (use & 1));
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) dispatch_hosts(const __grid_c
   wait_previous_kernel();
   const u64 tag = current_tag(h.call);
   const i32* records = reinterpret_cast<const i32*>(h.records);
-  const Progress& progress = make_progress(
+  const Progress progress = make_progress(
       h, h.num_hosts, routes.num_sources, num_workers, static_cast<u32>(p.row_bytes + p.meta_bytes), 0,
       [&](bool is_out, int i, Flow& flow) {
         flow.link = is_out ? routes.gateway_outlet[i] : routes.source_inlet[routes.sources[i]];

@@ -80,7 +80,7 @@ template <class Fill>
 DEVICE const Progress& make_progress(const HostCall& h, int num_out, int num_in, int num_workers, u32 out_unit,
                                      u32 flags, Fill fill) {
   const HostRoutes& routes = routes_of(h);
-  __shared__ Progress shared;  // in registers of each thread it would be a tenth of these
+  __shared__ Progress shared;  // for callers whose threads have no registers left for a copy
   Progress progress;
   progress.out = reinterpret_cast<Flow*>(dynamic_shared());
   progress.in = progress.out + num_out;

@@ -42,9 +42,11 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
   peek();
   Record at = claims.await(h, tag, progress), stored = none;
   i32 found = __shfl_sync(~0u, ahead_found, at.flow & 31);
-  typename Cargo::Meta meta = {};
   int piece = 0;
-  if (at.flow >= 0) meta = load(at, found, 0);
+  if (at.flow >= 0) {
+    const typename Cargo::Meta meta = load(at, found, 0);
+    if (num_pieces == 1) cargo.write_meta(at, found, meta, stage_of(use));
+  }
 #pragma unroll 1
   while (at.flow >= 0) {
     perhaps_stall(tag, h.call.rank, 4);
@@ -61,7 +63,6 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
       next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
     }
     if (ahead.flow >= 0) next_meta = load(ahead, next_found, next_piece);
-    if (is_last) cargo.write_meta(at, found, meta, stage_of(now));
     const bool is_loaded = lane_id != 0 || wait_load(h.call, tag, barriers + (now & 1), now >> 1 & 1);
     if (!__shfl_sync(~0u, static_cast<int>(is_loaded), 0)) return false;
     cargo.store(at, found, piece, stage_of(now));
@@ -72,6 +73,7 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
       bulk_wait<1>();
       count_out(h, progress, stored);
     }
+    if (ahead.flow >= 0 && next_piece + 1 == num_pieces) cargo.write_meta(ahead, next_found, next_meta, stage_of(use));
     stored = is_last ? at : none;
     if (ahead.flow < 0 && !is_over) {
       if (lane_id == 0) bulk_wait<0>();
@@ -80,11 +82,13 @@ DEVICE bool packer(const HostCall& h, u64 tag, const Progress& progress, const C
       stored = none;
       ahead = claims.await(h, tag, progress);
       next_found = __shfl_sync(~0u, ahead_found, ahead.flow & 31);
-      if (ahead.flow >= 0) next_meta = load(ahead, next_found, 0);
+      if (ahead.flow >= 0) {
+        next_meta = load(ahead, next_found, 0);
+        if (num_pieces == 1) cargo.write_meta(ahead, next_found, next_meta, stage_of(use));
+      }
     }
     at = ahead;
     found = next_found;
-    meta = next_meta;
     piece = next_piece;
   }
   if (lane_id == 0) bulk_wait<0>();

@@ -196,8 +196,8 @@ struct Claims {
   }
 
   /// The record of a flow that has a free slot, of the flows in turn: rows for this island go through the same copy
-  /// engine as records, which stands still while the link is full. So they are spread over the whole call. None while there are
-  /// only such that must wait, or (`is_over`) no more records. The whole warp.
+  /// engine as records, which stands still while the link is full. So they are spread over the whole call. None while
+  /// there are only such that must wait, or (`is_over`) no more records. The whole warp.
   DEVICE Record find(const HostCall& h, const Progress& progress, bool& is_over) {
     const int lane_id = lane_idx();
     const bool is_flow = lane_id < progress.num_out;

@@ -99,6 +99,40 @@ def test_a_buffer_that_was_made_on_one_host_refuses_who_comes_from_another(tmp_p
     assert "close it on all ranks" in results[3]
 
 
+def unlike(index: int, num_processes: int, folder: str) -> str:
+    """Process 3 takes rank 2 of a group over hosts, on the buffer's host, and makes its buffer with other arguments."""
+    os.environ["EPEE_OVER_HOSTS"] = "1"
+    rank = min(index, 2)
+    settle(0)
+    if index < 3:
+        group = member(rank, 3, folder)
+        with make(group, "Buffer") as buffer:
+            if rank == 2:
+                die()
+            lose(group, {2})
+            say(folder, "lost")
+            group.recover_ranks([2])
+            sums(group, range(3))
+            hear(folder, "told")
+            assert synced(buffer) == [1, 1, 1]
+        return ""
+    hear(folder, "lost")
+    group = joiner(rank, 3, folder)
+    sums(group, range(3))
+    with pytest.raises(MismatchError) as caught:
+        epee.Buffer(group, **{**SIZES, "hidden": 256, "max_tokens_per_rank": 2})  # as many bytes
+    say(folder, "told")
+    with make(group, "Buffer") as buffer:
+        assert synced(buffer) == [1, 1, 1]
+    return str(caught.value)
+
+
+def test_who_comes_with_other_arguments_than_the_buffer_of_its_host_is_told(tmp_path: Path) -> None:
+    results = run_ranks(unlike, 4, str(tmp_path), backend=None, timeout_s=60, dead={2})
+    assert results[:3] == ["", "", DEAD]
+    assert "was made with another hidden" in results[3]
+
+
 def asked(index: int, num_processes: int, folder: str, grows: bool) -> Any:
     """A group of ranks 0 and 1 on one host, in a job over two: somebody of the other host tries to come into it."""
     settle((0, 0, 1, 1)[index])

@@ -250,6 +250,35 @@ def stops_in_it(rank: int, num_ranks: int, folder: str, on_stall: str) -> list[l
     return seen
 
 
+def stops_before_a_late_one(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """Rank 2 stops in a sync, to which rank 1 comes when the time of rank 0 and that of the agents are nearly over."""
+    group = start(rank, 3, folder, "mask", on_stall="error")
+    buffer = make_buffer(group)
+    assert step(buffer, 1) == [1, 1, 1]
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    stages.meet(folder, "made", rank, ALL)
+    if rank == 2:
+        when_it_shows_that_it_comes(buffer, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        with pytest.raises(NoQuorumError):
+            buffer.sync(ones(), timeout=6.0)
+        stages.reach(folder, "told")
+    else:
+        pid = int((Path(folder) / "pid2").read_text())
+        stages.await_stop(pid)
+        time.sleep(5.5 if rank == 1 else 0.0)
+        assert buffer.sync(ones(), timeout=6.0).tolist() == [1, 1, 0]
+        stages.meet(folder, "went on", rank, (0, 1))
+        os.kill(pid, signal.SIGCONT)
+    stages.wait_for(folder, "told")
+    found: list[int] = buffer.sync(ones()).tolist()
+    buffer.close()
+    return found
+
+
+def test_who_stops_in_a_sync_is_put_out_though_another_came_late() -> None:
+    assert run_mortal(stops_before_a_late_one, 3, dead=set(), timeout_s=90) == [[1, 1, 1]] * 3
+
+
 @pytest.mark.parametrize("on_stall", ["wait", "evict", "error"])
 def test_who_stops_in_a_sync_is_put_out_whatever_the_policy_is(on_stall: str) -> None:
     assert run_mortal(stops_in_it, 3, on_stall, dead=set()) == [[[1, 1, 1]] * 2] * 3

@@ -273,8 +273,10 @@ class MemberSync:
                 except expected(EvictedError, NoQuorumError):
                     raise
                 except expected(CommTimeoutError, PeerError, MismatchError) as error:
-                    if now > last:
+                    if now > last and isinstance(error, MismatchError):
                         raise
+                    if now > last:
+                        raise no_quorum(self._rank, self._started, (), "the others did not sync") from error
                     late_s = min(wait_s, ROUND_S) if isinstance(error, CommTimeoutError) else wait_s
                     deadline = max(deadline, time.monotonic() + late_s)  # the others may find out a moment later
                     if num_more:  # each of these rounds is one that a rank has stopped in

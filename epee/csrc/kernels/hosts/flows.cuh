@@ -74,7 +74,7 @@ DEVICE void mirror(const HostCall& h, const Progress& progress, int thread, int 
   }
 }
 
-/// Makes the block's `Progress`, with no record counted, at the beginning of the dynamic memory; `fill` gives the flows.
+/// Makes the block's `Progress`, with no record counted, at the start of the dynamic memory; `fill` gives the flows.
 /// All threads.
 template <class Fill>
 DEVICE const Progress& make_progress(const HostCall& h, int num_out, int num_in, int num_workers, u32 out_unit,

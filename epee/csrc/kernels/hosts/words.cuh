@@ -20,10 +20,10 @@
 //   ABORT, LOST  rank or proxy                                  watchers: the call fails
 //
 // One warp of a grid, the watcher, reads them (a read of the CPU's memory takes 1.3 us) and keeps copies in `copies`.
-// From there the last warp of each block copies them into the block's shared memory, where all other warps poll: loads of a
-// warp that moves rows wait behind the rows on their way into the SM, for more than 1 us each. Each copy is stored with
-// release after the word was loaded with acquire, so a warp that has acquired the last copy reads the data behind the
-// word. Bulk loads follow a proxy fence.
+// From there the last warp of each block copies them into the block's shared memory, where all other warps poll: loads
+// of a warp that moves rows wait behind the rows on their way into the SM, for more than 1 us each. Each copy is stored
+// with release after the word was loaded with acquire, so a warp that has acquired the last copy reads the data behind
+// the word. Bulk loads follow a proxy fence.
 //
 // `State`, one block of device memory for each rank: everything that counts. Peers of the island write `row_ready`,
 // `combine_ready` and `gave_up`, and read `rows`; all else is this rank's. Numbers of rows and chunks are those of the

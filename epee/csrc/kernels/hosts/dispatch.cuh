@@ -144,8 +144,8 @@ struct Unit {
   i32 first, length;
 };
 
-/// The units that a puller works on, in the order of `pull_order`. What the next one needs is read while rows of the one
-/// at hand are moved, a step in each `look_ahead`: where it is, and when it has come, the places of its records.
+/// The units that a puller works on, in the order of `pull_order`. What the next one needs is read while rows of the
+/// one at hand are moved, a step in each `look_ahead`: where it is, and when it has come, the places of its records.
 struct Puller {
   const HostDispatchParams& p;
   const Progress& progress;

@@ -4,9 +4,9 @@
 // holds one record of each flow, and works on whichever has a free slot. So a flow whose slots are full keeps no other
 // one from its place: a combine's sums leave in the order of records, and are read in the order of tokens.
 //
-// Roles, warps of each block: workers (packers, pullers, summers), one announcer, one mirror. Any block that is resident
-// does all of the work: none waits for another to have a place. A worker that has no more work of its role does that of
-// the other one, where its stages allow it.
+// Roles, warps of each block: workers (packers, pullers, summers), one announcer, one mirror. Any block that is
+// resident does all of the work: none waits for another to have a place. A worker that has no more work of its role
+// does that of the other one, where its stages allow it.
 //   worker    counts records in the block's shared memory when their stores are complete (out) or their loads (in)
 //   announcer    adds these counts to those of the grid, where a slot has a counter for the call: a slot has one chunk
 //                at a time, so a count says which chunk is complete. Who completes one stores the word. A release by a

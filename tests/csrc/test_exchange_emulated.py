@@ -6,6 +6,7 @@ or stores a damaged row; and how a buffer is made, or enters an epoch, if one ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from epee.ep.control.header import HEADER_NAMES
 from epee.ep.control.inbox import Exchange
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.registry import Registry
+from epee.ep.membership.synced import SyncedLane
 from epee.ep.throughput.gpu.epochs import Epochs
 from epee.errors import (
     CommTimeoutError,
@@ -33,6 +35,7 @@ from epee.errors import (
 )
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
+from tests.csrc.test_latency_buffer_emulated import emulated as emulated_latency
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages
 
@@ -48,7 +51,13 @@ def make() -> epee.Buffer:
     return epee.Buffer(num_experts=NUM_EXPERTS, hidden=HIDDEN, num_topk=2, max_tokens_per_rank=8, timeout=60.0)
 
 
-def gather(buffer: epee.Buffer, word: str, members: list[int] | None = None, timeout: float | None = None) -> None:
+def make_latency() -> epee.LatencyBuffer:
+    return epee.LatencyBuffer(num_experts=NUM_EXPERTS, hidden=512, num_topk=2, max_tokens_per_rank=8, timeout=60.0)
+
+
+def gather(
+    buffer: epee.Buffer | epee.LatencyBuffer, word: str, members: list[int] | None = None, timeout: float | None = None
+) -> None:
     """Let all ranks give each other `word` and their numbers; more than one row long."""
     ranks = range(buffer.num_ranks) if members is None else members
     want = [f"{rank}{word}".encode() * 100 if rank in ranks else b"" for rank in range(buffer.num_ranks)]
@@ -86,6 +95,12 @@ def once(owner: Any, name: str, act: Callable[[], object], first: bool = True) -
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def forever(call: Callable[[], object]) -> None:
+    """Repeat a call until it raises; that it does not is for the test's time-out."""
+    while True:
+        call()
 
 
 def die() -> None:
@@ -158,8 +173,8 @@ def test_an_interrupt_before_the_announcement_leaves_the_call_unmade() -> None:
     run_ranks(emulated, 3, unmade, timeout_s=200)
 
 
-def overtaken(rank: int, num_ranks: int, folder: str) -> None:
-    """Rank 1 is interrupted in its wait when the others have the result: nobody goes on as if it had it, too."""
+def overtaken(rank: int, num_ranks: int, folder: str, part: str, name: str, is_first: bool) -> None:
+    """Rank 1 is interrupted in its call when the others have the result: nobody goes on as if it had it, too."""
 
     def too_late() -> None:
         for other in (0, 2):
@@ -169,25 +184,89 @@ def overtaken(rank: int, num_ranks: int, folder: str) -> None:
     with make() as buffer:
         gather(buffer, "before")
         if rank == 1:
-            once(buffer._exchange, "_wait_rows", too_late)
+            once(buffer._exchange.end if part == "end" else buffer._exchange, name, too_late, is_first)
             with pytest.raises(KeyboardInterrupt):
                 buffer.all_gather_bytes(b"1")
-            for _ in range(2):
-                with pytest.raises(InvalidState, match="others have completed it"):
-                    buffer.all_gather_bytes(b"1")
         else:
             assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"1", b"\2"]
             stages.reach(folder, f"has-{rank}")
-            for _ in range(2):
-                with pytest.raises(MismatchError, match="rank 1 refused its call"):
-                    buffer.all_gather_bytes(bytes([rank]))
-        assert buffer.sync().tolist() == [1] * num_ranks
-        gather(buffer, "again")
-        step(buffer)
+        stand_apart(buffer, rank == 1)
 
 
-def test_who_is_interrupted_when_the_others_have_the_result_says_so_until_the_next_sync(tmp_path: Path) -> None:
-    run_ranks(emulated, 3, overtaken, str(tmp_path), timeout_s=200)
+def stand_apart(buffer: epee.Buffer, is_behind: bool) -> None:
+    """A call has a result on some ranks, and not on those that are behind: the next calls say so, until a sync."""
+    for _ in range(2):
+        with pytest.raises(InvalidState if is_behind else MismatchError, match="others have completed it"):
+            gather(buffer, "next")
+    assert buffer.sync().tolist() == [1] * buffer.num_ranks
+    gather(buffer, "again")
+    step(buffer)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "is_first"),
+    [
+        ("exchange", "_wait_rows", True),
+        ("exchange", "_wait_rows", False),
+        ("end", "go_on", True),
+        ("end", "go_on", False),
+        ("exchange", "_checked", False),
+        ("end", "close", True),
+    ],
+)
+def test_who_is_interrupted_when_the_others_have_the_result_says_so_until_the_next_sync(
+    part: str, name: str, is_first: bool, tmp_path: Path
+) -> None:
+    run_ranks(emulated, 3, overtaken, str(tmp_path), part, name, is_first, timeout_s=200)
+
+
+def undecided(rank: int, num_ranks: int, folder: str, dies: bool) -> None:
+    """Rank 1 has found all rows, and stops before it says so; then 0 is interrupted, and 2 hears that 0 has left."""
+
+    def stops() -> None:
+        stages.reach(folder, "found")
+        if dies:
+            die()
+        for other in (0, 2):
+            stages.wait_for(folder, f"told-{other}")
+
+    def leaves() -> None:
+        stages.wait_for(folder, "found")
+        interrupt()
+
+    with make() as buffer:
+        gather(buffer, "before")
+        if rank == 1:
+            once(buffer._exchange.end, "go_on", stops)
+            assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
+        elif rank == 0:
+            once(buffer._exchange, "_wait_rows", leaves)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.all_gather_bytes(bytes([rank]))
+            stages.reach(folder, "told-0")
+        else:
+            once(buffer._exchange, "_wait_rows", lambda: stages.wait_for(folder, "told-0"), first=False)
+            what = "it is aborted on all ranks" if dies else r"rank\(s\) 1 may have completed.*the next call finds out"
+            with pytest.raises(CommTimeoutError, match=what):
+                buffer.all_gather_bytes(bytes([rank]))
+            stages.reach(folder, "told-2")
+        if not dies:
+            stages.meet(folder, "went on", rank, range(num_ranks))
+            stand_apart(buffer, rank != 1)
+            return
+        with pytest.raises(RankFailedError) as caught:
+            forever(lambda: buffer.all_gather_bytes(bytes([rank])))
+        assert caught.value.ranks == (1,)
+        assert buffer.sync().tolist() == [1, 0, 1]
+        gather(buffer, "rest", [0, 2])
+
+
+def test_what_an_aborted_call_has_become_is_found_out_by_the_next_one(tmp_path: Path) -> None:
+    run_ranks(emulated, 3, undecided, str(tmp_path), False, timeout_s=200)
+
+
+def test_who_dies_before_it_says_that_it_goes_on_has_not(tmp_path: Path) -> None:
+    assert run_ranks(emulated, 3, undecided, str(tmp_path), True, timeout_s=200, dead={1}) == [None, DEAD, None]
 
 
 # ---- kills
@@ -217,6 +296,86 @@ def killed(rank: int, num_ranks: int, name: str, is_first: bool) -> None:
 @pytest.mark.parametrize(("name", "is_first"), [("_store_own_row", True), ("_store_row", True), ("_store_row", False)])
 def test_who_is_killed_in_a_call_is_named_and_left_out_by_the_next_sync(name: str, is_first: bool) -> None:
     assert run_ranks(emulated, 3, killed, name, is_first, timeout_s=200, dead={1}) == [None, DEAD, None]
+
+
+def killed_in_sync(rank: int, num_ranks: int, where: str) -> None:
+    """Rank 1 is killed in its sync: the others' one ends without it, or the next one does."""
+    buffer = make()
+    step(buffer)
+    if rank == 1:
+        replaced_once(*SYNCING[where], die)
+    while (agreed := buffer.sync().tolist()) != [1, 0, 1]:
+        assert agreed == [1, 1, 1]
+        with pytest.raises((RankFailedError, CommTimeoutError)) as caught:  # the latter, if the other has given up
+            gather(buffer, "lost")
+        assert 1 in caught.value.ranks
+    for turn in range(3):
+        gather(buffer, f"rest{turn}", [0, 2])
+    buffer.close()
+
+
+@pytest.mark.parametrize("where", ["agree", "enter", "offer", "attach", "move", "begin", "use"])
+def test_who_is_killed_in_a_sync_is_left_out_by_this_one_or_the_next(where: str) -> None:
+    assert run_ranks(emulated, 3, killed_in_sync, where, timeout_s=200, dead={1}) == [None, DEAD, None]
+
+
+def apart(rank: int, num_ranks: int, folder: str, is_latency: bool) -> None:
+    """Rank 1 dies in its sync when it has lent its memory: 0 has mapped it, and 2 finds it dead."""
+
+    def dies() -> None:
+        (Path(folder) / "victim").write_text(str(os.getpid()))
+        stages.wait_for(folder, "mapped")
+        stages.reach(folder, "dying")
+        die()
+
+    def await_death() -> None:
+        """Return when nothing of the victim can be mapped: its descriptors go after its memory."""
+        stages.wait_for(folder, "dying")
+        with contextlib.suppress(OSError):
+            while os.listdir(f"/proc/{(Path(folder) / 'victim').read_text()}/fd"):
+                os.sched_yield()
+
+    def stored() -> None:
+        """Let rank 2 make its call before this one finds that it waits in vain."""
+        stages.reach(folder, "stored")
+        stages.wait_for(folder, "heard-2")
+
+    buffer = make_latency() if is_latency else make()
+    gather(buffer, "before")
+    owner: Any = buffer._path if is_latency else buffer._path._epochs  # type: ignore[union-attr]
+    if rank == 2:
+        once(buffer._exchange.membership._inboxes, "offer", await_death, first=False)  # type: ignore[attr-defined]
+    else:
+        once(owner, "move", dies if rank == 1 else lambda: stages.reach(folder, "mapped"))
+    assert buffer.sync().tolist() == [1, 1, 1]
+    if rank == 0:
+        once(buffer._exchange, "_wait_rows", stored)
+    else:
+        stages.wait_for(folder, "stored")
+    for turn in range(3):
+        try:
+            with pytest.raises((RankFailedError, CommTimeoutError)) as caught:  # the latter, if the other has given up
+                buffer.all_gather_bytes(bytes([rank]))
+        finally:
+            stages.reach(folder, f"heard-{rank}")
+        assert 1 in caught.value.ranks
+        stages.meet(folder, f"told{turn}", rank, (0, 2))
+    assert buffer.sync().tolist() == [1, 0, 1]
+    gather(buffer, "rest", [0, 2])
+    buffer.close()
+
+
+def apart_in_latency_mode(rank: int, num_ranks: int, folder: str) -> None:
+    emulated_latency(rank, num_ranks, apart, folder, True)
+
+
+def test_who_was_lost_on_its_way_into_an_epoch_is_lost_for_all(tmp_path: Path) -> None:
+    """No rank has results of a call of which another one says that a rank is missing."""
+    assert run_ranks(emulated, 3, apart, str(tmp_path), False, timeout_s=200, dead={1}) == [None, DEAD, None]
+
+
+def test_in_latency_mode_who_was_lost_on_its_way_into_an_epoch_is_lost_for_all(tmp_path: Path) -> None:
+    assert run_ranks(apart_in_latency_mode, 3, str(tmp_path), timeout_s=200, dead={1}) == [None, DEAD, None]
 
 
 # ---- damage
@@ -310,6 +469,22 @@ def test_a_refusal_on_one_rank_is_told_to_the_others_and_the_next_call_works() -
     run_ranks(emulated, 3, refused, timeout_s=200)
 
 
+def elsewhere(rank: int, num_ranks: int) -> None:
+    """Rank 1 makes another call than sync."""
+    with make() as buffer:
+        for turn in range(2):
+            gather(buffer, f"before{turn}")
+            with pytest.raises(MismatchError, match="it makes another call" if rank != 1 else "refused its call.*sync"):
+                gather(buffer, "another") if rank == 1 else buffer.sync()
+        gather(buffer, "again")
+        assert buffer.sync().tolist() == [1] * num_ranks
+        step(buffer)
+
+
+def test_another_call_than_sync_is_an_error_on_all_ranks_and_the_next_call_works() -> None:
+    run_ranks(emulated, 3, elsewhere, timeout_s=200)
+
+
 # ---- what is lacking while a buffer is made, or enters an epoch
 
 
@@ -356,6 +531,14 @@ def test_a_shortage_while_a_buffer_is_made_is_the_same_error_on_all_ranks() -> N
 
 
 ENTERING: dict[str, tuple[Any, str]] = {"move": (Epochs, "move"), "begin": (Exchange, "begin"), "use": (Inboxes, "use")}
+
+
+SYNCING: dict[str, tuple[Any, str]] = {
+    **MAKING,
+    **ENTERING,
+    "agree": (SyncedLane, "agree"),
+    "enter": (SyncedLane, "enter"),
+}
 
 
 def taken_out(rank: int, num_ranks: int, where: str, error: type[BaseException]) -> int:

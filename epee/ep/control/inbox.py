@@ -102,8 +102,14 @@ class Exchange:
         self._inboxes = dict(enumerate(inboxes))
         self.begin(0, self._inboxes)
 
-    def begin(self, epoch: int, inboxes: Mapping[int, SharedRegion]) -> None:
-        """Begin an epoch with its members' inboxes. The last store begins it."""
+    def begin(self, epoch: int, inboxes: Mapping[int, SharedRegion], missing: Collection[int] = ()) -> None:
+        """Begin an epoch with its members' inboxes. The last store begins it.
+
+        Args:
+            epoch: its number.
+            inboxes: by rank.
+            missing: ranks that were lost on their way into it. Others may have their inboxes, so no call completes.
+        """
         self.settled = self.gathered = 0
         self.began = 0.0
         self._is_left = False  # its caller has left the last call
@@ -112,6 +118,7 @@ class Exchange:
         self.members = tuple(sorted(inboxes))
         self.reduced_members = self.members if len(self.members) < self.config.num_ranks else None
         self._peers = tuple(rank for rank in self.members if rank != self.rank)
+        self._missing = tuple(sorted(missing))
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
         self.words = InboxWords(self.config, self.rank, inboxes)
         self.end.begin(self.words.ends())
@@ -324,6 +331,9 @@ class Exchange:
     def _wait_rows(self, deadline: float, is_current: bool = False) -> None:
         """Wait for all rows of the last call; `is_current`: its caller waits, and a peer's abort ends the wait."""
         want = tag(self.epoch, self.seq)
+        if self._missing:
+            self.membership.check(self._missing[0])
+            raise self._death(self._missing[:1], time.monotonic())
         for src in self._peers:
             self._wait(self.words.row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
         self.settled = self.seq

@@ -20,9 +20,9 @@ decision. A rank that has received the decision prepares its own memory (`prepar
 lend (`inboxes.py`): so no call reaches a rank that is not ready. A rank that has died since, or publishes nothing until
 the timeout (an error ended its `sync`, or it has no memory), is not in this rank's memory: in a `LatencyBuffer` it is
 lost in all calls until the next `sync`; in a `Buffer`, which needs all ranks, that wait is an error, and starts again
-with the next call; the same holds where a joiner's memory cannot be mapped. So nothing that follows a decision can make
-the ranks disagree about it. A rank whose `sync` was ended by an error and that is in the decision all the same enters
-with its next call.
+with the next call; the same holds where a joiner's memory cannot be mapped. Others may have mapped the lost rank's
+memory, so no exchange of rows completes without it. So nothing that follows a decision can make the ranks disagree
+about it. A rank whose `sync` was ended by an error and that is in the decision all the same enters with its next call.
 
     a rank has          until the next sync its calls find                after a sync
     died, been voted    it is lost at once (`gone`); waits of kernels     its rank is empty, or its replacement's
@@ -364,7 +364,7 @@ class SyncedLane(BufferLane):
         except BaseException:
             self._inboxes.give_back(met)  # what is mapped on the GPU stays: the next attempt finds it
             raise
-        self._begin(agreed.epoch, members, met)
+        self._begin(agreed, members, met)
         self._inboxes.use(met)
         self._fresh.clear()
 
@@ -408,7 +408,7 @@ class SyncedLane(BufferLane):
                 raise
         return agreed
 
-    def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
+    def _begin(self, agreed: Agreed, members: Mapping[int, Member], met: Met) -> None:
         """Make the mapped inboxes those of the calls; the epoch is stored last, and all before it can be repeated."""
         self._entered = {rank: member.incarnation for rank, member in members.items()}
         self.regions = met.regions
@@ -417,7 +417,9 @@ class SyncedLane(BufferLane):
         exchange = self._exchange
         exchange.end.close()
         exchange.end.lost = ""
-        exchange.begin(epoch, met.regions)
+        # a buffer is not made without one of its makers; the others have been lost before
+        lost = () if self._waits_for_all else [rank for rank in agreed.ranks if rank not in met.regions]
+        exchange.begin(agreed.epoch, met.regions, lost)
 
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
         self._interrupt()

@@ -412,6 +412,11 @@ def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool =
     return 0
 
 
+def holder_of(decision: Decision, lane: int) -> int:
+    """Return the slot that has all data of the removed slots that counts in a group, up to its cut; -1: not needed."""
+    return next((cut.holder for cut in decision.cuts if cut.lane == lane), -1)
+
+
 def loss_of(decision: Decision, slot: int) -> str:
     """Return the cause for which a slot that took part in a group takes no part since `decision`."""
     for removal in decision.removed:

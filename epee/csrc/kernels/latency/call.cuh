@@ -153,7 +153,7 @@ DEVICE_COLD bool must_end(const LatencyCall& call, u64 deadline_ns, int peer) {
 DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
   poll_pause();
   if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
-  return polls % kPollsPerGlance || !must_end(call, s.deadline_ns, peer);
+  return !must_look(polls, kPollsPerGlance) || !must_end(call, s.deadline_ns, peer);
 }
 
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.

@@ -134,7 +134,7 @@ def _note_change() -> None:
     Share.num_changes += 1
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection under it may end a dropped buffer
 _shares: dict[str, dict[int, weakref.ref[Share]]] = {}
 
 

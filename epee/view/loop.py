@@ -184,7 +184,8 @@ class Loop:
         self._is_in = False  # whether the process is in a view, of a job over several hosts
         self._lost_at: dict[str, float] = {}  # lost host -> time of the last report to the agent
         self.contacts: tuple[Member, ...] = ()  # members on other hosts that may be asked to admit this process
-        self._bell_lock = threading.Lock()  # so that no thread signals a descriptor that was closed
+        # so that no thread signals a descriptor that was closed; a garbage collection under it may post another wish
+        self._bell_lock = threading.RLock()
         self._effects: dict[type, Callable[..., None]] = {
             Send: lambda effect: self.switchboard.send(effect.to, effect.message, time.monotonic()),
             WriteBoard: lambda effect: self.board.write(effect.state),
@@ -602,12 +603,12 @@ class Loop:
         self.peers.close()
         self._poll.close()
         with self._bell_lock:
-            os.close(self._bell)
-            self._bell = -1
+            bell, self._bell = self._bell, -1
+            os.close(bell)
         self._job.leave()
 
     def forked(self) -> None:
         """Close the copies in a forked child; touch nothing that is shared with the parent."""
-        self._bell_lock = threading.Lock()
+        self._bell_lock = threading.RLock()
         self._job.forget()
         self.close()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
 import pytest
 
 from epee.ep.throughput.gpu.slots import FIRST_GHOST, ReceiveSlotPool
@@ -47,6 +52,36 @@ def test_dispatches_and_combine_inputs_keep_to_their_slots() -> None:
         pool.give_back(filled, [STREAM])
         pool.give_back(granted, [STREAM])
     assert len(places) == 1
+
+
+def test_a_result_may_be_collected_while_the_pool_is_at_work() -> None:
+    """A garbage collection may run in the thread that holds the pool's lock."""
+
+    class Result:
+        """In a cycle with itself, so that a collection finds it."""
+
+        def __init__(self, pool: ReceiveSlotPool, slot: int) -> None:
+            self.own = self
+            weakref.finalize(self, pool.give_back, slot, [STREAM])
+
+    class Collecting(list[int]):
+        """Ranks; to read them takes a collection."""
+
+        def __iter__(self) -> Iterator[int]:
+            gc.collect()
+            return super().__iter__()
+
+    pool, _ = make_pool(2)
+    slots = [pool.take(STREAM, call=5), pool.take(STREAM, call=5)]
+    for slot in slots:
+        assert slot is not None
+        Result(pool, slot)
+    worker = threading.Thread(target=pool.haunt, args=(Collecting([1]),), daemon=True)
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive(), "it waits for the lock that it holds"
+    pool.release([1])
+    assert {pool.take(STREAM, call=6), pool.take(STREAM, call=6)} == {0, 1}
 
 
 def test_want_of_a_slot_is_counted() -> None:

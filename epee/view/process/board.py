@@ -478,7 +478,7 @@ class BeatView:
         self._region.close()
 
 
-_beat_lock = threading.Lock()
+_beat_lock = threading.RLock()  # a garbage collection under it may end a dropped buffer, and its job
 _beats: dict[int, Beat] = {}  # of this process, by its pid: a fork leaves the parent's here, which must not be used
 
 
@@ -500,7 +500,7 @@ def release_beat(beat: Beat) -> None:
 
 def _renew_lock() -> None:
     global _beat_lock
-    _beat_lock = threading.Lock()
+    _beat_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

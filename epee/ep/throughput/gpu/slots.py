@@ -46,7 +46,7 @@ class ReceiveSlotPool:
         self.num_slots = num_slots
         self.num_copies = 0
         self._platform = platform
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection under it may give a slot back
         self._free = list(range(num_slots))
         self._readers: dict[int, list[int]] = {}
         self._granted = [0] * (num_slots + 1)  # number of the last call that granted a slot

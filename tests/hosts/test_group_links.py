@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from epee.engine.outbox import (
+    FINAL,
     GENERATION,
+    LIFE,
+    LIFE_LEFT,
     MIRROR_CUT,
     MIRROR_MADE,
     MIRROR_SETTLED,
@@ -40,6 +43,13 @@ class NoLinks:
         self.said.append(what)  # type: ignore[arg-type]
 
     def has(self, peer: int) -> bool:
+        return False
+
+    def take(self) -> dict[int, Any]:
+        return {}
+
+    @property
+    def is_busy(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -184,6 +194,30 @@ def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> No
     )
     for region in regions:
         region.close()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_a_keeper_that_has_left_still_receives_counts_for_its_heir(
+    regions: list[SharedRegion], lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but rank 3 have left in order, and rank 2, whose process lives or not, awaits the last word of rank 0."""
+    (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
+    row = box2.mirror_base[0]
+    hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
+    second.mirrors[0].words[LIFE] = box2.own[LIFE] = LIFE_LEFT
+    assert second.exports.is_receiving()
+    third._take_over(Turn(2, frozenset({3}), frozenset({0, 1, 2})))
+    third.serve()
+    assert box3.own[row + MIRROR_SETTLED] == 0, "rank 2 may receive more"
+    if lives:
+        hear(second, 0, word(END, 0, FINAL))
+        assert not second.exports.is_receiving()
+    else:
+        monkeypatch.setattr("epee.engine.replication.links.has_ended", lambda *_: True)
+    third.serve()
+    assert box3.own[row + MIRROR_SETTLED] == 2
+    assert box3.own[row + MIRROR_CUT] == 0
+    assert not third.serve(), "nothing is left to do"
 
 
 def test_a_question_about_a_newcomer_that_is_lost_again_waits_for_the_view_that_has_it(

@@ -21,7 +21,7 @@ again sends the same again, which changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ...link.frames import END, MAX_PIECES, NO_WORD
@@ -93,7 +93,7 @@ class Exports:
         self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
         self._verdicts, self._lanes = peer_regions.verdict_base[0], peer_regions.lane_base[0]
         self.on_close: Callable[[], object] = int  # further resources to release
-        self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
+        self.is_receiving: Callable[[], bool] = bool  # whether mirrors that this rank keeps may still change
 
     @property
     def pump(self) -> Callable[[], bool]:
@@ -357,7 +357,7 @@ class Exports:
             NO_EXPORTS  # else the two would keep each other, and the mappings, until a collection
         )
         self.on_close()
-        self.on_close, self.kept_words = int, tuple  # they refer to objects that refer to this one
+        self.on_close, self.is_receiving = int, bool  # they refer to objects that refer to this one
         self._bytes.release()
         self._peer_regions.close()
 
@@ -369,4 +369,4 @@ class Exports:
             for rank in self.routes.topology.here
             if rank != peer_regions.rank and not has_left(peer_regions.words[rank])
         ]
-        return bool(others) and any(not has_left(words) for words in self.kept_words())
+        return bool(others) and self.is_receiving()

@@ -27,7 +27,8 @@ whether there is one (MADE), its blob, and up to which view it has all that coun
 first answer is complete (again where all was requested again), SETTLED with the END of a lost source; each behind the
 data that it announces. If no rank can answer for a source any more, its gateway makes the mirror of the one that a
 former gateway had, if that one has published that it was complete and this rank reads it; if all have mapped that, it
-stores SETTLED alone. Else the mirror that the others have mapped no longer changes.
+stores SETTLED alone. Else the mirror that the others have mapped no longer changes. A former gateway that has left in
+order goes on receiving until it has all, so its word is waited for while its process lives, `LINGER_S` at most.
 
 The thread of the links writes and, holding the lock of the links, the thread that applies an END. A crash between two
 steps is the death of a gateway or answering rank: the next view has another, which begins with the question. A
@@ -59,8 +60,9 @@ from ...link.frames import (
     parse_pieces,
 )
 from ...link.meeting import Connected, Meeting, Partner
-from ...link.poller import Links
+from ...link.poller import LINGER_S, Links
 from ...link.topology import Roles, Topology
+from ...memory.claim import has_ended
 from ...memory.shared import BLOB_BYTES, SharedRegion
 from ...memory.signals import fence, futex_wake
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
@@ -73,6 +75,7 @@ from ..outbox import (
     LANE_WORDS,
     LIFE,
     LIFE_BORN,
+    LIFE_LEFT,
     LIFE_READY,
     MIRROR_BLOB,
     MIRROR_CUT,
@@ -274,11 +277,13 @@ class GroupLinks:
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
+        self._departed: set[int] = set()  # ranks that have left in order
+        self._awaited: dict[int, tuple[int, float]] = {}  # of these -> the view that lost it, until when to wait for it
         self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
         self._own = peer_regions.own
         self._retry_at = 0.0
         self.exports = exports = Exports(topology, peer_regions, links, self._answers)
-        exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
+        exports.on_close, exports.is_receiving = self._close, self._is_receiving
 
     def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, SharedRegion]) -> None:
         """Begin with these connections and mirrors; the thread of the links runs from here on.
@@ -365,6 +370,10 @@ class GroupLinks:
                 self._settle(source, epoch)
         return own
 
+    def _is_receiving(self) -> bool:
+        """Return whether a mirror that this rank keeps may still lack what counts of its source."""
+        return any(not self._own[self.peer_regions.mirror_base[source] + MIRROR_SETTLED] for source in self.mirrors)
+
     def _is_fed_by(self, ear: LinkReader) -> bool:
         question = self._questions.get(ear.peer)
         return question is not None and question.ear is ear
@@ -422,7 +431,7 @@ class GroupLinks:
             logger.warning("rank %d cannot do its part between hosts now, and tries again: %s", self.topology.rank, exc)
             self._retry_at = time.monotonic() + _RETRY_S
             return True
-        return self._meeting.is_busy
+        return self._meeting.is_busy or bool(self._awaited)
 
     def _take_over(self, turn: Turn) -> None:
         """Play the roles of a view from now on; may be run again where it was interrupted."""
@@ -431,6 +440,7 @@ class GroupLinks:
             return
         before, roles = self._roles, Roles(self.topology, turn.present, self._roles.since)
         lost = before.present - roles.present
+        self._departed |= turn.left
         with self._links.lock:
             for rank in lost:
                 self._meeting.forget(rank)
@@ -507,6 +517,8 @@ class GroupLinks:
         self._ears.pop(rank, None)
         self._answers.pop(rank, None)
         self._alone.discard(rank)
+        self._departed.discard(rank)
+        self._awaited.pop(rank, None)
         self.owners[rank], self._joined[rank] = one.owner, epoch
         if one.partner is not None:
             self._meeting.admit(rank, one.partner)
@@ -538,12 +550,16 @@ class GroupLinks:
         """Ensure that the mirror of a lost source gets all that counts; `is_new`: it is lost in `epoch`."""
         row, question = self.peer_regions.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
-        settled = self._own[row + MIRROR_SETTLED]
+        settled, awaited = self._own[row + MIRROR_SETTLED], self._awaited.pop(source, None)
         if settled and (settled == FINAL or not is_new):
             return
         if question is not None and question.teller == teller and not is_new:
             return
         if teller is None:
+            awaited = awaited or (epoch, time.monotonic() + LINGER_S)
+            if source in self._departed and time.monotonic() < awaited[1] and self._is_still_told(source):
+                self._awaited[source] = awaited
+                return
             with self._links.lock:
                 self._questions.pop(source, None)
                 words = self._settled_words(source)
@@ -562,6 +578,17 @@ class GroupLinks:
                 self._questions[source] = question
         else:
             self._make(source, question)
+
+    def _is_still_told(self, source: int) -> bool:
+        """Return whether a former gateway of this host that has left in order still receives what a source has sent."""
+        row = self.peer_regions.mirror_base[source]
+        for rank in self.topology.here:
+            words, region = self.peer_regions.words[rank], self.peer_regions.regions[rank]
+            is_former = rank != self.topology.rank and words[GENERATION] == self._own[GENERATION]
+            is_open = words[row + MIRROR_MADE] and not words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT]
+            if is_former and is_open and words[LIFE] == LIFE_LEFT:
+                return not has_ended(region.owner_pid, region.owner_start_time)
+        return False
 
     def _settled_words(self, source: int) -> memoryview | None:
         """Return the words of a former gateway whose mirror of a source has all that counts; None: there is none.
@@ -604,7 +631,10 @@ class GroupLinks:
         return True
 
     def _mourn(self) -> None:
-        """Have a successor answer for ranks that left in order, where their links have ended before their goodbye."""
+        """Have a successor answer for ranks that left in order, where their links have ended before their goodbye; ask
+        again where a former gateway still receives."""
+        for source, (epoch, _) in list(self._awaited.items()):
+            self._inherit(source, epoch, self._ahead or self._roles, True)
         for source, question in list(self._questions.items()):
             if question.teller == source and question.ear is None and source not in self._roles.present:
                 epoch = self.epoch if self._ahead is None else self._heard

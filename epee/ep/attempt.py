@@ -56,7 +56,7 @@ class CallAttempt:
     Args:
         exchange: of the buffer.
         path: that moves its rows.
-        op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
+        op: index into `OP_NAMES`.
         timeout: seconds to wait for a silent peer, as given by the caller.
         default_s: used if `timeout` is None.
     """

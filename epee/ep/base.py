@@ -33,7 +33,7 @@ from .config import BufferConfig
 from .control.bootstrap import Born, bear, on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.exchanging import RowExchange
-from .control.header import OP_DISPATCH, OP_GATHER
+from .control.header import OP_DISPATCH, OP_GATHER, OP_SYNC
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
@@ -324,12 +324,12 @@ class SharedBuffer:
             if active_ranks is not None or self.config.is_synced:
                 mask = check_mask(self.config, active_ranks)
                 return self._path.sync(mask, time.monotonic() + check_timeout(timeout, self._timeout))
-            attempt = self._attempt(OP_GATHER, timeout)
+            attempt = self._attempt(OP_SYNC, timeout)
             while True:
                 with attempt as deadline:
                     if self.config.num_hosts > 1:
                         return self._path.sync(None, deadline)
-                    self._path.barrier(deadline)
+                    self._control.all_gather_bytes(b"", deadline, OP_SYNC)
                     return mask_of(self._exchange.members, self.num_ranks)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:

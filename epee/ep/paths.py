@@ -19,7 +19,7 @@ from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
 from .control.exchanging import RowExchange
-from .control.header import OP_GATHER
+from .control.header import OP_BARRIER, OPS_OF_CPUS
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .control.words import inbox_layout
@@ -37,7 +37,7 @@ class Path:
         control: the buffer's CPU side.
     """
 
-    barrier_op = OP_GATHER
+    barrier_op = OP_BARRIER
     control: ControlPlaneOver[Any]
 
     @property
@@ -79,7 +79,7 @@ class Path:
 
     def barrier(self, deadline: float) -> None:
         """Let the ranks meet, on CPUs their threads; raises as `Buffer.barrier`."""
-        self.control.all_gather_bytes(b"", deadline)
+        self.control.all_gather_bytes(b"", deadline, OP_BARRIER)
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Let the ranks meet if the fast path is allowed; otherwise return False without side effects.
@@ -158,7 +158,7 @@ class GpuPath(Path):
 
     def num_announced(self, op: int) -> int:
         """Return how many calls of this kind have been announced to the peers: on the CPU side, or on the GPU."""
-        return self.control.exchange.seq if op == OP_GATHER else self.core.num_calls
+        return self.control.exchange.seq if op in OPS_OF_CPUS else self.core.num_calls
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise the cause of a call's failure, if that is not `error`."""

@@ -128,11 +128,10 @@ def wait_equal(
         if words[index] == want:
             return True
     yield_until = time.monotonic() + YIELD_S
-    while time.monotonic() < yield_until:
-        for _ in range(16):
-            if words[index] == want:
-                return True
-            os.sched_yield()
+    while time.monotonic() < yield_until:  # looked at each time: beside computing processes a yield takes milliseconds
+        if words[index] == want:
+            return True
+        os.sched_yield()
     while True:
         seen = words[index]
         if seen == want:

@@ -72,6 +72,8 @@ def _check_errors(seen: list[Any]) -> None:
     (told, silent), (mine, *_) = seen
     assert "timeout must" in mine
     assert "rank 1 refused" in told
+    assert told.startswith("barrier")
+    assert silent.startswith("barrier")
     assert mine[:60] in told
     assert "rank 1" in silent
 
@@ -85,3 +87,24 @@ def test_a_refused_and_a_late_rank_are_named_on_gpus() -> None:
 
 def test_a_refused_and_a_late_rank_are_named_on_cpus() -> None:
     _check_errors(run_ranks(_errors, 2))
+
+
+def _unlike(rank: int, num_ranks: int, kind: str) -> list[str]:
+    """What a rank is told that barriers while the other gathers bytes, or syncs."""
+    told = []
+    with _make(kind) as buffer:
+        for other in (lambda: buffer.all_gather_bytes(b""), buffer.sync):
+            with pytest.raises(epee.MismatchError) as refused:
+                (buffer.barrier if rank == 0 else other)()
+            told.append(str(refused.value))
+            dist.barrier()
+            buffer.sync()
+        buffer.barrier()
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_barrier_is_no_other_call(kind: str) -> None:
+    for gathers, syncs in run_ranks(_unlike, 2, kind):
+        assert "rank 0 has barrier, rank 1 has all_gather_bytes" in gathers
+        assert "rank 0 has barrier, rank 1 has sync" in syncs or "all ranks must call sync" in syncs

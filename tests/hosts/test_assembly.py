@@ -37,7 +37,7 @@ class Meeting:
         self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
         self.assembly._job_handle.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
 
-    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+    def _gather(self, data: bytes, deadline: float, op: int) -> list[bytes]:
         self.rounds += 1
         if self.rounds <= self.errors:
             raise RankFailedError("rank 2 is lost", [2])

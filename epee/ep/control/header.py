@@ -24,8 +24,9 @@ from ..checks import CombineCall, DispatchCall
 from ..config import MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
 from ..throughput.placement import Ints
 
-OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
-OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
+OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes", "barrier", "sync")
+OP_DISPATCH, OP_COMBINE, OP_GATHER, OP_BARRIER, OP_SYNC = range(1, len(OP_NAMES))
+OPS_OF_CPUS = frozenset((OP_GATHER, OP_BARRIER, OP_SYNC))  # bytes between the CPUs; no rows
 REASON_BYTES = 248
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 TIMED_OUT = (  # ends the message of a call that a time-out has ended
@@ -43,10 +44,11 @@ class Header(NamedTuple):
     """The fixed words of a row, in order, after the tag. The first `NUM_AGREED` must be equal on all ranks.
 
     Attributes:
-        op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
+        op: index into `OP_NAMES`.
         layout: index into `LAYOUTS`.
         dtype: index into `DTYPE_CODES`.
-        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`.
+        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`; 1 of a `sync`
+            that agrees on the members, whatever the view.
         with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
         with_weights: bytes of one weight that travels, 0 without weights.
         scale_words: 4-byte words of scales per row.
@@ -171,7 +173,8 @@ def limits_of(config: BufferConfig) -> Limits:
 
 # How a user would call a header field; the others have the user's own words.
 LABELS = {
-    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes)",
+    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes; "
+    "for sync 1 with a mask, 0 without)",
     "with_topk": "routing by topk_idx (1) or otherwise (0)",
     "with_weights": "topk_weights (bytes of a weight, 0 without)",
     "scale_words": "the width of the FP8 scales",

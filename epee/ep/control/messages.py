@@ -41,8 +41,9 @@ class ControlPlaneOver(Generic[SomeExchange]):
         self.rank = rank
         self.exchange = exchange
 
-    def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
-        """Return the `data` of all ranks, in rank order; one exchange for each `REASON_BYTES` bytes.
+    def all_gather_bytes(self, data: bytes, deadline: float, op: int = OP_GATHER) -> list[bytes]:
+        """Return the `data` of all ranks, in rank order; one exchange for each `REASON_BYTES` bytes. `op`: of
+        `OPS_OF_CPUS`, the call that the user has made.
 
         A rank that is not in the view has none. Pieces carry their number, so that none is taken for another when the
         view changes between two of them.
@@ -51,7 +52,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
         for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
             piece = data[first : first + REASON_BYTES]
             number = 1 + idx % MAX_EXPERT_ALIGNMENT
-            header = Header(OP_GATHER, 0, _BFLOAT16, len(data), expert_alignment=number, rank=self.rank)
+            header = Header(op, 0, _BFLOAT16, len(data), expert_alignment=number, rank=self.rank)
             rows = self.exchange.call(header, None, piece, deadline)
             for rank in rows.parties:
                 parts[rank] += rows.texts[rank][: len(piece)]

@@ -37,6 +37,7 @@ from ...engine import Engine
 from ...engine.outbox import PeerRegions
 from ...link.topology import Topology
 from ...view.group import GroupInView
+from ..control.header import OP_SYNC
 from ..control.messages import ControlPlaneOver
 from .exchange import HostsExchange
 from .notices import present_ranks
@@ -107,7 +108,7 @@ class Assembly:
             now = time.monotonic()
             row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + patience))
             try:
-                told = self._control.all_gather_bytes(row + data, time.monotonic() + patience)
+                told = self._control.all_gather_bytes(row + data, time.monotonic() + patience, OP_SYNC)
             except Exception as error:
                 if not is_loss(error) or time.monotonic() > deadline + patience:
                     raise

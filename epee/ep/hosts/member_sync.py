@@ -63,7 +63,7 @@ from ...memory.signals import SEQ_BITS
 from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
-from ..control.header import OP_GATHER, Header
+from ..control.header import OP_SYNC, Header
 from ..control.membership import Agreed, Membership
 from .notices import present_ranks
 from .rows import CallPatience, OwnRow, RowsOverEngine, RowsPlan
@@ -79,7 +79,6 @@ LINE_BYTES = 8 * _LINE_WORDS
 _NUMBER, _COUNTED, _LATE, _RETURNS = range(4)
 _SEQ = (1 << SEQ_BITS) - 1
 _ROW = struct.Struct("<QQ")  # `SyncRow`
-_SYNC = 1 << SEQ_BITS  # where `all_gather_bytes` has the number of its bytes, which is less
 
 
 class SyncRow(NamedTuple):
@@ -131,7 +130,7 @@ class SyncExchange(RowsOverEngine):
 
     def sync_row(self, text: bytes) -> OwnRow:
         """Return this rank's row of a `sync`, which has a rule of its own for silent ranks."""
-        row = self._row(Header(OP_GATHER, 0, 0, _SYNC, rank=self.rank), None, text)
+        row = self._row(Header(OP_SYNC, 0, 0, 1, rank=self.rank), None, text)
         row.heeds_stalls = False
         return row
 

@@ -28,7 +28,7 @@ from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ...gpu.event import DONE
 from ..config import BufferConfig
-from ..control.header import OP_GATHER
+from ..control.header import OPS_OF_CPUS
 from ..control.messages import ControlPlaneOver
 from ..paths import Path
 from ..streams import Lane
@@ -104,7 +104,7 @@ class LatencyCalls(Path, ABC):
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
-        if op == OP_GATHER:
+        if op in OPS_OF_CPUS:
             self.control.refuse(op, error, deadline)
             return
         self._pending_calls.require_slot()

@@ -49,7 +49,7 @@ from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
 from ...memory.shared import SharedRegion
 from ..config import BufferConfig
-from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
+from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
 from ..control.membership import Agreed
 from ..control.sync import sync
 from ..control.words import inbox_layout
@@ -182,7 +182,7 @@ class LatencyCudaPath(GpuPath, Memory):
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it. Does nothing while a graph is recorded."""
-        if op == OP_GATHER:
+        if op in OPS_OF_CPUS:
             self.control.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
             self.core.refuse(_KERNEL_OPS[op])

@@ -32,7 +32,7 @@ from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM,
 from ...gpu.shapes import ThroughputConfig, slots_of
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES
+from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
 from ..control.messages import reason_bytes
 from ..control.sync import sync
 from ..handle import Combined, Dispatched, Handle
@@ -299,7 +299,7 @@ class CudaPath(GpuPath):
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Does nothing while a graph is recorded."""
-        if op == OP_GATHER:
+        if op in OPS_OF_CPUS:
             self.control.refuse(op, error, deadline)
         elif self._platform.is_capturing():
             return

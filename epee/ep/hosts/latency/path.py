@@ -52,7 +52,7 @@ from ....gpu.turns import Closing
 from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
 from ...config import BufferConfig
-from ...control.header import OP_GATHER
+from ...control.header import OP_SYNC
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
 from ...latency.cpu import CpuLatencyHandle, LatencyCalls
@@ -412,7 +412,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         if error is not None:
-            self.control.refuse(OP_GATHER, error, deadline)  # the others are in it
+            self.control.refuse(OP_SYNC, error, deadline)  # the others are in it
             raise error
         # on the same links as what follows: a rank that has passed the meeting has it
         self.wire.set_cut([True] * num_ranks, 0)

@@ -43,11 +43,10 @@ from ....errors import (
 )
 from ....memory.claim import OwnerEndedError
 from ....memory.shared import BLOB_BYTES, SharedRegion
-from ....memory.signals import SEQ_BITS
 from ....view.awaited import kind_of_loss
 from ....view.group import GroupInView
 from ....view.protocol.messages import PUT_OUT
-from ...control.header import REASON_BYTES, ExchangedRows, Header
+from ...control.header import OP_NAMES, REASON_BYTES, ExchangedRows, Header
 from ...control.membership import Agreed
 from ...hosts.exchange import HostsExchange
 from ...hosts.member_sync import MembersOfEngine, SyncExchange, SyncRow
@@ -59,7 +58,6 @@ logger = logging.getLogger("epee")
 
 _ROW = struct.Struct("<QQ")  # `SyncRow`
 _DATA = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, region
-_SYNC = 1 << SEQ_BITS  # where `all_gather_bytes` has the number of its bytes, which is less
 
 
 class MemberExchange(HostsExchange, SyncExchange):
@@ -87,7 +85,7 @@ class MemberExchange(HostsExchange, SyncExchange):
         rows = super().call(header, counts, text, deadline)
         missing = sorted({*members.entered}.difference(rows.parties))
         if missing:
-            raise members.loss(missing[0], "all_gather_bytes", self.seq)
+            raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
         return rows
 
     def announce(self) -> None:

@@ -33,6 +33,7 @@ from ..arrays import real_tensors
 from ..engine import (
     Engine,
     EngineOptions,
+    LatestOfThread,
     Place,
     alone,
     attempt,
@@ -102,11 +103,11 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 with real_tensors():
                     done = self._on_device.run(method.__name__, args, kwargs)
                 if done is not NOT_SERVED:
-                    self._engine.latest = None  # a meeting of the GPUs' CPU sides is a call of the engine, too
+                    self._engine.latest.op = None  # a meeting of the GPUs' CPU sides is a call of the engine, too
                     return done
             try:
                 done = method(self, *args, **kwargs)
-                self._engine.latest = None
+                self._engine.latest.op = None
                 return done
             except NeedsStaging:
                 pass  # below, where a further error is not one during this one
@@ -214,6 +215,7 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._engine: Engine = engine
         self._engine.timeout_s = self.own_timeout_s or self._default_timeout_s
         self._engine.p2p_timeout_s = self._p2p_timeout_s
+        self._engine.latest = LatestOfThread()
         self._show_name()
         if is_in:
             self._engine.membership.remember(self._store)

@@ -22,13 +22,14 @@ from .bootstrap.joining import (
     place_of,
 )
 from .bootstrap.meeting import EngineMeeting
-from .engine import Engine
+from .engine import Engine, LatestOfThread
 
 __all__ = [
     "Engine",
     "EngineMeeting",
     "EngineOptions",
     "Home",
+    "LatestOfThread",
     "Place",
     "alone",
     "attempt",

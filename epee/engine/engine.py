@@ -148,6 +148,19 @@ def _call_listeners(op: Driven) -> None:
         raise
 
 
+class Latest:
+    """The call that an engine has returned last, until its caller notes that it has the result.
+
+    A buffer makes one call at a time, and finds a call whose caller got an exception from whichever thread calls next.
+    """
+
+    op: Operation | None = None
+
+
+class LatestOfThread(Latest, threading.local):
+    """The same for each thread by itself, of a group: an exception in one thread is not about the call of another."""
+
+
 FROZEN_LOOK_S = 0.005
 SETTLING_LOOK_S = 0.001
 
@@ -205,7 +218,7 @@ class Engine:
         self.unclaimed = self.recovery.unclaimed
         self.reports_losses = False
         self.unsettled = UnresolvedCalls()
-        self.latest: Operation | None = None
+        self.latest = Latest()  # of a group one for each thread
         self.ended_by = ""
         self.mask = Mask(peer_regions.num_ranks, peer_regions.members)  # the group may put in the user's own
         membership.attach(self)
@@ -264,10 +277,10 @@ class Engine:
                     self.drive(op)
             self.entry.leave()
             if op.error is None:
-                self.latest = op
+                self.latest.op = op
                 return op
         except BaseException as exc:
-            self.latest = None
+            self.latest.op = None
             self.recovery.broken = exc, op  # first: a further exception from a handler may come before the next line
             self.recovery.broken_off(exc, op)
             raise
@@ -371,11 +384,11 @@ class Engine:
                 self.helper.kick()
             self.entry.leave()
             if is_noted:
-                self.latest = op
+                self.latest.op = op
             return op
         except BaseException as exc:
             if is_noted:
-                self.latest = None
+                self.latest.op = None
             self.recovery.broken = exc, op
             self.recovery.broken_off(exc, op)
             raise
@@ -411,7 +424,7 @@ class Engine:
 
     def disown_latest(self, exc: BaseException) -> None:
         """Abort an issued call, or leave its results to its repetition: its caller gets `exc`, of a signal handler."""
-        op, self.latest = self.latest, None
+        op, self.latest.op = self.latest.op, None
         if op is not None:
             self.recovery.broken_off(exc, op)
 

@@ -126,7 +126,7 @@ def returns_late(rank: int, num_ranks: int, kind: type[BaseException], changes: 
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_name == "call" and frame.f_code.co_filename.endswith("backend/group.py"):
-            if event == "line" and group._engine.latest is not None:
+            if event == "line" and group._engine.latest.op is not None:
                 sys.settrace(None)
                 raise kind("behind the call")
             return trace
@@ -146,7 +146,7 @@ def returns_late(rank: int, num_ranks: int, kind: type[BaseException], changes: 
         finally:
             sys.settrace(None)
         found.append(out.tolist())
-    assert group._engine.latest is None
+    assert group._engine.latest.op is None
     return found
 
 
@@ -239,6 +239,67 @@ def test_a_collective_that_any_line_of_epee_interrupts_is_repeated_as_itself(
 ) -> None:
     first, second = run_ranks(repeats_at_every_line, 2, kind, is_async, backend="epee")
     assert first == second > 60
+
+
+def behind_its_call(act: Any) -> Any:
+    """Return a trace function that calls `act` once, where the thread's next collective has left the engine."""
+    left = []
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        name, at = frame.f_code.co_name, frame.f_code.co_filename
+        if (name, event) == ("run", "return") and at.endswith("engine/engine.py"):
+            left.append(1)
+        if left and (name, event) == ("call", "line") and at.endswith("backend/group.py"):
+            sys.settrace(None)
+            act()
+        return trace
+
+    return trace
+
+
+def interrupted_beside_another(rank: int, num_ranks: int, is_within: bool) -> list[list[float]]:
+    """Rank 0's main thread is interrupted behind its call, while another thread has made one or is behind its own."""
+    outs = [torch.zeros(num_ranks) for _ in range(3)]
+    made, may_end = threading.Event(), threading.Event()
+
+    def gather(at: int) -> None:
+        dist.all_gather_into_tensor(outs[at], torch.full((1,), 10.0 * at + rank))
+
+    def stop() -> None:
+        made.set()
+        assert may_end.wait(20.0)
+
+    def another() -> None:
+        sys.settrace(behind_its_call(stop) if is_within else None)
+        gather(1)
+        sys.settrace(None)
+        made.set()
+
+    def interrupt() -> None:
+        thread.start()
+        assert made.wait(20.0)
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=another)
+    if rank == 0:
+        sys.settrace(behind_its_call(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            gather(0)
+        sys.settrace(None)
+        outs[0].zero_()
+        gather(0)
+        may_end.set()
+        thread.join(20.0)
+    else:
+        gather(0)
+        gather(1)
+    gather(2)
+    return [out.tolist() for out in outs]
+
+
+@pytest.mark.parametrize("is_within", [False, True], ids=["made", "behind"])
+def test_an_exception_in_one_thread_is_not_about_the_call_of_another(is_within: bool) -> None:
+    assert run_ranks(interrupted_beside_another, 2, is_within, backend="epee") == [[[0, 1], [10, 11], [20, 21]]] * 2
 
 
 def loses_its_work(rank: int, num_ranks: int, folder: str) -> tuple[str, list[float]]:

@@ -136,7 +136,7 @@ class LastResult:
 
     def close(self) -> None:
         """Record that the caller of the last call has its result."""
-        self._exchange.engine.latest = None
+        self._exchange.engine.latest.op = None
 
 
 class DirectExchange(SyncExchange):
@@ -193,7 +193,7 @@ class DirectExchange(SyncExchange):
         """Enter the epoch with which an agreement begins; all calls before are over. May be repeated."""
         self.membership.forget()
         self.settled, self.num_agreed, self.end.lost = self.engine.seq, number, ""
-        self._refusal = self.engine.latest = None
+        self._refusal = self.engine.latest.op = None
         self._bind(peer_regions)
 
     def _bind(self, peer_regions: PeerRegions) -> None:
@@ -231,7 +231,7 @@ class DirectExchange(SyncExchange):
         wanted, is_late = newest >> _AGREED_BITS, bool(newest & _LATE)
         is_same = done.peer_regions.epoch == self.peer_regions.epoch
         if wanted or not (is_same or (self._goes_on(header.op, met.members) and not is_late)):
-            engine.latest = None  # the call is to be made again, on all ranks
+            engine.latest.op = None  # the call is to be made again, on all ranks
             membership.wanted = wanted
             self.enter(done.peer_regions)
             raise Moved
@@ -253,9 +253,9 @@ class DirectExchange(SyncExchange):
             CommTimeoutError: the end of one is still open.
         """
         engine = self.engine
-        if engine.latest is None and not engine.unclaimed:
+        if engine.latest.op is None and not engine.unclaimed:
             return
-        for op in (*engine.unclaimed, engine.latest):
+        for op in (*engine.unclaimed, engine.latest.op):
             if op is None or not isinstance(op.plan, RowsPlan):
                 continue
             if not op.done:
@@ -273,7 +273,7 @@ class DirectExchange(SyncExchange):
                     "before different calls; close this buffer on all ranks and make a new one"
                 )[:REASON_BYTES]
         engine.unclaimed.clear()
-        engine.latest = None
+        engine.latest.op = None
 
     def _has_worked(self, op: Operation) -> bool:
         """Return whether an exchange of rows has ended well on all ranks."""
@@ -378,7 +378,7 @@ class DirectExchange(SyncExchange):
 
     def abandon(self) -> None:
         """Refuse the data call, if the others are in it: this rank's rows will not arrive."""
-        for op in (*self.engine.unclaimed, self.engine.latest, self._begun):
+        for op in (*self.engine.unclaimed, self.engine.latest.op, self._begun):
             if op is not None and isinstance(op.plan, RowsPlan) and op.plan.name == OP_NAMES[OP_DISPATCH]:
                 self._refuse_data(op)
 

@@ -204,7 +204,7 @@ class MemberSync:
         if self.open_row is None:
             return None
         (own, _), engine, found = self.open_row, self._engine, None
-        latest = engine.latest
+        latest = engine.latest.op
         for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
             if not op.done:
                 with ignored(EpeeError):

@@ -33,6 +33,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ..errors import CommTimeoutError
+from ..memory.signals import untag
 from ..view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_behind, gave_up, names_of
 from .call import EngineCall
 from .outbox import (
@@ -84,6 +85,12 @@ def is_withdrawn(cell: int, tag: int, words: memoryview) -> bool:
     error that all find, which leaves the header in its cell for them and sets GAVE_UP as well.
     """
     return words[cell] != tag and words[cell + GAVE_UP] == tag and words[cell] != tag
+
+
+def has_aborted(cell: int, seq: int, words: memoryview) -> bool:
+    """Return whether the rank of these words has aborted call `seq`, in whichever epoch."""
+    mark = words[cell + GAVE_UP]
+    return mark != COMPLETES and untag(mark)[1] == seq
 
 
 class Withdrawal:

@@ -97,7 +97,23 @@ def test_behind_a_call_whose_root_is_lost_the_root_is_shown_no_more(fault_mode: 
     assert results[2:] == [[(0, (0,)), *[(1, None)] * 3]] * 2
 
 
-def sleeps_over_both(rank: int, num_ranks: int, folder: str) -> tuple[BaseException, float]:
+def call(kind: str, rank: int, num_ranks: int) -> float:
+    """Make a call to which two ranks give 1.0; return what this one has of it."""
+    x, parts = torch.ones(1), [torch.ones(1) for _ in range(num_ranks)]
+    if kind == "all_reduce":
+        dist.all_reduce(x)
+    elif kind == "reduce":
+        dist.reduce(x, 1)
+    elif kind == "broadcast":
+        dist.broadcast(x, 0)
+    elif kind == "gather":
+        dist.gather(x, parts if rank == 1 else None, 1)
+    elif kind == "scatter":
+        dist.scatter(x, parts if rank == 0 else None, 0)
+    return x.item()
+
+
+def sleeps_over_both(rank: int, num_ranks: int, folder: str, kind: str) -> tuple[BaseException, float]:
     """Rank 0 aborts a call; then rank 2, which has not begun it, dies. Rank 1 waits in it, and sees neither before."""
     options = epee.BackendOptions(fault_mode="mask", on_stall="error", op_timeout=20.0)
     store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -120,15 +136,15 @@ def sleeps_over_both(rank: int, num_ranks: int, folder: str) -> tuple[BaseExcept
     else:
         moments.sleep_until_the_view_changes(group._engine, lambda: stages.reach(folder, "asleep"))
     with pytest.raises((KeyboardInterrupt, PeerError)) as caught:
-        dist.all_reduce(torch.ones(1))
+        call(kind, rank, num_ranks)
     stages.meet(folder, "told", rank, (0, 1))
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    return caught.value, x.item()
+    call(kind, rank, num_ranks)
+    return caught.value, call("all_reduce", rank, num_ranks)
 
 
-def test_a_call_aborted_before_a_loss_names_the_rank_that_aborted_it() -> None:
-    first, second, _ = run_mortal(sleeps_over_both, 3, dead={2})
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast", "gather", "scatter"])
+def test_a_call_aborted_before_a_loss_names_the_rank_that_aborted_it(kind: str) -> None:
+    first, second, _ = run_mortal(sleeps_over_both, 3, kind, dead={2})
     assert isinstance(first[0], KeyboardInterrupt)
     assert (type(second[0]), second[0].ranks, second[0].cause) == (PeerError, (0,), GAVE_THE_CALL_UP)
     assert first[1] == second[1] == 2.0

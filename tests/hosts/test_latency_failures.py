@@ -345,20 +345,20 @@ def _killed(rank: int, num_ranks: int, hosts: Sequence[int], victim: int) -> lis
 # ---- what the errors name
 
 
-def _error_behind_a_death(
-    rank: int, num_ranks: int, placement: Sequence[int], victim: int, knowing: Sequence[int]
+def _error_behind_deaths(
+    rank: int, num_ranks: int, placement: Sequence[int], victims: Sequence[int], knowing: Sequence[int]
 ) -> tuple[str, tuple[int, ...]]:
-    """Call without a mask behind a death; ranks that are not `knowing` find it in the others' abort alone."""
+    """Call without a mask behind deaths; ranks that are not `knowing` find them in the others' abort alone."""
     torch.set_num_threads(1)
     if rank not in knowing:
         setattr(LatencyHostsPath, "_ended", lambda _: set())  # noqa: B010 - mypy
     with make(SHAPE, timeout=15.0) as buffer:
         check_round(buffer, SHAPE, NUM_TOKENS, 1, hosts=placement)
         dist.barrier()
-        if rank == victim:
+        if rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         path: Any = buffer._path
-        while rank in knowing and victim not in path._ended():
+        while rank in knowing and not path._ended().issuperset(victims):
             time.sleep(0.001)
         if rank > 0:
             time.sleep(0.5)  # rank 0 has nothing of the others when it looks
@@ -371,18 +371,23 @@ def _error_behind_a_death(
         return found
 
 
+GATEWAY = Topology(0, ["a", "b", "b", "b"]).gateway(0, 1)
+
+
 @pytest.mark.parametrize(
-    ("placement", "victim", "knowing"),
+    ("placement", "victims", "knowing"),
     [
-        ((0, 0, 1, 1), 1, (0,)),  # the victim's host knows first
-        ((0, 1, 1, 1), Topology(0, ["a", "b", "b", "b"]).gateway(0, 1), range(4)),  # nothing reaches the others there
+        ((0, 0, 1, 1), (1,), (0,)),  # the victim's host knows first
+        ((0, 1, 1, 1), (GATEWAY,), range(4)),  # nothing reaches the others there
+        ((0, 0, 1, 1), (1, 3), range(4)),  # each host has one of its own
+        ((0, 0, 1, 1), (1, 3), (0,)),
     ],
 )
-def test_without_a_mask_all_ranks_name_the_one_that_died(
-    placement: tuple[int, ...], victim: int, knowing: Sequence[int]
+def test_without_a_mask_all_ranks_name_those_that_died(
+    placement: tuple[int, ...], victims: tuple[int, ...], knowing: Sequence[int]
 ) -> None:
-    told = run_on_loopbacks(_error_behind_a_death, placement, placement, victim, tuple(knowing), dead={victim})
-    assert told == [DEAD if rank == victim else ("RankFailedError", (victim,)) for rank in range(4)]
+    told = run_on_loopbacks(_error_behind_deaths, placement, placement, victims, tuple(knowing), dead=set(victims))
+    assert told == [DEAD if rank in victims else ("RankFailedError", victims) for rank in range(4)]
 
 
 @pytest.mark.hosts

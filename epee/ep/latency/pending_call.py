@@ -501,7 +501,10 @@ class PendingCalls:
             self.wire.nap(0.0005)
 
     def _loss(self, pending_call: PendingCall) -> EpeeError | None:
-        """Return the error that names the lost ranks; raises `MismatchError` if one of them says why."""
+        """Return the error that names the lost ranks; raises `MismatchError` if one of them says why.
+
+        Those of which the view says that they have failed count as dead, as they are to the ranks of their hosts.
+        """
         if not pending_call.lost:
             return None
         dead, gone = (
@@ -514,19 +517,22 @@ class PendingCalls:
             return self._end_of(pending_call).given_up()
         where = pending_call.where(lost[0], pending_call.started)
         names = ", ".join(str(rank) for rank in lost)
+        ends = {rank: self._why_gone(rank) for rank in gone}
         if dead:
+            failed = {rank: why for rank, (kind, why) in ends.items() if issubclass(kind, RankFailedError)}
+            more = "".join(f"; rank {rank}: {why}" for rank, why in failed.items())
             return RankFailedError(
-                f"{where}: rank {names} is dead (its process ended); pass active_ranks to continue without it",
-                lost,
+                f"{where}: rank {names} is dead (its process ended){more}; pass active_ranks to continue without it",
+                sorted([*dead, *failed]),
                 pending_call.op,
                 pending_call.seq,
                 self._epoch(),
                 "process ended",
             )
         if gone:
-            kind, why = self._why_gone(gone[0])
-            told = f"{where}: rank {names}: {why}; pass active_ranks to continue without it"
-            return kind(told, gone, pending_call.op, pending_call.seq, self._epoch(), why)
+            kind, why = ends[gone[0]]
+            text = f"{where}: rank {names}: {why}; pass active_ranks to continue without it"
+            return kind(text, gone, pending_call.op, pending_call.seq, self._epoch(), why)
         return CommTimeoutError(
             f"{where}: rank {names} did not send its part; the call is aborted; repeat the step, or pass "
             "active_ranks to continue without silent ranks",

@@ -51,6 +51,7 @@ from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFa
 from ....gpu.turns import Closing
 from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
+from ....view.protocol.messages import LEFT
 from ...config import BufferConfig
 from ...control.header import OP_SYNC
 from ...control.messages import ControlPlaneOver
@@ -373,6 +374,9 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
             return RankFailedError, "its process has ended"
         if has_left(self._life[rank]):
             return PeerError, "it has closed the buffer"
+        losses = self._engine.membership.admission.losses(self._met[1])
+        if (rank, LEFT) in {(lost, cause) for lost, _, cause in losses}:  # the words that say so cannot arrive any more
+            return PeerError, "its process has left the job"
         return RankFailedError, "it is dead, or the way between its host and this one has ended"
 
     def _counted(self, pending_call: PendingCall, heads: Mapping[int, SectionHeader]) -> int:

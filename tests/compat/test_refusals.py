@@ -290,6 +290,31 @@ def growth_out_of_step(rank: int, num_ranks: int) -> None:
         grow()
 
 
+def growth_of_one_rank(rank: int, num_ranks: int, is_mooncake: bool) -> None:
+    """Make calls for which the memory of one rank alone is too small: no later call is taken for the refused one."""
+    calls = Padded(rank, num_ranks, is_mooncake)
+    calls.whole()
+    (memory,) = calls.buffer._padded._pool._latency.wholes
+    for other in ({"num_max_dispatch_tokens_per_rank": 4096}, {"x": torch.ones(NUM_TOKENS, 1 << 17).bfloat16()}):
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(memory, "_timeout", 0.5)  # it waits in vain for rank 1, which does not grow
+                with pytest.raises(InvalidArgument, match=r"calls of .* need \d+ bytes of memory, the buffer has \d+"):
+                    calls.dispatch(**other)
+        else:
+            with pytest.raises(MismatchError, match=r"rank 0 refused its call: InvalidArgument: calls of .* need \d+"):
+                calls.dispatch()
+        for step in (1, 2):
+            calls.step(float(step))
+        calls.whole()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+@pytest.mark.parametrize("is_mooncake", [False, True], ids=["deep_ep", "mooncake"])
+def test_a_low_latency_call_that_does_not_fit_on_one_rank_is_refused_on_all(backend: str, is_mooncake: bool) -> None:
+    run_ranks(growth_of_one_rank, 2, is_mooncake, backend=backend, timeout_s=50)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "epee"])
 @pytest.mark.parametrize("calls", [after_update, growth])
 def test_a_refusal_reaches_low_latency_calls_that_begin_with_a_meeting(calls: Call, backend: str) -> None:

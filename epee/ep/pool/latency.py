@@ -15,8 +15,9 @@ first call, while they meet it before theirs (`meet_again`); then calls look for
 **Refusals** are spoken in the memory of the call, as a dispatch, after the meeting that its call begins with. Peers
 that grow do not dispatch: they give each other the number of calls that they have announced in the memory that they
 have. A rank that has refused this call is one ahead there: those behind take part in the refused call, belated, and
-raise, and the rank ahead meets them again in their next growth. Ranks that are further apart raise. A crash in between
-is a death in the memory that they have.
+raise, and the rank ahead meets them again in their next growth. Ranks that are further apart raise. A rank whose peers
+do not come to that meeting within its timeout, because their call fits, refuses the call as well: they wait for it in
+the memory that they have, and its next call must not be paired with this one. A crash in between is a death there.
 
 **Steps** that the ranks of a group take together outside of calls: make further rooms, or meet again in those they have
 (`Steps`). Under Mooncake's names a rank may make a second buffer while its peers call `update_ep_member` on their first
@@ -345,9 +346,11 @@ class LatencyRooms:
         try:
             self._meet_to_grow(whole)  # all are here, or none begins
         except expected(RankFailedError, PeerError, CommTimeoutError) as error:
-            raise InvalidArgument(
+            refusal = InvalidArgument(
                 f"{reason}; it cannot be made when a rank is lost, or does not come because it refused this call"
-            ) from error
+            )
+            self._refuse_in(whole, refusal)  # ranks whose call fits wait for this one's part there
+            raise refusal from error
         _log.info("%s: %d bytes are made", reason, needed)
         return self._make(needed, None if need.device.type == "cpu" else need.device)
 

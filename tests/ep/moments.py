@@ -13,7 +13,6 @@ from typing import Any
 import epee
 from epee.engine.entry import NEWS, TROUBLED
 from epee.engine.operation import Operation
-from epee.engine.plan import Plan
 from epee.ep.control.header import OP_COMBINE
 from epee.ep.hosts.rows import RowsPlan
 from epee.errors import NoQuorumError
@@ -94,26 +93,23 @@ class Known:
         self._exchange.engine.membership.hooks.raise_trouble()
 
 
-def when_it_waits(buffer: Any, act: Action) -> None:
-    """Start `act` once when this rank has published its part of the next call, and is about to wait for a peer."""
-    after_publishing(buffer._exchange, Plan, act)
+def when_it_waits(buffer: Any, action: Action) -> None:
+    """Act once when this rank has published its part of the next call, and is about to wait for a peer.
 
-
-def in_a_wait(buffer: Any, action: Action) -> None:
-    """Act once while the next call of this rank waits for the others; an exception leaves the wait."""
+    One store publishes it to all ranks and wakes them, so there is no moment between these steps. An exception leaves
+    the wait.
+    """
     if isinstance(buffer, epee.LatencyBuffer):
         _once(buffer._path.wire, "interrupt", action, goes_on=True)
     else:
         after_publishing(buffer._exchange, RowsPlan, action)
 
 
-def in_place_of_the_wait(buffer: Any, action: Action) -> None:
-    """Act once behind the wait of a call for the others' parts; an error ends the call as one that the wait raises."""
-    before_it_goes_on(buffer, action)
-
-
 def before_it_goes_on(buffer: Any, action: Action) -> None:
-    """Act once when this rank has found all parts of a call, and no rank that aborts it, before it says so."""
+    """Act once when this rank has found all parts of a call, and no rank that aborts it, before it says so.
+
+    An error ends the call as one that the wait raises.
+    """
     engine = buffer._exchange.engine
     engine._run_short = lambda op: False  # the call takes the long way, whose last step has a function of its own
 
@@ -122,11 +118,6 @@ def before_it_goes_on(buffer: Any, action: Action) -> None:
         action()
 
     _once(Operation, "finish", act, goes_on=True)
-
-
-def before_it_knows_the_end(buffer: Any, action: Action) -> None:
-    """Act once when this rank has published its part of a call, and has not said yet that the call goes on."""
-    after_publishing(buffer._exchange, RowsPlan, action)
 
 
 def before_it_takes_results(buffer: Any, action: Action) -> None:
@@ -188,16 +179,6 @@ def sleep_until_the_view_changes(engine: Any, action: Action = lambda: None) -> 
 def before_it_sends(buffer: Any, action: Action) -> None:
     """Act once before a low-latency call of this rank sends."""
     _once(buffer._path.wire, "post", action, goes_on=True)
-
-
-def before_a_wake_up(buffer: Any, action: Action) -> None:
-    """Act once when this rank has stored a word of a call, before it wakes the ranks that wait for it."""
-    after_publishing(buffer._exchange, RowsPlan, action)  # it wakes them in the same step
-
-
-def inside_an_announcement(buffer: Any, action: Action) -> None:
-    """Act once in the next call when some ranks may know of it, and others may not yet."""
-    after_publishing(buffer._exchange, RowsPlan, action)  # one store is for all ranks
 
 
 def an_agreement_without_a_quorum(buffer: Any) -> None:

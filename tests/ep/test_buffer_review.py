@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import epee
-from tests.ep.moments import inside_an_announcement, when_it_waits
+from tests.ep.moments import when_it_waits
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -114,7 +114,7 @@ def test_interrupts_cost_no_slots() -> None:
 
 
 def _interrupted_announcement(rank: int, num_ranks: int, folder: str, others_come: str) -> list[str]:
-    """Rank 0 is interrupted between two stores of its row; the others must see the row in the end."""
+    """Rank 0 is interrupted when it has sent its row; the call ends on the others, too, and the next ones work."""
     x, idx, _ = _inputs(rank, num_ranks)
     seen = []
     with _buffer(num_ranks) as buffer:
@@ -124,7 +124,7 @@ def _interrupted_announcement(rank: int, num_ranks: int, folder: str, others_com
             def interrupt() -> None:
                 raise KeyboardInterrupt
 
-            inside_an_announcement(buffer, interrupt)
+            when_it_waits(buffer, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 buffer.dispatch(x.bfloat16(), idx)
             stages.reach(folder, "left")

@@ -165,7 +165,7 @@ def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tupl
             stages.wait_for(folder, "1 gave up")
         if k == STILL_AT and rank == 1 and not has_been:
             has_been.append(k)
-            moments.in_a_wait(buffer, interrupt)
+            moments.when_it_waits(buffer, interrupt)
 
     def gave_up() -> None:
         stages.reach(folder, f"{rank} gave up")
@@ -176,7 +176,7 @@ def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tupl
 
 
 @pytest.mark.parametrize("what", ["layer", "bytes", "latency"])
-def test_an_interrupt_in_a_wait_ends_the_call_on_all(what: str, tmp_path: Any) -> None:
+def test_an_interrupt_when_it_waits_ends_the_call_on_all(what: str, tmp_path: Any) -> None:
     results = run_ranks(_interrupted, 3, str(tmp_path), what, backend="epee")
     for rank, steps in enumerate(results):
         assert [value for value, _ in steps] == [1.0, 2.0, 3.0, 4.0], (rank, steps)
@@ -193,7 +193,7 @@ def _undecided(rank: int, num_ranks: int, folder: str, completes: bool) -> list[
             stages.wait_for(folder, "looked")
             raise CommTimeoutError("made up", [1])
 
-        moments.in_place_of_the_wait(buffer, impatient)
+        moments.before_it_goes_on(buffer, impatient)
     else:
 
         def dawdle() -> None:
@@ -302,14 +302,14 @@ def test_a_refusal_that_meets_a_send_half_ends_the_call_on_all() -> None:
 
 
 def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
-    """Rank 0 is interrupted between its row and the end of its announcement in a call that rank 1 refuses."""
+    """Rank 0 is interrupted when it has sent its row of a call that rank 1 refuses."""
     buffer = _buffer(num_ranks, timeout=20)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
     assert isinstance(d.x, torch.Tensor)
     seen = []
     for attempt in range(3):
         if rank == 0 and not attempt:
-            moments.before_a_wake_up(buffer, interrupt)
+            moments.when_it_waits(buffer, interrupt)
         try:
             buffer.combine(d.x if rank == 0 or attempt else d.x[:, :4], d.handle)
             seen.append("result")
@@ -331,7 +331,7 @@ def _no_quorum(rank: int, num_ranks: int) -> str:
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks), torch.ones(1, 2))
     assert isinstance(d.x, torch.Tensor)
     if rank == 0:
-        moments.before_it_knows_the_end(buffer, lambda: moments.an_agreement_without_a_quorum(buffer))
+        moments.when_it_waits(buffer, lambda: moments.an_agreement_without_a_quorum(buffer))
     try:
         buffer.combine(d.x, d.handle, timeout=1.0)
         told = ""

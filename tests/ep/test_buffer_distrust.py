@@ -20,6 +20,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.control import bootstrap
 from epee.ep.control.header import Header
+from epee.ep.hosts.notices import MAX_NOTICES
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import run_ranks
 
@@ -278,3 +279,20 @@ def test_without_descriptors_there_is_a_resource_error_and_peers_hear_of_it(when
     assert peer.startswith(("MismatchError", "ResourceError")), peer
     assert "rank 1" in peer
     assert "disagree" not in peer, "the peers must hear of the failure itself, not of a later call"
+
+
+def _too_many(rank: int, num_ranks: int) -> None:
+    made = [_buffer() for _ in range(MAX_NOTICES)]
+    for _ in range(2):
+        with pytest.raises(epee.ResourceError, match=f"at most {MAX_NOTICES} buffers of one group .* close some"):
+            _buffer()
+    made.pop().close()
+    made.append(_buffer())
+    received = made[-1].dispatch(*_tokens(rank))
+    assert _is_right(received)
+    for buffer in made:
+        buffer.close()
+
+
+def test_one_buffer_of_a_group_too_many_is_a_resource_error_until_another_is_closed() -> None:
+    run_ranks(_too_many, 2, backend="epee")

@@ -17,7 +17,7 @@ from epee.ep.config import BufferConfig
 from epee.ep.hosts import birth, notices
 from epee.ep.hosts.assembly import Assembly
 from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, tell
-from epee.errors import InvalidState, RankFailedError
+from epee.errors import InvalidState, RankFailedError, ResourceError
 
 CONFIG = BufferConfig(3, 6, 8, 2, 4, torch.bfloat16)
 LANE = 77
@@ -120,7 +120,7 @@ def test_a_notice_that_cannot_be_written_leaves_no_lane_and_no_place() -> None:
     assert runtime.lanes == {}
     for _ in range(MAX_NOTICES):
         tell(seat_in(runtime), NOTICE)
-    with pytest.raises(InvalidState, match="close some"):
+    with pytest.raises(ResourceError, match="close some"):
         tell(seat_in(runtime), NOTICE)
     assert list(runtime.lanes.values()) == [NOTICE.pack()] * MAX_NOTICES
 

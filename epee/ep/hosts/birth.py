@@ -52,7 +52,7 @@ from ..making import ended_of, job_found, reported
 from .latency.region import latency_layout
 from .layout import staging_bytes
 from .member_sync import LINE_BYTES
-from .notices import BufferNotice, require_place, tell
+from .notices import BufferNotice, require_slot, tell
 
 _NUMBER = struct.Struct("<Q")
 _PROPOSAL = struct.Struct("<QQ")  # number of the last buffer here, id of a group
@@ -91,7 +91,7 @@ def create_here(
         deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
         mode, extra_bytes = mode_of(config), _extra_of(config)
         with reported(group, deaths, _PART.size) as step:
-            require_place(job_handle)
+            require_slot(job_handle)
             meeting = EngineMeeting(job_handle.job, job_handle.slots, group_id, rank, mode, extra_bytes)
             undo.callback(meeting.close)
             step.data = _PART.pack(meeting.epoch, meeting.region.blob)
@@ -178,7 +178,7 @@ def tell_of(
         running: the notice by which this rank has joined it: all publish the same of one buffer.
 
     Raises:
-        InvalidState: this process has too many buffers of the group.
+        ResourceError: this process has too many buffers of the group.
     """
     return announcement(group, engine, config, running)()
 

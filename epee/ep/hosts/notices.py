@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ...engine import Home, pack_home, parse_home
 from ...engine.limits import MIN_STAGING_BYTES, MODES
-from ...errors import CommTimeoutError, EpeeError, InvalidState, ResourceError, UnsupportedError, context, expected
+from ...errors import CommTimeoutError, EpeeError, ResourceError, UnsupportedError, context, expected
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
@@ -52,6 +52,7 @@ from ..making import fits
 logger = logging.getLogger("epee")
 
 MAX_NOTICES = 32  # of one process and group
+_TOO_MANY = f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some"
 _LOOK_S = 0.005
 _CATCH_UP_S = 5.0  # for removals that are on their way; as long as `join` of a member takes at most for decisions
 _HEAD = struct.Struct("<IIQH")  # number, hosts, epoch, bytes of the note about the group
@@ -110,30 +111,30 @@ def notice_lane(group_lane: int, place: int) -> int:
     return (group_lane ^ (place + 1) * _SALT) & ((1 << 62) - 1)
 
 
-class _NoPlaceLeft(InvalidState):
+class _NoSlotLeft(ResourceError):
     """A process has published as many notices of a group as it can."""
 
 
-def require_place(job_handle: GroupInView) -> None:
+def require_slot(job_handle: GroupInView) -> None:
     """Raise `ResourceError` if this process has as many notices of a group as it can publish."""
     with _lock:
         is_full = len(_taken.get(job_handle.runtime, {}).get(job_handle.lane, ())) >= MAX_NOTICES
     if job_handle.is_open and is_full:
-        raise ResourceError(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
+        raise _NoSlotLeft(_TOO_MANY)
 
 
 def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     """Publish the notice of a buffer of this process; return the function that removes it (idempotent).
 
     Raises:
-        InvalidState: this process has too many buffers of the group.
+        ResourceError: this process has too many buffers of the group.
     """
     runtime, lane = job_handle.runtime, job_handle.lane
     with _lock:
         taken = _taken.setdefault(runtime, {}).setdefault(lane, set())
         place = next((place for place in range(MAX_NOTICES) if place not in taken), None)
         if place is None:
-            raise _NoPlaceLeft(f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some")
+            raise _NoSlotLeft(_TOO_MANY)
         taken.add(place)
         note_had(job_handle, notice)
     own = notice_lane(lane, place)
@@ -173,7 +174,7 @@ def tell_of_one_host(
     home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
     try:
         return tell(job_handle, BufferNotice(number, 1, epoch, home, config.words()))
-    except _NoPlaceLeft as error:  # the buffer works all the same; only a joiner from another host waits in vain
+    except _NoSlotLeft as error:  # the buffer works all the same; only a joiner from another host waits in vain
         logger.info("a buffer of one host is not told to processes that come: %s", error)
         return _nothing
 

@@ -174,14 +174,19 @@ def test_errors_of_calls_that_do_not_match_name_group_and_buffer() -> None:
 
 
 def _hang(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Rank 0 waits in a group, then in a buffer; rank 1 looks at it."""
+    """Rank 0 waits in a group, then in a buffer of each kind; rank 1 looks at it."""
     del num_ranks
     group = dist.new_group([0, 1], backend="epee", group_desc="experts")
     topk_idx, weights = _routing()
     x = torch.ones(8, 128, dtype=torch.bfloat16)
     found = []
-    with epee.Buffer(timeout=90.0, **SIZES) as buffer:
-        for number, call in enumerate((lambda: _all_reduce(group), lambda: buffer.dispatch(x, topk_idx, weights))):
+    with epee.Buffer(timeout=90.0, **SIZES) as buffer, epee.LatencyBuffer(timeout=90.0, **SIZES) as latency:
+        calls = (
+            lambda: _all_reduce(group),
+            lambda: buffer.dispatch(x, topk_idx, weights),
+            lambda: latency.dispatch(x, topk_idx),
+        )
+        for number, call in enumerate(calls):
             if rank == 1:
                 stages.wait_for(folder, f"begun{number}")
                 report = look(os.getpid())
@@ -197,4 +202,5 @@ def test_the_doctor_names_groups_and_buffers(tmp_path: Any) -> None:
     assert re.search(r"^  group experts: all_reduce seq ", found[0], re.MULTILINE), found[0]
     assert '"name": "group experts"' in found[1]
     assert re.search(r"^  Buffer \d+ of group default_pg: dispatch seq ", found[2], re.MULTILINE), found[2]
+    assert re.search(r"^  LatencyBuffer \d+ of group default_pg: dispatch seq ", found[4], re.MULTILINE), found[4]
     assert not any(re.search(r"lane \d", text) for text in found)

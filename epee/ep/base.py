@@ -38,7 +38,6 @@ from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
-from .latency.region import region_layout
 from .making import fits
 from .membership.lane import BufferLane, retire
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
@@ -123,8 +122,7 @@ class SharedBuffer:
         spans = running is not None or self._topology.num_hosts > 1
         if not (spans or self.config.is_cuda):
             born = Born([], DeathWatch())
-            make = _latency_exchange if self.config.is_latency else _direct_exchange
-            self._exchange = make(group, job_handle, self.config, self._timeout, closing, alone)
+            self._exchange = _exchange_here(group, job_handle, self.config, self._timeout, closing, alone)
         elif not spans:
             born = bear(self.config)
             self._exchange = here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
@@ -440,84 +438,47 @@ def _running_here(
     return None if job_handle.spans else find_running(group, job_handle, config, timeout_s)
 
 
-def _direct_exchange(
+def _exchange_here(
     group: dist.ProcessGroup,
     job_handle: GroupInView,
     config: BufferConfig,
     timeout_s: float,
     closing: Closing,
     alone: OnOneHost | None,
-) -> DirectExchange:
-    """Make the engine of a `Buffer` of one host, and its membership. Collective.
-
-    A process that joins a running one gets its engine with its first call.
+) -> DirectExchange | MemberExchange:
+    """Make the engine of a CPU buffer of one host, and its membership, or join one that runs. Collective.
 
     Raises:
-        As `create_here` and `find_running`.
+        As `create_here`, `find_running`, and the membership's `begin_first` and `join_running`.
     """
-    from .hosts.birth import create_here, mode_of, tell_of
-    from .hosts.direct import BufferMembers, DirectExchange
+    from .hosts.birth import announcement, create_here, mode_of
 
-    exchange = DirectExchange(config, group.rank(), closing.check)
-    members = BufferMembers(exchange, mode_of(config), job_handle, timeout_s, closing.check)
-    exchange.membership = members
+    rank, mode, interrupt = group.rank(), mode_of(config), closing.check
+    exchange: DirectExchange | MemberExchange
+    if config.is_latency:
+        from .latency.one_host.members import EpochMembers, MemberExchange
+
+        exchange = MemberExchange(config, rank, interrupt)
+        exchange.membership = EpochMembers(exchange, mode, job_handle, timeout_s, interrupt)
+    else:
+        from .hosts.direct import BufferMembers, DirectExchange
+
+        exchange = DirectExchange(config, rank, interrupt)
+        exchange.membership = BufferMembers(exchange, mode, job_handle, timeout_s, interrupt)
+    members = exchange.membership
     try:
         running = _running_here(group, job_handle, config, timeout_s, alone)
         if running is not None:
-            members.join_later(group, running)
+            members.join_running(group, running)
         else:
             engine, members.number = create_here(group, job_handle, config, timeout_s)
-            members.begin_first(engine)
-            exchange.take_back = tell_of(group, engine, config)
+            members.begin_with(engine)
+            exchange.tell = announcement(group, engine, config)
+            members.begin_first(time.monotonic() + timeout_s)
     except BaseException:
         exchange.release()
         members.close()
         raise
-    finally:
-        retire()
-    return exchange
-
-
-def _latency_exchange(
-    group: dist.ProcessGroup,
-    job_handle: GroupInView,
-    config: BufferConfig,
-    timeout_s: float,
-    closing: Closing,
-    alone: OnOneHost | None,
-) -> MemberExchange:
-    """Make the engine of a `LatencyBuffer` of one host, and its membership, or join one that runs. Collective.
-
-    Raises:
-        As `create_here`, `come_into` and `EpochMembers.begin`.
-    """
-    from .hosts.birth import announcement, come_into, create_here, mode_of
-    from .latency.one_host.members import EpochMembers, MemberExchange
-
-    rank = group.rank()
-    try:
-        running = _running_here(group, job_handle, config, timeout_s, alone)
-        if running is None:
-            engine, _ = create_here(group, job_handle, config, timeout_s)
-        else:
-            engine = come_into(job_handle, rank, config, running, timeout_s)
-        try:
-            exchange = MemberExchange(config, rank, engine, closing.check)
-        except BaseException:
-            engine.close()
-            raise
-        try:
-            exchange.tell = announcement(group, engine, config, running)
-            members = EpochMembers(
-                exchange, mode_of(config), job_handle, region_layout(config).nbytes, timeout_s, closing.check
-            )
-            exchange.membership = members
-            if running is None:
-                members.begin(time.monotonic() + timeout_s)
-        except BaseException:
-            exchange.release()
-            exchange.membership.close()
-            raise
     finally:
         retire()
     return exchange
@@ -539,19 +500,20 @@ def _exchange_over_hosts(
     from .hosts.birth import come_into, create_over_hosts, tell_of
     from .hosts.exchange import HostsExchange
 
+    exchange = HostsExchange(config, group.rank(), closing.check)
     try:
         if running is None:
             engine = create_over_hosts(group, config, timeout_s)
         else:
             engine = come_into(job_handle_of(group, config.num_ranks), group.rank(), config, running, timeout_s)
-        try:
-            take_back = tell_of(group, engine, config, running)
-        except BaseException:
-            engine.close()
-            raise
+        exchange.use(engine)
+        exchange.take_back = tell_of(group, engine, config, running)
+    except BaseException:
+        exchange.release()
+        raise
     finally:
         retire()
-    return HostsExchange(config, group.rank(), engine, closing.check, take_back)
+    return exchange
 
 
 def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:

@@ -85,7 +85,6 @@ from ...errors import (
     ProtocolError,
     context,
     expected,
-    ignored,
 )
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
@@ -147,8 +146,6 @@ class DirectExchange(SyncExchange):
 
     Attributes:
         membership: set before the first call.
-        has_engine: a process that has joined gets it with its first call.
-        take_back: removes this rank's notice of the buffer from the group.
         settled: calls of the engine before this one are over on all ranks.
         peer_regions: the outboxes of the buffer's epoch.
         reduced_members: the members if these are not all ranks, else None.
@@ -157,7 +154,6 @@ class DirectExchange(SyncExchange):
     """
 
     membership: BufferMembers
-    has_engine = False
     settled = 0
     later: PeerRegions | None = None
     peer_regions: PeerRegions
@@ -167,7 +163,6 @@ class DirectExchange(SyncExchange):
         super().__init__(config, rank, interrupt)
         self.end = LastResult(self)
         self.pids: dict[int, int] = {}
-        self.take_back: Callable[[], None] = _nothing
         self._op, self._number = "none", 0  # of the buffer's last call, in messages
         self._begun: Operation | None = None  # the last exchange of rows
         self._refusal: Operation | None = None  # a call that this rank has refused, which may be open
@@ -353,15 +348,6 @@ class DirectExchange(SyncExchange):
         """Return whether the processes of these ranks are in the job."""
         return set(ranks) <= self.engine.membership.admission.present().keys()
 
-    def release(self) -> None:
-        """End the engine; idempotent."""
-        try:
-            with ignored(NoQuorumError):  # then no rank is notified
-                self.take_back()
-        finally:
-            if self.has_engine:
-                self.engine.close(failed=self.is_dropped)
-
     # ---- payload
 
     def wait_data(self, deadline: float) -> None:
@@ -432,41 +418,32 @@ class BufferMembers(MembersOfEngine):
         self._seen: object = None  # the view when it was last found to need nothing
         self._behind: PeerRegions | None = None  # the epoch that a call began in when a member was known to be lost
         self._joins: tuple[object, int] = None, 0  # a view, and the newest epoch in which one of its members joined
-        self._label, self._op = "", ""
+        self._op = ""
 
-    def begin_first(self, engine: Engine) -> None:
-        """Begin with the engine that all ranks have made together."""
-        self.begin_with(engine)
-        self._sync.begin(engine.members.members)
+    def begin_first(self, deadline: float) -> None:
+        """As `MembersOfEngine.begin_first`. Local."""
+        self._sync.begin(self._engine.members.members)
+        self._exchange.announce()
 
     def begin_with(self, engine: Engine) -> None:
-        """Begin with the engine of the buffer."""
-        self._use(engine)
+        """As `MembersOfEngine.begin_with`."""
         super().begin_with(engine)
         self._met_to = engine.members.epoch
 
-    def join_later(self, group: dist.ProcessGroup, running: BufferNotice) -> None:
+    def join_running(self, group: dist.ProcessGroup, running: BufferNotice) -> None:
         """Have the first call join a running buffer of this process's group."""
         note_had(self._job_handle, running)
         self._joins_to, self.number = (group, running), running.number
 
     def _use(self, engine: Engine) -> None:
-        self._exchange.use(engine)
+        super()._use(engine)
         self._raised_to, self._put_out_in = engine.members.epoch, 0
-        if self._label:
-            engine.membership.call_it(self._label)
 
     @property
     def inbox_bytes(self) -> int:  # type: ignore[override]
         """Bytes of this rank's outbox; pages never touched cost nothing."""
         regions = self._engine.peer_regions.regions if self._exchange.has_engine else ()
         return regions[self._rank].mapped_bytes if regions else 0
-
-    def call_it(self, text: str) -> None:
-        """Show the buffer's name in hang reports."""
-        self._label = text
-        if self._exchange.has_engine:
-            self._engine.membership.call_it(text)
 
     # ---- between two calls
 

@@ -35,17 +35,12 @@ from ...engine import Engine
 from ...engine.operation import Operation
 from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
-from ...errors import NoQuorumError, ignored
 from ..config import BufferConfig
 from ..control.exchanging import LastCall
 from ..control.header import OP_GATHER, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
 from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
-
-
-def _nothing() -> None:
-    """Do nothing: no notice of the buffer was published."""
 
 
 class NothingOpen:
@@ -89,10 +84,7 @@ class HostsExchange(RowsOverEngine):
     """Row exchange through an engine; implements `control.messages.RowExchange`.
 
     Args:
-        config: of the buffer.
-        engine: the buffer's own.
-        interrupt: raises once the buffer is to be closed.
-        take_back: removes this rank's notice of the buffer from the group.
+        config, rank, interrupt: as of `RowsOverEngine`.
 
     Attributes:
         peer_regions: the outboxes with which the last call ran.
@@ -102,23 +94,20 @@ class HostsExchange(RowsOverEngine):
         reduced_members: None: routing is planned for all ranks, lost ones do not count.
     """
 
+    peer_regions: PeerRegions
     reduced_members: tuple[int, ...] | None = None
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        engine: Engine,
-        interrupt: Callable[[], None],
-        take_back: Callable[[], None] = _nothing,
-    ) -> None:
+    def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         super().__init__(config, rank, interrupt)
-        self.engine = engine
         self.membership = Membership(0)
         self.end: LastCall = NothingOpen()
-        self.epoch = 0 if config.is_latency else engine.members.epoch
-        self.peer_regions: PeerRegions = engine.members
-        self._take_back = take_back
+
+    def use(self, engine: Engine) -> None:
+        """Run the next call with an engine: the first one, or that with which this rank has returned."""
+        self.engine, self.has_engine = engine, True
+        self.peer_regions = engine.members
+        if not self.config.is_latency:
+            self.epoch = engine.members.epoch
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -169,11 +158,3 @@ class HostsExchange(RowsOverEngine):
         if not self.config.is_latency:
             self.epoch = op.peer_regions.epoch
         return op
-
-    def release(self) -> None:
-        """End the engine; idempotent."""
-        try:
-            with ignored(NoQuorumError):  # then no rank is notified
-                self._take_back()
-        finally:
-            self.engine.close(failed=self.is_dropped)

@@ -42,6 +42,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from ...engine import Engine, come_in, place_of
 from ...engine.operation import Operation
 from ...engine.outbox import CELL_WORDS, GAVE_UP, NUM_CELLS, SIGNATURE, STATE_WORDS, PeerRegions, consumed_of, has_left
@@ -65,7 +67,7 @@ from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
 from ..control.header import OP_SYNC, Header
 from ..control.membership import Agreed, Membership
-from .notices import present_ranks
+from .notices import BufferNotice, present_ranks
 from .rows import CallPatience, OwnRow, RowsOverEngine, RowsPlan
 
 GRACE_S = 0.05  # how long to wait for a rank that no rank counts on
@@ -116,13 +118,25 @@ class Arrivals(NamedTuple):
 class SyncExchange(RowsOverEngine):
     """An exchange of rows whose engine makes the calls of `sync` as well.
 
+    The engine has `LINE_BYTES` extra bytes.
+
     Attributes:
-        engine: of the buffer, with `LINE_BYTES` extra bytes.
+        membership: set before the first call.
         num_agreed: the agreement with which the epoch has begun; they are numbered, alike on all members.
+        tell: publishes a notice of the buffer to processes that join; returns the function that removes it.
     """
 
-    engine: Engine
+    membership: MembersOfEngine
     num_agreed = 0
+    tell: Callable[[], Callable[[], None]]
+
+    def announce(self) -> None:
+        """Publish that this rank has the buffer."""
+        self.take_back = self.tell()
+
+    def use(self, engine: Engine) -> None:
+        """Run the next call with an engine: the first one, or that with which this rank has returned."""
+        raise NotImplementedError
 
     def run(self, make: Make, patience: CallPatience) -> Operation:
         """Run a call of the engine to its end."""
@@ -432,9 +446,19 @@ class MembersOfEngine(Membership):
         self._is_inside = True
         self._sync = MemberSync(exchange, self._may_return, self._check)
         self._job: Any = None
+        self._label = ""
+
+    def begin_first(self, deadline: float) -> None:
+        """Begin with the engine that all ranks have made together (`begin_with`). Collective."""
+        raise NotImplementedError
+
+    def join_running(self, group: dist.ProcessGroup, running: BufferNotice) -> None:
+        """Join a running buffer of this process's group, at once or in the first call."""
+        raise NotImplementedError
 
     def begin_with(self, engine: Engine) -> None:
-        """Begin with the engine of the buffer, which the exchange has."""
+        """Use the first engine."""
+        self._use(engine)
         self._address = place_of(engine, self._mode)
         self._job = engine.membership.job
         self._job.retain()  # an excluded rank has no engine for a while
@@ -494,6 +518,12 @@ class MembersOfEngine(Membership):
     def _excluded_when(self) -> tuple[str, int]:
         """Return the epoch that the others have entered without this rank, or the one before, and a preposition."""
         raise NotImplementedError
+
+    def call_it(self, text: str) -> None:
+        """Show the buffer's name in hang reports."""
+        self._label = text
+        if self._exchange.has_engine:
+            self._engine.membership.call_it(text)
 
     def show(self, op: str, seq: int, ranks: list[int]) -> None:
         """Publish in hang reports that a call waits for ranks."""
@@ -603,8 +633,10 @@ class MembersOfEngine(Membership):
         self._is_out, self._view = False, None
 
     def _use(self, engine: Engine) -> None:
-        """Go on with another engine: this rank has returned with it."""
-        raise NotImplementedError
+        """Go on with an engine: the first one, or that with which this rank has returned."""
+        self._exchange.use(engine)
+        if self._label:
+            engine.membership.call_it(self._label)
 
     def _may_return(self) -> Collection[int]:
         """Return the ranks outside of the engine's group whose process may request admission."""

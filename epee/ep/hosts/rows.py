@@ -19,13 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backend.collectives.rounds import cut, lay_out
+from ...engine import Engine
 from ...engine.limits import MIN_STAGING_BYTES
 from ...engine.operation import Operation
 from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
-from ...errors import ProtocolError, context
+from ...errors import NoQuorumError, ProtocolError, context, ignored
 from ..config import BufferConfig
 from ..control.header import ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
 from ..throughput.placement import Ints
@@ -150,10 +151,14 @@ class RowsOverEngine:
         interrupt: raises once the buffer is to be closed.
 
     Attributes:
+        engine: makes the calls; a process that joins a running `Buffer` has none before its first call (`has_engine`).
         epoch: handles of another one are stale.
         is_dropped: the buffer ends without having been closed.
+        take_back: removes this rank's notice of the buffer from the group.
     """
 
+    engine: Engine
+    has_engine = False
     epoch = 0
     is_dropped = False
 
@@ -161,6 +166,7 @@ class RowsOverEngine:
         self.config = config
         self.rank = rank
         self._interrupt = interrupt
+        self.take_back: Callable[[], None] = _nothing
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
@@ -204,3 +210,16 @@ class RowsOverEngine:
     def where(self, op: str) -> str:
         """Return the context of a message about the current call."""
         return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)
+
+    def release(self) -> None:
+        """End the engine; idempotent."""
+        try:
+            with ignored(NoQuorumError):  # then no rank is notified
+                self.take_back()
+        finally:
+            if self.has_engine:
+                self.engine.close(failed=self.is_dropped)
+
+
+def _nothing() -> None:
+    """Do nothing: no notice of the buffer was published."""

@@ -30,7 +30,8 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ....engine import Engine
+import torch.distributed as dist
+
 from ....engine.outbox import STATE_WORDS, has_exited, has_left
 from ....errors import (
     EpeeError,
@@ -48,11 +49,14 @@ from ....view.group import GroupInView
 from ....view.protocol.messages import PUT_OUT
 from ...control.header import OP_NAMES, REASON_BYTES, ExchangedRows, Header
 from ...control.membership import Agreed
+from ...hosts.birth import announcement, come_into
 from ...hosts.exchange import HostsExchange
 from ...hosts.member_sync import MembersOfEngine, SyncExchange, SyncRow
+from ...hosts.notices import BufferNotice
 from ...making import death_in_birth
 from ...membership.memory import Memory
 from ...throughput.placement import Ints
+from ..region import region_layout
 
 logger = logging.getLogger("epee")
 
@@ -61,16 +65,9 @@ _DATA = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, region
 
 
 class MemberExchange(HostsExchange, SyncExchange):
-    """Row exchange through an engine, for calls that need all members of the buffer's epoch. As `HostsExchange`.
+    """Row exchange through an engine, for calls that need all members of the buffer's epoch. As `HostsExchange`."""
 
-    Attributes:
-        epoch_members: the membership, once it is made.
-        tell: publishes a notice of the buffer to processes that join; returns the function that removes it.
-    """
-
-    tell: Callable[[], Callable[[], None]]
-
-    epoch_members: EpochMembers | None = None
+    membership: EpochMembers
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """As `HostsExchange.call`.
@@ -79,8 +76,7 @@ class MemberExchange(HostsExchange, SyncExchange):
             RankFailedError, PeerError: a member of the epoch is lost; the same on all.
             EvictedError: this rank was excluded.
         """
-        members = self.epoch_members
-        assert members is not None
+        members = self.membership
         members.require_place(is_masked=False)
         rows = super().call(header, counts, text, deadline)
         missing = sorted({*members.entered}.difference(rows.parties))
@@ -88,14 +84,10 @@ class MemberExchange(HostsExchange, SyncExchange):
             raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
         return rows
 
-    def announce(self) -> None:
-        """Publish that this rank has the buffer, once it has entered an epoch."""
-        self._take_back = self.tell()
-
     def release(self) -> None:
         """As `HostsExchange.release`; a replacement that has not entered an epoch may try again."""
-        if not self.epoch and self.epoch_members is not None:
-            self.epoch_members.returns()
+        if not self.epoch and self.has_engine:
+            self.membership.returns()
         super().release()
 
 
@@ -120,7 +112,6 @@ class EpochMembers(MembersOfEngine):
         exchange: over the engine.
         mode: of the engine.
         job_handle: job handle of the group; of one in no view `NO_VIEW`.
-        nbytes: of the region that a rank lends to an epoch.
         timeout_s: of the buffer's calls.
         interrupt: called while waiting; raises to end the wait.
 
@@ -139,19 +130,16 @@ class EpochMembers(MembersOfEngine):
         exchange: MemberExchange,
         mode: str,
         job_handle: GroupInView,
-        nbytes: int,
         timeout_s: float,
         interrupt: Callable[[], None],
     ) -> None:
         super().__init__(exchange, mode, job_handle, timeout_s, interrupt)
         self.forget = _nothing  # the memory of an epoch goes with its regions
-        self._nbytes = nbytes
+        self._nbytes = region_layout(exchange.config).nbytes  # of the region that a rank lends to an epoch
         self.regions: dict[int, SharedRegion] = {}
         self.memory = Memory()
         self.entered: dict[int, int] = {}
         self._own: SharedRegion | None = None  # for the next epoch
-        self.begin_with(exchange.engine)
-        exchange.epoch_members = self
 
     @property
     def inbox_bytes(self) -> int:  # type: ignore[override]
@@ -161,8 +149,8 @@ class EpochMembers(MembersOfEngine):
 
     # ---- the first epoch
 
-    def begin(self, deadline: float) -> None:
-        """Enter the first epoch, while all ranks make the buffer.
+    def begin_first(self, deadline: float) -> None:
+        """As `MembersOfEngine.begin_first`; enters the first epoch.
 
         Raises:
             RankFailedError: a rank has died meanwhile.
@@ -198,6 +186,13 @@ class EpochMembers(MembersOfEngine):
         missing = sorted(set(range(self._config.num_ranks)).difference(found))
         if missing:
             raise death_in_birth(missing)
+
+    def join_running(self, group: dist.ProcessGroup, running: BufferNotice) -> None:
+        """Have the members admit this process to the engine; `join` enters the buffer. Raises as `come_into`."""
+        engine = come_into(self._job_handle, self._rank, self._config, running, self._timeout_s)
+        self.begin_with(engine)
+        self._exchange.tell = announcement(group, engine, self._config, running)
+        self.number = running.number
 
     @property
     def is_in(self) -> bool:
@@ -258,9 +253,6 @@ class EpochMembers(MembersOfEngine):
         if self._own is None or self._own is self.regions.get(self._rank):
             self._own = self._new_region()
         return _DATA.pack(self._exchange.epoch, self._own.blob)
-
-    def _use(self, engine: Engine) -> None:
-        self._exchange.engine, self._exchange.peer_regions = engine, engine.members
 
     def _note(self, found: Mapping[int, bytes]) -> None:
         """Record what the ranks have agreed on; from here on the epoch is to be entered."""
@@ -329,7 +321,6 @@ class EpochMembers(MembersOfEngine):
             self._own.close()
             self._own = None
         self.memory = Memory()
-        self._exchange.epoch_members = None
         super().close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..config import BufferConfig
 from ..throughput.placement import Ints
 from .header import ExchangedRows, Header
 from .membership import Membership
@@ -55,24 +54,3 @@ class RowExchange(Protocol):
 
     def release(self) -> None:
         """Release all memory."""
-
-
-class EpochExchange(RowExchange, Protocol):
-    """A row exchange whose members change from epoch to epoch.
-
-    Attributes:
-        config: of the buffer.
-        rank: this rank.
-    """
-
-    config: BufferConfig
-    rank: int
-
-    @property
-    def seq(self) -> int:
-        """Number of the last published call of the epoch."""
-
-    def waits_in_next(self, src: int) -> bool:
-        """Return whether a rank has announced the call after this rank's last one, and has neither refused nor aborted
-        it.
-        """

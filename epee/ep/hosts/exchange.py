@@ -46,8 +46,6 @@ from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
 class NothingOpen:
     """The end of the last call, which the engine determines: nothing is open here."""
 
-    is_open = False
-
     def close(self) -> None:
         """Do nothing."""
 

@@ -43,7 +43,6 @@ class Absent(Exception):
 class EpochMember(NamedTuple):
     """A process that has a rank in an epoch; `process` is its number and start time."""
 
-    incarnation: int
     line: Line
     process: tuple[int, int]
 
@@ -135,18 +134,17 @@ class Inboxes:
             if not is_complete:
                 self.give_back(met)
 
-    def _meet_one(self, met: Met, rank: int, member: Member, wait: Wait) -> bool:
-        """Map what one member lends; return False when the wait is void."""
+    def _meet_one(self, met: Met, rank: int, member: Member, wait: Wait) -> None:
+        """Map what one member lends; `met` is without it when the wait is void."""
         line: Line | None = self._line
         if rank != self._rank:
             line = self._find(rank, member, wait)
             region = None if line is None else self._map(rank, member, line, wait)
             if region is None:
-                return False
+                return
             met.regions[rank] = region
         assert line is not None
-        met.peers[rank] = EpochMember(member.incarnation, line, process_of(member))
-        return True
+        met.peers[rank] = EpochMember(line, process_of(member))
 
     def give_back(self, met: Met) -> None:
         """Unmap what was met but not used; this rank's own inbox may be mapped by others and is offered again."""

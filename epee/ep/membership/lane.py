@@ -45,7 +45,7 @@ from typing import NamedTuple
 from ...errors import MismatchError, NoQuorumError, ProtocolError, context
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
-from ..control.exchanging import EpochExchange
+from ..control.inbox import Exchange
 from ..control.membership import Agreed, Membership
 from .birth import Begun
 from .group_view import Roster, View
@@ -255,18 +255,14 @@ class BufferLane(Membership):
         timeout_s: of the buffer's calls.
         interrupt: called while waiting; raises to end the wait.
         nbytes: of the memory that a rank lends for an epoch.
-
-    Attributes:
-        forget: called when an epoch is over: drops what belonged to it.
     """
 
     def __init__(
-        self, begun: Begun, exchange: EpochExchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
+        self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
     ) -> None:
         config, rank = exchange.config, exchange.rank
         self.roster = begun.roster
         self.raises = begun.roster.job_handle.raises
-        self.forget = _nothing
         self._config = config
         self._rank = rank
         self._begun = begun
@@ -390,7 +386,3 @@ def retire() -> None:
         pid, begun = _closed.popleft()
         if pid == os.getpid():
             begun.close()
-
-
-def _nothing() -> None:
-    pass

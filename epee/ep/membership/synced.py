@@ -87,7 +87,6 @@ class SyncedLane(BufferLane):
         processes: pid and start time of the others' processes; for an excluded rank, of its last one.
     """
 
-    _exchange: Exchange
     memory: Memory
 
     def __init__(

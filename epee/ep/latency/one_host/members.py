@@ -134,7 +134,6 @@ class EpochMembers(MembersOfEngine):
         interrupt: Callable[[], None],
     ) -> None:
         super().__init__(exchange, mode, job_handle, timeout_s, interrupt)
-        self.forget = _nothing  # the memory of an epoch goes with its regions
         self._nbytes = region_layout(exchange.config).nbytes  # of the region that a rank lends to an epoch
         self.regions: dict[int, SharedRegion] = {}
         self.memory = Memory()
@@ -322,7 +321,3 @@ class EpochMembers(MembersOfEngine):
             self._own = None
         self.memory = Memory()
         super().close()
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -34,7 +34,7 @@ from .operation import Block, Driven, Operation
 from .outbox import CORE, GAVE_UP, SLEEPERS, PeerRegions, has_exited, leavers
 from .p2p.message import ANY, STAYS_OPEN, Message
 from .signature import unpack
-from .withdrawal import has_aborted, withdrawn
+from .withdrawal import has_aborted, was_ended_by_view, withdrawn
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -441,13 +441,14 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
 def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it.
 
-    A rank that had aborted it before the view changed shows that in GAVE_UP, whichever call it is. Else a call with a
-    root was ended by a loss; one without a root is possible in any view, so no loss has ended it.
+    A rank that had aborted it before the view changed shows that in GAVE_UP, whichever call it is; where a loss has
+    ended it on others, that counts. Else a call with a root was ended by a loss; one without a root is possible in any
+    view, so no loss has ended it.
     """
     peer_regions = head.peer_regions
     words = {rank: peer_regions.words[peer_regions.members.index(rank)] for rank in quitters}
     aborted = [rank for rank in quitters if has_aborted(head.cell, head.seq, words[rank])]
-    if aborted:
+    if aborted and not any(was_ended_by_view(head.cell, head.seq, words[rank]) for rank in quitters):
         return _peer_error(peer_regions, aborted, head, now, GAVE_THE_CALL_UP)
     lost = engine.membership.removed_in(peer_regions.epoch) if unpack(head.plan.signature).root >= 0 else []
     told = head.describe(engine.peer_regions, peer=", ".join(map(str, quitters)), elapsed=now - head.started)

@@ -93,6 +93,11 @@ def has_aborted(cell: int, seq: int, words: memoryview) -> bool:
     return mark != COMPLETES and untag(mark)[1] == seq
 
 
+def was_ended_by_view(cell: int, seq: int, words: memoryview) -> bool:
+    """Return whether a change of the view has ended call `seq` on the rank of these words."""
+    return untag(failed_by_view(words[cell + GAVE_UP]))[1] == seq
+
+
 class Withdrawal:
     """A call that this rank has aborted, until its outcome is known.
 

@@ -23,7 +23,7 @@ from epee.engine.outbox import (
 )
 from epee.engine.replication.links import GroupLinks, LinkReader, Newcomer, Turn
 from epee.engine.replication.mirror import FROM_BIRTH
-from epee.errors import ProtocolError
+from epee.errors import ProtocolError, ResourceError
 from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
 from epee.link.topology import Topology
 from epee.memory.shared import SharedRegion
@@ -192,6 +192,50 @@ def test_what_a_lost_keeper_had_counts_though_its_heir_has_not_been_told() -> No
     assert (peer_regions.own[row + MIRROR_SETTLED], peer_regions.own[row + MIRROR_CUT]) == (4, 0), (
         "what counts of rank 0 stays"
     )
+    for region in regions:
+        region.close()
+
+
+def test_a_shortage_while_a_lost_rank_is_inherited_is_no_end(
+    regions: list[SharedRegion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 waits for rank 2, as above, and then cannot take on what that one had: it tries again."""
+    (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
+    row = box2.mirror_base[0]
+    for ways in (second, third):
+        ways.begin(5, dict.fromkeys(range(4), 5))
+    box2.own[GENERATION] = box3.own[GENERATION] = 5
+    hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
+    second.mirrors[0].words[LIFE] = box2.own[LIFE] = LIFE_LEFT
+    third._take_over(Turn(6, frozenset({3}), frozenset({0, 1, 2})))
+    hear(second, 0, word(END, 0, FINAL))
+    create = SharedRegion.create
+    monkeypatch.setattr(SharedRegion, "create", lambda *_, **__: (_ for _ in ()).throw(ResourceError("no memory")))
+    third.serve()
+    assert box3.own[row + MIRROR_SETTLED] == 0
+    monkeypatch.setattr(SharedRegion, "create", create)
+    third._retry_at = 0.0
+    third.serve()
+    assert (box3.own[row + MIRROR_SETTLED], box3.own[row + MIRROR_CUT]) == (6, 0)
+    assert box3.own[row + MIRROR_MADE] == 6, "it has a mirror of its own"
+
+
+def test_each_keeper_that_has_left_is_waited_for() -> None:
+    """Ranks 2 and 3 have kept the mirror of rank 0 and have left, rank 2's process has ended; rank 4 is the last."""
+    keys = ["a", "b", "b", "b", "b"]
+    nbytes = outbox_layout(5, STAGING_BYTES).nbytes
+    regions = [SharedRegion.create(nbytes, f"outbox{rank}", only_owner_writes=True) for rank in range(5)]
+    last, peer_regions, _ = ways_of(4, regions, keys)
+    row = peer_regions.mirror_base[0]
+    for rank in (2, 3):
+        words = regions[rank].words(0, len(peer_regions.own))
+        words[row + MIRROR_MADE], words[LIFE] = FROM_BIRTH, LIFE_LEFT
+    regions[2].owner_start_time -= 1  # another process's: that one has ended
+    last._take_over(Turn(2, frozenset({4}), frozenset({0, 1, 2, 3})))
+    assert peer_regions.own[row + MIRROR_SETTLED] == 0, "rank 3 may receive more"
+    regions[3].words(0, len(peer_regions.own))[row + MIRROR_SETTLED] = FINAL
+    last.serve()
+    assert (peer_regions.own[row + MIRROR_SETTLED], peer_regions.own[row + MIRROR_CUT]) == (2, 0)
     for region in regions:
         region.close()
 

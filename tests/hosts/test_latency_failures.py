@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.engine.outbox import has_left
 from epee.ep.hosts.latency.path import LatencyHostsPath
 from epee.errors import EpeeError
 from epee.link.topology import Topology
@@ -346,9 +347,15 @@ def _killed(rank: int, num_ranks: int, hosts: Sequence[int], victim: int) -> lis
 
 
 def _error_behind_deaths(
-    rank: int, num_ranks: int, placement: Sequence[int], victims: Sequence[int], knowing: Sequence[int]
+    rank: int,
+    num_ranks: int,
+    placement: Sequence[int],
+    victims: Sequence[int],
+    knowing: Sequence[int],
+    closing: Sequence[int] = (),
 ) -> tuple[str, tuple[int, ...]]:
-    """Call without a mask behind deaths; ranks that are not `knowing` find them in the others' abort alone."""
+    """Call without a mask behind deaths; ranks that are not `knowing` find them in the others' abort alone. Ranks of
+    `closing` have closed the buffer by then."""
     torch.set_num_threads(1)
     if rank not in knowing:
         setattr(LatencyHostsPath, "_ended", lambda _: set())  # noqa: B010 - mypy
@@ -357,8 +364,16 @@ def _error_behind_deaths(
         dist.barrier()
         if rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank in closing:
+            buffer.close()
+            with contextlib.suppress(EpeeError):
+                dist.barrier()
+                dist.barrier()
+            return "closed", ()
         path: Any = buffer._path
         while rank in knowing and not path._ended().issuperset(victims):
+            time.sleep(0.001)
+        while not all(has_left(path._life[other]) for other in closing):
             time.sleep(0.001)
         if rank > 0:
             time.sleep(0.5)  # rank 0 has nothing of the others when it looks
@@ -388,6 +403,14 @@ def test_without_a_mask_all_ranks_name_those_that_died(
 ) -> None:
     told = run_on_loopbacks(_error_behind_deaths, placement, placement, victims, tuple(knowing), dead=set(victims))
     assert told == [DEAD if rank in victims else ("RankFailedError", victims) for rank in range(4)]
+
+
+def test_without_a_mask_all_ranks_name_a_death_and_not_a_rank_that_has_closed_its_buffer() -> None:
+    hosts, there = (0, 0, 1, 1), {2, 3}
+    victim = (there - {Topology(0, ["a", "a", "b", "b"]).gateway(1, 1)}).pop()  # the other one hears that rank 1 closes
+    told = run_on_loopbacks(_error_behind_deaths, hosts, hosts, (victim,), tuple(range(4)), (1,), dead={victim})
+    assert told[1] == ("closed", ())
+    assert [told[rank] for rank in (0, *there - {victim})] == [("RankFailedError", (victim,))] * 2
 
 
 @pytest.mark.hosts

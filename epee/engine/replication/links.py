@@ -372,7 +372,15 @@ class GroupLinks:
 
     def _is_receiving(self) -> bool:
         """Return whether a mirror that this rank keeps may still lack what counts of its source."""
-        return any(not self._own[self.peer_regions.mirror_base[source] + MIRROR_SETTLED] for source in self.mirrors)
+        return any(
+            not self._own[self.peer_regions.mirror_base[source] + MIRROR_SETTLED] and not self._is_cut_off(source)
+            for source in self.mirrors
+        )
+
+    def _is_cut_off(self, source: int) -> bool:
+        """Return whether a source has left, and its link has ended: this rank may have left, too, and asks nobody."""
+        question = self._questions.get(source)
+        return has_left(self.mirrors[source].words) and (question is None or question.ear is None)
 
     def _is_fed_by(self, ear: LinkReader) -> bool:
         question = self._questions.get(ear.peer)
@@ -489,6 +497,7 @@ class GroupLinks:
         since = {**before.since, **dict.fromkeys(new, turn.epoch)}
         roles = Roles(before.topology.moved(keys), turn.present, since)
         with self._links.lock:
+            self._awaited.clear()  # all staying ranks had settled what they needed
             for rank, one in new.items():
                 self._welcome(rank, one, turn.epoch)
             for source in list(self.mirrors):
@@ -550,28 +559,29 @@ class GroupLinks:
         """Ensure that the mirror of a lost source gets all that counts; `is_new`: it is lost in `epoch`."""
         row, question = self.peer_regions.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
-        settled, awaited = self._own[row + MIRROR_SETTLED], self._awaited.pop(source, None)
+        settled = self._own[row + MIRROR_SETTLED]
         if settled and (settled == FINAL or not is_new):
+            self._awaited.pop(source, None)
             return
         if question is not None and question.teller == teller and not is_new:
             return
         if teller is None:
-            awaited = awaited or (epoch, time.monotonic() + LINGER_S)
-            if source in self._departed and time.monotonic() < awaited[1] and self._is_still_told(source):
-                self._awaited[source] = awaited
+            _, until = self._awaited.setdefault(source, (epoch, time.monotonic() + LINGER_S))
+            if source in self._departed and time.monotonic() < until and self._is_still_told(source):
                 return
             with self._links.lock:
                 self._questions.pop(source, None)
                 words = self._settled_words(source)
-                if words is not None and (
+                is_had = words is not None and (
                     words[row + MIRROR_MADE] == FROM_BIRTH or self._take_on(source, words, epoch)
-                ):
-                    self._settle(source, epoch)
-                    return
-                # the view that lost it determines what counts, else this one: no rank here has received all
-                self._own[row + MIRROR_CUT] = 0 if source in self._alone else epoch
+                )
+                if not is_had:
+                    # the view that lost it determines what counts, else this one: no rank here has received all
+                    self._own[row + MIRROR_CUT] = 0 if source in self._alone else epoch
                 self._settle(source, epoch)
+            del self._awaited[source]  # last: after a shortage all of this is done again
             return
+        self._awaited.pop(source, None)
         question = _Question(teller, epoch, None)
         if source in self.mirrors:
             with self._links.lock:
@@ -581,13 +591,16 @@ class GroupLinks:
 
     def _is_still_told(self, source: int) -> bool:
         """Return whether a former gateway of this host that has left in order still receives what a source has sent."""
-        row = self.peer_regions.mirror_base[source]
+        row, own = self.peer_regions.mirror_base[source], self.mirrors.get(source)
+        if own is not None and own.is_whole:
+            return False  # the source has told this rank since: what the former gateway has is old
         for rank in self.topology.here:
             words, region = self.peer_regions.words[rank], self.peer_regions.regions[rank]
             is_former = rank != self.topology.rank and words[GENERATION] == self._own[GENERATION]
             is_open = words[row + MIRROR_MADE] and not words[row + MIRROR_SETTLED] and not words[row + MIRROR_CUT]
-            if is_former and is_open and words[LIFE] == LIFE_LEFT:
-                return not has_ended(region.owner_pid, region.owner_start_time)
+            has_left_alive = words[LIFE] == LIFE_LEFT and not has_ended(region.owner_pid, region.owner_start_time)
+            if is_former and is_open and has_left_alive:
+                return True
         return False
 
     def _settled_words(self, source: int) -> memoryview | None:

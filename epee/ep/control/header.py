@@ -47,8 +47,8 @@ class Header(NamedTuple):
         op: index into `OP_NAMES`.
         layout: index into `LAYOUTS`.
         dtype: index into `DTYPE_CODES`.
-        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`; 1 of a `sync`
-            that agrees on the members, whatever the view.
+        handle: call that made the handle in use, 0 without one; of `OPS_OF_CPUS` the number of bytes, but 1 of a
+            `sync` that agrees on the members, whatever the view.
         with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
         with_weights: bytes of one weight that travels, 0 without weights.
         scale_words: 4-byte words of scales per row.
@@ -173,8 +173,8 @@ def limits_of(config: BufferConfig) -> Limits:
 
 # How a user would call a header field; the others have the user's own words.
 LABELS = {
-    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes; "
-    "for sync 1 with a mask, 0 without)",
+    "handle": "the handle in use (number of the call that made it; for calls without rows the number of "
+    "bytes; for sync 1 with a mask, 0 without)",
     "with_topk": "routing by topk_idx (1) or otherwise (0)",
     "with_weights": "topk_weights (bytes of a weight, 0 without)",
     "scale_words": "the width of the FP8 scales",

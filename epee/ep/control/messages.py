@@ -17,7 +17,7 @@ from ...errors import EpeeError, MismatchError, expected
 from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchanging import RowExchange
-from .header import OP_GATHER, REASON_BYTES, REFUSED, Header, Moved
+from .header import OP_GATHER, OP_SYNC, REASON_BYTES, REFUSED, Header, Moved
 from .inbox import Exchange
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def refused_alike(control: ControlPlane, deadline: float) -> Iterator[None]:
         yield
     except expected(MismatchError) as error:
         try:
-            control.refuse(OP_GATHER, error, deadline)
+            control.refuse(OP_SYNC, error, deadline)
         except expected(EpeeError, Moved) as problem:
             _log.warning("could not tell the peers about a refused sync: %s", problem)
         raise

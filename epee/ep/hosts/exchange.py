@@ -37,7 +37,7 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
 from ..config import BufferConfig
 from ..control.exchanging import LastCall
-from ..control.header import OP_GATHER, ExchangedRows, Header, Moved
+from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
 from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
@@ -134,7 +134,7 @@ class HostsExchange(RowsOverEngine):
         last = self.peer_regions
         row, patience = self._row(header, counts, text), CallPatience.until(deadline)
         met = self._read(row, self.run(row.plan, patience))
-        if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
+        if header.op in OPS_OF_CPUS and header.expert_alignment > 1 and met.members != last.members:
             raise Moved  # a later piece of a gather has other members than the piece before
         return met.rows
 

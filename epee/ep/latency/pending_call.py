@@ -510,24 +510,24 @@ class PendingCalls:
         dead, gone = (
             sorted(rank for rank, why in pending_call.lost.items() if why == kind) for kind in ("dead", "gone")
         )
-        lost = dead or gone or sorted(pending_call.lost)
+        ends = {rank: self._why_gone(rank) for rank in gone}
+        failed = {rank: why for rank, (kind, why) in ends.items() if issubclass(kind, RankFailedError)}
+        lost = sorted([*dead, *failed]) or gone or sorted(pending_call.lost)
         if not (dead or gone) and self._may_be_refused(pending_call):
             self._await_refusal(pending_call)
         if not (dead or gone) and pending_call.words.withdrawn(pending_call.mark):
             return self._end_of(pending_call).given_up()
-        where = pending_call.where(lost[0], pending_call.started)
-        names = ", ".join(str(rank) for rank in lost)
-        ends = {rank: self._why_gone(rank) for rank in gone}
-        if dead:
-            failed = {rank: why for rank, (kind, why) in ends.items() if issubclass(kind, RankFailedError)}
-            more = "".join(f"; rank {rank}: {why}" for rank, why in failed.items())
+        where, names = pending_call.where(lost[0], pending_call.started), ", ".join(map(str, lost))
+        if dead or failed:
+            reasons = [f"rank {', '.join(map(str, dead))} is dead (its process ended)"] if dead else []
+            reasons += [f"rank {rank}: {why}" for rank, why in failed.items()]
             return RankFailedError(
-                f"{where}: rank {names} is dead (its process ended){more}; pass active_ranks to continue without it",
-                sorted([*dead, *failed]),
+                f"{where}: {'; '.join(reasons)}; pass active_ranks to continue without it",
+                lost,
                 pending_call.op,
                 pending_call.seq,
                 self._epoch(),
-                "process ended",
+                "process ended" if dead else next(iter(failed.values())),
             )
         if gone:
             kind, why = ends[gone[0]]

@@ -39,10 +39,10 @@ MAX_IN_CIRCLES = 11  # modules that import each other if imports for annotations
 FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "values", "ep", "backend"}
 
 # What is left of the exchange of rows in inboxes, until the next part of the house: who may import it.
-_LANES = {f"ep.membership.{name}" for name in ("birth", "inboxes", "lane", "path_lane", "synced")}
+_LANES = {f"ep.membership.{name}" for name in ("agreement", "birth", "inboxes", "path_lane", "synced")}
 _GPU_PATHS = {"ep.throughput.gpu_path", "ep.throughput.gpu.epochs", "ep.latency.gpu_path"}
 GPU_BUFFERS_ONLY = {
-    "ep.membership.synced": {*_LANES, *_GPU_PATHS, "ep.paths"},
+    "ep.membership.synced": {*_LANES, *_GPU_PATHS, "ep.paths", "ep.base"},
     "ep.membership.path_lane": {*_LANES, *_GPU_PATHS},
     "ep.membership.group_view": _LANES,
     "ep.membership.inboxes": _LANES,

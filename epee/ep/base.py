@@ -39,7 +39,8 @@ from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .making import fits
-from .membership.lane import BufferLane, retire
+from .membership.birth import retire
+from .membership.synced import SyncedLane
 from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
 
@@ -418,7 +419,7 @@ def _tell_of_one_host(
 ) -> None:
     """Announce a GPU buffer to processes that join a group over several hosts: it stays on one."""
     lane = exchange.membership
-    if not (job_handle.spans and job_handle.is_open) or not isinstance(lane, BufferLane):
+    if not (job_handle.spans and job_handle.is_open) or not isinstance(lane, SyncedLane):
         return
     from .hosts.notices import tell_of_one_host
 

@@ -23,8 +23,7 @@ from .control.header import OP_BARRIER, OPS_OF_CPUS
 from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .control.words import inbox_layout
-from .membership.birth import Begun, begin
-from .membership.lane import BufferLane, retire
+from .membership.birth import Begun, begin, retire
 from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
 
@@ -228,10 +227,8 @@ def begin_lane(
         exchange.release()
         retire()
         raise
-    if not isinstance(
-        getattr(exchange, "membership", None), BufferLane
-    ):  # a replacement: it enters with its first call
-        enter(begun)
+    if not isinstance(getattr(exchange, "membership", None), SyncedLane):
+        enter(begun)  # a replacement: it enters with its first call
 
 
 def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool = False) -> None:

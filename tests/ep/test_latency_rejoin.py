@@ -20,8 +20,8 @@ import epee
 from epee.engine.membership.group_membership import GroupMembership
 from epee.ep.hosts.member_sync import MemberSync
 from epee.ep.latency.one_host.members import EpochMembers
+from epee.ep.membership.agreement import Sync
 from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.lane import Sync
 from epee.ep.membership.registry import Registry
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import CommTimeoutError, EvictedError, PeerError, ResourceError, StaleHandleError

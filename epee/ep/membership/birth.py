@@ -35,6 +35,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
@@ -93,6 +94,10 @@ class Begun:
         losses = self.roster.losses(self.first)
         return [loss.rank for loss in losses if loss.cause in _DEATHS and loss.rank in self.makers]
 
+    def retire_later(self) -> None:
+        """Have `retire` call `close`."""
+        _closed.append((os.getpid(), self))
+
     def close(self) -> None:
         """Release the buffer's part in the group; idempotent. Talks to the agent thread."""
         if self._is_closed:
@@ -108,6 +113,17 @@ class Begun:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
             self.roster.job_handle.job.release()
+
+
+_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet removed from the control plane
+
+
+def retire() -> None:
+    """End the part of all closed buffers in the control plane. Between calls only: it talks to the agent thread."""
+    while _closed:
+        pid, begun = _closed.popleft()
+        if pid == os.getpid():
+            begun.close()
 
 
 class Entrant(Protocol):

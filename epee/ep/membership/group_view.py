@@ -9,8 +9,8 @@ microseconds at a time, and no wait happens under it.
 
 A process that holds a rank's slot in the job but has no part in the group (it joined for another group) does not count;
 nor, in a group over several hosts, does a process of another host: a buffer that was made on one host stays there. A
-rank excluded from the buffer (`lane.py`) is in none of its epochs but is still tracked; for the buffer, the incarnation
-of a member is the epoch since which it takes part.
+rank excluded from the buffer (`agreement.py`) is in none of its epochs but is still tracked; for the buffer, the
+incarnation of a member is the epoch since which it takes part.
 """
 
 from __future__ import annotations

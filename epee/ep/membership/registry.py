@@ -10,7 +10,7 @@ running buffers, nor the others to find its own.
     line    number of the buffer (0: none; with `CLOSED`: it was closed; with `DROPPED` as well: it was not closed, but
             the process has dropped it, which happens when it ends), the epoch for which it has arrived at sync, the
             ranks it counts on there, and the last number that its calls have used
-            (`lane.py`), view for which the inbox was made, blob of the inbox, words of the config
+            (`agreement.py`), view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (only the newest number in the header is stored after it), and
 marked when it ends, after the closed number in the header. Another buffer may have the line then, so a reader checks

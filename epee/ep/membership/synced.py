@@ -2,9 +2,10 @@
 
 A latency call ends by itself on each rank: a rank that does not send is recorded in the call's mask. Calls between
 kernels cannot be stopped or aborted: a call of a `Buffer` during which a rank dies is lost. So no call has to stop for
-a new view. An **epoch** begins when the buffer is made, and with each `sync` (`lane.py`), which ends with a decision of
-the job. Each epoch has an inbox of its own (`control/inbox.py`), made by its members for its members, followed by the
-memory that the path lends; handles of earlier epochs are stale. The rest depends on the path (`Memory`):
+a new view. An **epoch** begins when the buffer is made, and with each `sync` (`agreement.py`), which ends with a
+decision of the job. Each epoch has an inbox of its own (`control/inbox.py`), made by its members for its members,
+followed by the memory that the path lends; handles of earlier epochs are stale. The rest depends on the path
+(`Memory`):
 
     latency, CPU        the region of `latency/region.py`, new in each epoch; calls are numbered from 1, tags name the
                         epoch. So nothing that an excluded rank stores reaches memory that any rank reads.
@@ -34,6 +35,9 @@ about it. A rank whose `sync` was ended by an error and that is in the decision 
     taken a lost        nothing: it is not there yet; its constructor     it is a member
         rank            waits in `sync` with the others
 
+Called on the thread of a call; `close` also on any thread that drops the buffer, at any moment: so it waits for no
+rank, and what it cannot do there is done by `retire`, between two calls of any buffer.
+
 Each rank writes its own line and memory, and its sections of the others'. A crash between two steps: before the
 decision, the rank is not in it; after it, the rank is lost as above.
 """
@@ -41,6 +45,7 @@ decision, the rank is not in it; after it, the rank is lost as above.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -60,26 +65,29 @@ from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
 from ..control.ending import Turned
 from ..control.inbox import Exchange
-from ..control.membership import Agreed
+from ..control.membership import Agreed, Membership
 from ..job import process_of
 from ..losses import silent
 from ..making import death_in_birth
+from .agreement import Sync
 from .birth import Begun
-from .inboxes import Absent, Met, Wait
-from .lane import BufferLane
+from .inboxes import Absent, Inboxes, Met, Wait
 from .memory import Memory, Outrun
 from .registry import CLOSED, DROPPED, INBOX_VIEW, NUMBER, SYNC, Line
 
 logger = logging.getLogger("epee")
 
 
-class SyncedLane(BufferLane):
+class SyncedLane(Membership):
     """The group of a latency buffer or a buffer of GPUs.
 
     Args:
+        begun: the buffer's part in its group.
+        exchange: of the buffer.
+        timeout_s: of the buffer's calls.
+        interrupt: called while waiting; raises to end the wait.
         watch: of the calls: knows which of the epoch's processes have ended.
         nbytes: of the memory that a rank lends for an epoch.
-        Others as `BufferLane`.
 
     Attributes:
         regions: the memory of the epoch by rank, this one's included; without an entry for a rank that is not in it.
@@ -98,8 +106,27 @@ class SyncedLane(BufferLane):
         watch: DeathWatch,
         nbytes: int,
     ) -> None:
-        super().__init__(begun, exchange, timeout_s, interrupt, nbytes)
+        config, rank = exchange.config, exchange.rank
+        self.roster = begun.roster
+        self.raises = begun.roster.job_handle.raises
+        self._config = config
+        self._rank = rank
+        self._begun = begun
+        self.number = begun.number
+        self._line = begun.line
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+        self._entered: dict[int, int] = {}  # ranks of this rank's epoch, and since when they take part
+        look = self._look_between_calls
+        self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, look, nbytes)
         self._inboxes.fill = lambda region: self.memory.fill(region)
+        self._op = ""  # of the call under way, for hang reports
+        self.has_shown = False
+        # agreements up to this epoch have been returned, or did not concern this rank
+        self._agreed = begun.roster.view.epoch
+        self._is_closed = False
+        self._pid = os.getpid()
         self.regions: Mapping[int, SharedRegion] = {}
         self.memory = Memory()
         self.processes: dict[int, tuple[int, int]] = {}
@@ -114,14 +141,66 @@ class SyncedLane(BufferLane):
         self._waits_for_all = False
         self._calm: object = None  # the membership's state when calls last found no change
 
+    @property
+    def takes_replacements(self) -> bool:  # type: ignore[override]
+        """Whether a process that replaces a lost rank is admitted."""
+        return self.roster.job_handle.is_open and self._config.takes_replacements
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Number of the buffer among those of its group, and its group id in the view; the same on all its ranks."""
+        return self.number, self.roster.lane
+
+    @property
+    def first(self) -> int:
+        """If all ranks have made it together: an epoch that they all know of, the same on all; else 0."""
+        return self._begun.first
+
+    def is_told(self, take_back: Callable[[], None]) -> None:
+        """Record that a notice of the buffer is published to the group; `close` calls `take_back`."""
+        self._begun.take_back = take_back
+
+    @property
+    def inbox_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the memory that this rank lends."""
+        return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
+
     def close(self) -> None:
-        """As `BufferLane.close`."""
-        begun = None if self._is_closed else self._begun
-        super().close()
-        if begun is not None and not self._exchange.epoch:
+        """Release all memory and leave the registry; idempotent. `retire` follows."""
+        if self._is_closed or os.getpid() != self._pid:
+            return  # in a forked child all of it is the parent's
+        self._is_closed = True
+        begun = self._begun
+        begun.line.mark_closed(self._exchange.is_dropped)  # first: a joiner must not take the buffer for open
+        begun.retire_later()
+        self._inboxes.close()
+        del self._begun, self._line  # a closed buffer that is still referenced maps nothing
+        if not self._exchange.epoch:
             begun.registry.forget(begun.number)  # a replacement that was not admitted may try again
         self.regions, self._lines, self._whole = {}, {}, None
         self.memory = Memory()
+
+    # ---- during waits
+
+    def _check(self) -> None:
+        """Raise why this rank's calls cannot succeed."""
+        self.roster.check()
+        self.roster.require_part(self._rank)
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Show in hang reports for which ranks a call waits."""
+        self.roster.show(op, seq, ranks)
+        self.has_shown = True
+
+    def call_it(self, text: str) -> None:
+        """Show the buffer's name in hang reports."""
+        self.roster.call_it(text)
+
+    def hide(self) -> None:
+        """Publish that no call waits; costs nothing if none has."""
+        if self.has_shown:
+            self.has_shown = False
+            self.roster.hide()
 
     # ---- the first epoch
 
@@ -210,6 +289,11 @@ class SyncedLane(BufferLane):
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
     must_turn = has_turned
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether this rank's next call is the one after its last, in the same epoch, as far as is known."""
+        return not self.must_turn
 
     def turn(self, op: str, deadline: float) -> None:
         """Enter the newest epoch.
@@ -393,6 +477,32 @@ class SyncedLane(BufferLane):
                 self.memory.follow(rank, process)  # while the watch still reports on the previous process
                 self._watch.watch(rank, *process)
                 self.processes[rank] = process
+
+    # ---- sync
+
+    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
+        """Agree with the others on the members (`Sync`); call `note_agreed` once the caller has the result."""
+
+        def look(silent: list[int]) -> None:
+            """Check for changes while `silent` are awaited: raises what ends the wait, publishes the awaited ranks."""
+            self._interrupt()
+            self.roster.check()
+            self.show("sync", self._exchange.seq + 1, silent)
+
+        def is_elsewhere(rank: int) -> bool:
+            """Return whether a member waits in its next call, so that it does not come to this one."""
+            in_epoch = self.is_in_place and rank in self._exchange.members
+            return in_epoch and self._exchange.waits_in_next(rank)
+
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)
+        try:
+            return sync.agree(counted, used, max(self._agreed, self._exchange.epoch), deadline)
+        finally:
+            self.hide()
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Record that the caller of `agree` has its result, and that the next sync is another one."""
+        self._agreed = agreed.epoch
 
     def sync(self, counted: int, used: int, deadline: float) -> Agreed:
         """Agree with the others on the members, and enter; raises as `agree` and `enter`. `note_agreed` follows."""

@@ -1,19 +1,13 @@
-"""A GPU buffer as a group in a view: its members, its memory, its `sync`, its end.
+"""The agreement of a GPU buffer's ranks on its members at `sync`: who has joined is a member, others are excluded.
 
-`synced.py` defines what a change of the view means to its calls.
-
-Called on the thread of a call; `close` also on any thread that drops the buffer, at any moment: so it waits for no
-rank, and what it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the
-system frees.
-
-**Agreement on the members at `sync`** (`Sync`): ranks that joined become members, others are excluded. A rank in `sync`
-publishes in its line of the registry the epoch of the group it synchronises from, the ranks it counts on, the last
-number its calls have used, and whether its timeout has expired (`COUNTED`, `USED`, then `SYNC`). Every member reads all
-lines. When the ranks that have arrived may proceed, the lowest of them requests from the agents an epoch with these
-members, whose calls begin above the highest number (`Want`, decision 52); if that takes long, the other ranks make the
-request one after another, because the lowest may have stopped. **The decision is the agreement**: every sync ends with
-one, even when the membership does not change; all ranks learn the same result from it, and no later step of the sync
-can fail. The next call enters the epoch.
+`synced.py` says what a change of the view means to the buffer's calls. A rank in `sync` publishes in its line of the
+registry the epoch of the group it synchronises from, the ranks it counts on, the last number its calls have used, and
+whether its timeout has expired (`COUNTED`, `USED`, then `SYNC`). Every member reads all lines. When the ranks that have
+arrived may proceed, the lowest of them requests from the agents an epoch with these members, whose calls begin above
+the highest number (`Want`, decision 52); if that takes long, the other ranks make the request one after another,
+because the lowest may have stopped. **The decision is the agreement**: every sync ends with one, even when the
+membership does not change; all ranks learn the same result from it, and no later step of the sync can fail. The next
+call enters the epoch.
 
 The ranks may proceed:
     all have arrived   all members, and every other rank that an arrived rank counts on
@@ -38,16 +32,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ...errors import MismatchError, NoQuorumError, ProtocolError, context
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import FOREVER, Member
-from ..control.inbox import Exchange
-from ..control.membership import Agreed, Membership
-from .birth import Begun
+from ..control.membership import Agreed
 from .group_view import Roster, View
 from .inboxes import Inboxes
 from .registry import COUNTED, SYNC, USED, Line
@@ -241,148 +232,3 @@ def _used(line: Line, rank: int) -> int:
     if used >= FOREVER:
         raise ProtocolError(f"sync: rank {rank} says that its last call is number {used}; less than {FOREVER} can be")
     return used
-
-
-_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet removed from the control plane
-
-
-class BufferLane(Membership):
-    """The part of a buffer's membership that all modes share.
-
-    Args:
-        begun: the buffer's part in its group.
-        exchange: of the buffer; brought from epoch to epoch by the subclass.
-        timeout_s: of the buffer's calls.
-        interrupt: called while waiting; raises to end the wait.
-        nbytes: of the memory that a rank lends for an epoch.
-    """
-
-    def __init__(
-        self, begun: Begun, exchange: Exchange, timeout_s: float, interrupt: Callable[[], None], nbytes: int
-    ) -> None:
-        config, rank = exchange.config, exchange.rank
-        self.roster = begun.roster
-        self.raises = begun.roster.job_handle.raises
-        self._config = config
-        self._rank = rank
-        self._begun = begun
-        self.number = begun.number
-        self._line = begun.line
-        self._exchange = exchange
-        self._timeout_s = timeout_s
-        self._interrupt = interrupt
-        self._entered: dict[int, int] = {}  # ranks of this rank's epoch, and since when they take part
-        look = self._look_between_calls
-        self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, look, nbytes)
-        self._op = ""  # of the call under way, for hang reports
-        self.has_shown = False
-        # agreements up to this epoch have been returned, or did not concern this rank
-        self._agreed = begun.roster.view.epoch
-        self._is_closed = False
-        self._pid = os.getpid()
-
-    @property
-    def takes_replacements(self) -> bool:  # type: ignore[override]
-        """Whether a process that replaces a lost rank is admitted."""
-        return self.roster.job_handle.is_open and self._config.takes_replacements
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Number of the buffer among those of its group, and its group id in the view; the same on all its ranks."""
-        return self.number, self.roster.lane
-
-    @property
-    def first(self) -> int:
-        """If all ranks have made it together: an epoch that they all know of, the same on all; else 0."""
-        return self._begun.first
-
-    def is_told(self, take_back: Callable[[], None]) -> None:
-        """Record that a notice of the buffer is published to the group; `close` calls `take_back`."""
-        self._begun.take_back = take_back
-
-    @property
-    def inbox_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the memory that this rank lends."""
-        return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
-
-    @property
-    def must_turn(self) -> bool:  # type: ignore[override]
-        """Whether the buffer has to be brought into another epoch before its next call."""
-        raise NotImplementedError
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether this rank's next call is the one after its last, in the same epoch, as far as is known."""
-        return not self.must_turn
-
-    def close(self) -> None:
-        """Release all memory and leave the registry; idempotent. `retire` follows."""
-        if self._is_closed or os.getpid() != self._pid:
-            return  # in a forked child all of it is the parent's
-        self._is_closed = True
-        self._begun.line.mark_closed(
-            self._exchange.is_dropped
-        )  # before the rest: a joiner must not take the buffer for open
-        _closed.append((self._pid, self._begun))
-        self._inboxes.close()
-        del self._begun, self._line  # a closed buffer that is still referenced maps nothing
-
-    # ---- during waits
-
-    def _check(self) -> None:
-        """Raise why this rank's calls cannot succeed."""
-        self.roster.check()
-        self.roster.require_part(self._rank)
-
-    def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Show in hang reports for which ranks a call waits."""
-        self.roster.show(op, seq, ranks)
-        self.has_shown = True
-
-    def call_it(self, text: str) -> None:
-        """Show the buffer's name in hang reports."""
-        self.roster.call_it(text)
-
-    def hide(self) -> None:
-        """Publish that no call waits; costs nothing if none has."""
-        if self.has_shown:
-            self.has_shown = False
-            self.roster.hide()
-
-    def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
-        """Check for changes while a rank keeps this one from entering an epoch; raises what ends the wait."""
-        raise NotImplementedError
-
-    # ---- sync
-
-    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree with the others on the members (`Sync`); call `note_agreed` once the caller has the result."""
-
-        def look(silent: list[int]) -> None:
-            """Check for changes while `silent` are awaited: raises what ends the wait, publishes the awaited ranks."""
-            self._interrupt()
-            self.roster.check()
-            self.show("sync", self._exchange.seq + 1, silent)
-
-        def is_elsewhere(rank: int) -> bool:
-            """Return whether a member waits in its next call, so that it does not come to this one."""
-            in_epoch = self.is_in_place and rank in self._exchange.members
-            return in_epoch and self._exchange.waits_in_next(rank)
-
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)
-        try:
-            return sync.agree(counted, used, max(self._agreed, self._exchange.epoch), deadline)
-        finally:
-            self.hide()
-
-    def note_agreed(self, agreed: Agreed) -> None:
-        """Record that the caller of `agree` has its result, and that the next sync is another one."""
-        self._agreed = agreed.epoch
-
-
-def retire() -> None:
-    """End the part of all closed buffers in the control plane. Between calls only: it talks to the agent thread."""
-    while _closed:
-        pid, begun = _closed.popleft()
-        if pid == os.getpid():
-            begun.close()

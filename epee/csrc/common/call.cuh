@@ -227,7 +227,7 @@ DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
 
 /// How many polls pass between two looks at the clock and the news. Hundreds of warps that looked every 64 polls cost
 /// more than half of the link (measured), so about a millisecond it is.
-constexpr u32 kPollsPerLook = 1024;
+constexpr u32 kPollsPerLook = 1024 < kMostPolls ? 1024 : kMostPolls;
 constexpr u32 kFailedElsewhere = 1 << 8;
 
 /// Why waits that began at `start` must end, 0 when they may go on: a `FailureCode`, with the first dead rank of the

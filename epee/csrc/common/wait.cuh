@@ -35,16 +35,13 @@ DEVICE void note_arrival() {
 #endif
 }
 
-/// Whether a wait looks for what else may end it after `polls` polls, as it does after every `period` of them. In the
-/// emulation a poll gives the processor away, on a busy machine for milliseconds (1024 of them took 18 s), so it looks
-/// more often.
-DEVICE bool must_look(u32 polls, u32 period) {
+/// The most polls between two looks of a wait. A poll of the emulation gives the processor away or sleeps, which takes
+/// longer than a look.
 #ifdef __CUDACC__
-  return polls % period == 0;
+constexpr u32 kMostPolls = ~0u;
 #else
-  return polls % (period < 16 ? period : 16) == 0;
+constexpr u32 kMostPolls = 16;
 #endif
-}
 
 /// Whether `period_ns` have passed since `then`, which may be a little later than `now`: another thread's look.
 DEVICE bool has_passed_since(u64 then, u64 now, u64 period_ns) {
@@ -96,7 +93,7 @@ DEVICE bool bounded_wait(Poll poll, Look must_end, Near is_idle = {}) {
     }
     if (kAtEnd == kPollAgain && is_last) return false;
     poll_pause();
-    is_last = is_idle() || (must_look(polls, kPollsPerLook) && must_end());
+    is_last = is_idle() || (polls % kPollsPerLook == 0 && must_end());
     if (kAtEnd == kLeave && is_last) return false;
   }
 }

@@ -67,7 +67,8 @@
 #include "../../common/wait.cuh"
 #include "../../common/work.cuh"
 
-constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
+/// Polls between two looks at the clock and at words of this GPU's memory.
+constexpr u32 kPollsPerGlance = 64 < kMostPolls ? 64 : kMostPolls;
 
 /// Which wait a report is about; the host has the words for them.
 enum WaitPlace : u64 {

@@ -34,7 +34,8 @@
 #include "../../common/wait.cuh"
 #include "../../common/work.cuh"
 
-constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock, the mask and the news, all near
+/// Polls between two looks at the clock, the mask and the news, all near.
+constexpr u32 kPollsPerGlance = 64 < kMostPolls ? 64 : kMostPolls;
 enum Half : int { kSendHalf = 1, kReceiveHalf = 2 };
 // A head: how many tokens follow, a flag, and above them what all ranks must agree about (`LatencyConfig.kind_of`).
 enum HeadFlag : u32 { kHeadExcluded = 1u << kHeadTokenBits, kHeadRefused = 2u << kHeadTokenBits };
@@ -153,7 +154,7 @@ DEVICE_COLD bool must_end(const LatencyCall& call, u64 deadline_ns, int peer) {
 DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
   poll_pause();
   if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
-  return !must_look(polls, kPollsPerGlance) || !must_end(call, s.deadline_ns, peer);
+  return polls % kPollsPerGlance || !must_end(call, s.deadline_ns, peer);
 }
 
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.

@@ -56,7 +56,8 @@
 #include "../../common/user.cuh"
 #include "../../common/work.cuh"
 
-constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
+/// Polls between two looks at the clock and at words of this GPU's memory.
+constexpr u32 kPollsPerGlance = 64 < kMostPolls ? 64 : kMostPolls;
 constexpr int kRunAlignVecs = 8;     // runs are whole lines of 128 bytes
 constexpr int kHeaderBytes = 128;    // behind the bytes of a slot
 constexpr int kDeep = 6;             // vectors of a thread whose loads are under way at once

@@ -335,7 +335,7 @@ DEVICE bool expand_streams(const DispatchParams& p, u64 tag, const i32* grants, 
     } else if (!fill_padding(p, num_warps, zeros, padding)) {
       sleep_ns(kPauseNs);  // hundreds of warps poll
     }
-    if (!must_look(polls, kPollsPerLook)) continue;
+    if (polls % kPollsPerLook) continue;
     const u64 now = global_time_ns();
     const u64 silent_ns = static_cast<u64>(static_cast<u32>(now >> 20) - last_news) << 20;
     if (is_open && must_stop(p.call, tag, now - silent_ns, peer, tag, static_cast<u64>(num_done), 2)) is_open = false;

@@ -58,9 +58,9 @@
 
 /// Polls between two looks at the clock and at words of this GPU's memory.
 constexpr u32 kPollsPerGlance = 64 < kMostPolls ? 64 : kMostPolls;
-constexpr int kRunAlignVecs = 8;     // runs are whole lines of 128 bytes
-constexpr int kHeaderBytes = 128;    // behind the bytes of a slot
-constexpr int kDeep = 6;             // vectors of a thread whose loads are under way at once
+constexpr int kRunAlignVecs = 8;   // runs are whole lines of 128 bytes
+constexpr int kHeaderBytes = 128;  // behind the bytes of a slot
+constexpr int kDeep = 6;           // vectors of a thread whose loads are under way at once
 constexpr int kGoneWords = 4;
 enum Gone : u64 { kGaveUp = 1, kDiffers };
 /// Which wait a report is about, or which fact differs; the host has the words for them.

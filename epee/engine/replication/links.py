@@ -278,7 +278,8 @@ class GroupLinks:
         self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
         self._departed: set[int] = set()  # ranks that have left in order
-        self._awaited: dict[int, tuple[int, float]] = {}  # of these -> the view that lost it, until when to wait for it
+        # source that no rank can answer for -> the view that lost it, and until when a former gateway's word is awaited
+        self._awaited: dict[int, tuple[int, float]] = {}
         self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
         self._own = peer_regions.own
         self._retry_at = 0.0

@@ -96,9 +96,9 @@ def carrier_of(tensor: torch.Tensor, name: str) -> Carrier:
 
 def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
     """Return the values of an input as a flat array: a view when it is contiguous, else a copy."""
-    lazy = _lazy(tensor)
-    if lazy is None and tensor.is_contiguous():
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return flat_array(tensor, carrier.dtype)
+    lazy = _lazy(tensor)
     values = np.empty(tuple(tensor.shape), carrier.dtype)
     copy_array(values, strided_array(tensor, carrier.dtype))
     flat = values.reshape(-1)

@@ -146,11 +146,11 @@ def check_root(root: int, peer_regions: PeerRegions, name: str) -> int:
     return position_of(peer_regions, root, name)
 
 
-def check_fits(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
-    """Check that a tensor has the dtype of another and so many elements."""
+def check_fits(tensor: torch.Tensor, like: torch.Tensor, count: int | None, name: str) -> None:
+    """Check that a tensor has the dtype of another and so many elements; None: any number."""
     if tensor.dtype is not like.dtype:
         raise InvalidArgument(f"{name} must have dtype {like.dtype} like the other tensors, got {tensor.dtype}")
-    if tensor.numel() != count:
+    if count is not None and tensor.numel() != count:
         raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
@@ -195,8 +195,8 @@ def _part(array: Array, rank: int, count: int, peer_regions: PeerRegions) -> Arr
 
 def _absent(peer_regions: PeerRegions) -> list[int]:
     """Return the ranks whose entries in the results are filled with zeros."""
-    num_entries = peer_regions.list_length
-    return [rank for rank in range(num_entries) if rank not in peer_regions.members] if peer_regions.zeroes else []
+    members = peer_regions.members
+    return [rank for rank in range(peer_regions.list_length) if rank not in members] if peer_regions.zeroes else []
 
 
 def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, peer_regions: PeerRegions) -> Any:
@@ -216,9 +216,10 @@ def _apart(
     output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, peer_regions: PeerRegions
 ) -> Target:
     """Return the destination for results, a private one when the output shares memory with an input."""
-    if not any(overlap(output, tensor) for tensor in inputs):
-        return _gathered(output, carrier, name, peer_regions)
-    return private(output, carrier, name)  # the entries of lost ranks stay as they are
+    for tensor in inputs:
+        if overlap(output, tensor):
+            return private(output, carrier, name)  # the entries of lost ranks stay as they are
+    return _gathered(output, carrier, name, peer_regions)
 
 
 # ---- one function per collective
@@ -312,32 +313,28 @@ def all_gather(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], tenso
 
 
 class _Piece:
-    """A rank's part of an output that is one tensor; the last part finishes it."""
+    """A rank's part of an output that is one tensor; the last part has the whole and finishes it."""
 
-    __slots__ = ("_whole", "array")
+    __slots__ = ("array", "whole")
 
-    def __init__(self, array: Array, whole: Any) -> None:
+    def __init__(self, array: Array) -> None:
         self.array = array
-        self._whole = whole
+        self.whole: Any = None
 
     def finish(self) -> None:
-        if self._whole is not None:
-            self._whole.finish()
+        if self.whole is not None:
+            self.whole.finish()
 
 
 def _pieces(whole: Target, count: int, peer_regions: PeerRegions) -> dict[int, _Piece]:
-    array = whole.array
-    last = peer_regions.num_ranks - 1
-    end = _with_zeros(whole, [array[rank * count : (rank + 1) * count] for rank in _absent(peer_regions)])
-    return {
-        position: _Piece(_part(array, rank, count, peer_regions), end if position == last else None)
-        for position, rank in enumerate(peer_regions.members)
-    }
-
-
-def _with_zeros(whole: Target, parts: Sequence[Array]) -> Any:
-    """Return the sink that finishes an output, some parts of which are filled with zeros before."""
-    return ZeroAfter(whole, parts, (), first=True) if parts else whole
+    array, found = whole.array, {}
+    for position, rank in enumerate(peer_regions.members):
+        found[position] = piece = _Piece(_part(array, rank, count, peer_regions))
+    piece.whole = whole
+    if absent := _absent(peer_regions):
+        zeros = [array[rank * count : (rank + 1) * count] for rank in absent]
+        piece.whole = ZeroAfter(whole, zeros, (), first=True)
+    return found
 
 
 def all_gather_single(peer_regions: PeerRegions, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
@@ -530,11 +527,11 @@ def all_to_all(peer_regions: PeerRegions, outputs: Sequence[torch.Tensor], input
     sinks: list[Any] = []
     for rank, tensor in enumerate(inputs):
         carrier_of(tensor, f"all_to_all: inputs[{rank}]")
-        check_fits(tensor, inputs[0], tensor.numel(), f"all_to_all: inputs[{rank}]")
+        check_fits(tensor, inputs[0], None, f"all_to_all: inputs[{rank}]")
         segments.append(source(tensor, carrier))
     for rank, output in enumerate(outputs):
         carrier_of(output, f"all_to_all: outputs[{rank}]")
-        check_fits(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
+        check_fits(output, inputs[0], None, f"all_to_all: outputs[{rank}]")
         sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", peer_regions))
     refuse_shared(outputs, "all_to_all: outputs")
     if peer_regions.zeroes:
@@ -552,25 +549,25 @@ def all_to_all_single(
     """Exchange as `all_to_all` with one tensor each way, split along dimension 0."""
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
-    check_fits(output, tensor, output.numel(), "all_to_all: output")
+    check_fits(output, tensor, None, "all_to_all: output")
     num_entries = peer_regions.list_length
     sent = split_counts(tensor, input_splits, num_entries, "all_to_all: input")
-    expected = split_counts(output, output_splits, num_entries, "all_to_all: output")
+    is_like = output_splits == input_splits and output.shape == tensor.shape  # the usual case costs one count
+    expected = sent if is_like else split_counts(output, output_splits, num_entries, "all_to_all: output")
     values = source(tensor, carrier)
     whole = _apart(output, [tensor], carrier, "all_to_all: output", peer_regions)
     first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
-    inside = [rank for rank in peer_regions.members if rank < num_entries]
+    array, members, absent = whole.array, peer_regions.members, _absent(peer_regions)
+    inside = members if members[-1] < num_entries else [rank for rank in members if rank < num_entries]
     segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in inside]
-    end = _with_zeros(
-        whole, [whole.array[first_expected[rank] : first_expected[rank + 1]] for rank in _absent(peer_regions)]
-    )
-    sinks = [
-        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == inside[-1] else None)
-        for rank in inside
-    ]
-    for _ in peer_regions.members[len(inside) :]:  # lost, and without an entry here: as much as with the first rank
+    sinks = [_Piece(array[first_expected[rank] : first_expected[rank + 1]]) for rank in inside]
+    sinks[-1].whole = whole
+    if absent:
+        zeros = [array[first_expected[rank] : first_expected[rank + 1]] for rank in absent]
+        sinks[-1].whole = ZeroAfter(whole, zeros, (), first=True)
+    for _ in members[len(inside) :]:  # lost, and without an entry here: as much as with the first rank
         segments.append(np.zeros(sent[0], carrier.dtype))
-        sinks.append(_Piece(np.empty(expected[0], carrier.dtype), None))
+        sinks.append(_Piece(np.empty(expected[0], carrier.dtype)))
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, peer_regions)
 
 

@@ -97,23 +97,26 @@ def test_behind_a_call_whose_root_is_lost_the_root_is_shown_no_more(fault_mode: 
     assert results[2:] == [[(0, (0,)), *[(1, None)] * 3]] * 2
 
 
-def call(kind: str, rank: int, num_ranks: int) -> float:
+ROOTS = {"all_reduce": -1, "reduce": 1, "broadcast": 0, "gather": 1, "scatter": 0}  # of two ranks that stay
+
+
+def call(kind: str, rank: int, num_ranks: int, root: int) -> float:
     """Make a call to which two ranks give 1.0; return what this one has of it."""
     x, parts = torch.ones(1), [torch.ones(1) for _ in range(num_ranks)]
     if kind == "all_reduce":
         dist.all_reduce(x)
     elif kind == "reduce":
-        dist.reduce(x, 1)
+        dist.reduce(x, root)
     elif kind == "broadcast":
-        dist.broadcast(x, 0)
+        dist.broadcast(x, root)
     elif kind == "gather":
-        dist.gather(x, parts if rank == 1 else None, 1)
+        dist.gather(x, parts if rank == root else None, root)
     elif kind == "scatter":
-        dist.scatter(x, parts if rank == 0 else None, 0)
+        dist.scatter(x, parts if rank == root else None, root)
     return x.item()
 
 
-def sleeps_over_both(rank: int, num_ranks: int, folder: str, kind: str) -> tuple[BaseException, float]:
+def sleeps_over_both(rank: int, num_ranks: int, folder: str, kind: str, root: int) -> tuple[BaseException, float]:
     """Rank 0 aborts a call; then rank 2, which has not begun it, dies. Rank 1 waits in it, and sees neither before."""
     options = epee.BackendOptions(fault_mode="mask", on_stall="error", op_timeout=20.0)
     store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -136,15 +139,23 @@ def sleeps_over_both(rank: int, num_ranks: int, folder: str, kind: str) -> tuple
     else:
         moments.sleep_until_the_view_changes(group._engine, lambda: stages.reach(folder, "asleep"))
     with pytest.raises((KeyboardInterrupt, PeerError)) as caught:
-        call(kind, rank, num_ranks)
+        call(kind, rank, num_ranks, root)
     stages.meet(folder, "told", rank, (0, 1))
-    call(kind, rank, num_ranks)
-    return caught.value, call("all_reduce", rank, num_ranks)
+    call(kind, rank, num_ranks, ROOTS[kind])
+    return caught.value, call("all_reduce", rank, num_ranks, -1)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast", "gather", "scatter"])
+@pytest.mark.parametrize("kind", ROOTS)
 def test_a_call_aborted_before_a_loss_names_the_rank_that_aborted_it(kind: str) -> None:
-    first, second, _ = run_mortal(sleeps_over_both, 3, kind, dead={2})
+    first, second, _ = run_mortal(sleeps_over_both, 3, kind, ROOTS[kind], dead={2})
     assert isinstance(first[0], KeyboardInterrupt)
     assert (type(second[0]), second[0].ranks, second[0].cause) == (PeerError, (0,), GAVE_THE_CALL_UP)
+    assert first[1] == second[1] == 2.0
+
+
+@pytest.mark.parametrize("kind", [kind for kind, root in ROOTS.items() if root >= 0])
+def test_a_call_aborted_before_the_loss_of_its_root_names_the_root(kind: str) -> None:
+    first, second, _ = run_mortal(sleeps_over_both, 3, kind, 2, dead={2})
+    assert isinstance(first[0], KeyboardInterrupt)
+    assert (type(second[0]), second[0].ranks) == (RankFailedError, (2,))
     assert first[1] == second[1] == 2.0

@@ -160,7 +160,8 @@ class Runtime:
     def join(self, timeout_s: float, has_lane: bool = False, contacts: Sequence[Member] = ()) -> Decision:
         """Ask to be added as a new member; return the first view that has this process.
 
-        Members of this host are found in the job's folder.
+        Later ones may be known already: the members do not wait for this thread. Members of this host are found in the
+        job's folder.
 
         Args:
             timeout_s: how long to wait for it.
@@ -179,7 +180,7 @@ class Runtime:
         self._run()
         self._loop.post(self._loop.ask_to_join)
         try:
-            decision = self.await_decision(0, timeout_s)
+            decision = self.await_decision(0, timeout_s) and self._loop.agent.joined
         except expected(EpeeError):
             self.close()
             raise

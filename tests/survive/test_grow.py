@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from epee.errors import EpeeError, InvalidArgument, PeerError, RankFailedError
+from epee.view.protocol.messages import Decision
+from epee.view.runtime import Runtime
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -214,6 +217,60 @@ def test_growth_while_a_rank_dies(mode: str, moment: str) -> None:
     assert sums == [3] * 3
     assert results[3][0] == [3] * 3
     assert [ranks for ranks, _ in errors] == ([(2,)] if mode == "raise" else [])
+
+
+def hold_back_joining(is_late: Callable[[Decision], bool]) -> None:
+    """Let the thread that joins a job go on only when the agent, which has joined, knows such a view."""
+    await_decision = Runtime.await_decision
+
+    def held(runtime: Runtime, after_epoch: int, timeout_s: float) -> Decision | None:
+        setattr(Runtime, "await_decision", await_decision)  # noqa: B010 - mypy
+        deadline = time.monotonic() + timeout_s
+        seen = runtime.await_decision(after_epoch, timeout_s)
+        while seen is not None and not is_late(seen):
+            seen = runtime.await_decision(seen.epoch, deadline - time.monotonic())
+        return seen
+
+    setattr(Runtime, "await_decision", held)  # noqa: B010 - mypy
+
+
+def behind_a_loss(slot: int, num_processes: int, folder: str, mode: str) -> list[Any]:
+    """Rank 3 is taken in, the others begin a call with it, rank 2 dies, and only then rank 3 learns that it is in."""
+    joins = slot == 3
+    if joins:
+        stages.wait_for(folder, "born")
+        hold_back_joining(lambda view: all(member.slot != 2 for member in view.members))
+    group = start(slot, 4 if joins else 3, folder, mode, joins)
+    if not joins:
+        assert total() == 3
+        stages.reach(folder, "born")
+        await_ranks(group, 4)
+        group.extend_group_size_to(4)
+    if slot == 2:
+        for other in (0, 1):
+            stages.wait_for(folder, f"begun{other}")
+        die()
+    outcomes: list[Any] = []
+    try:
+        x = torch.ones(1, dtype=torch.int64)
+        work = dist.all_reduce(x, async_op=True)
+        stages.reach(folder, f"begun{slot}")
+        work.wait()
+        outcomes.append(int(x))
+    except PeerError as exc:
+        outcomes.append((type(exc), exc.ranks, exc.seq, exc.epoch))
+    outcomes += [total() for _ in range(2)]
+    every_operation(group, [0, 1, 3])
+    ring(group, [0, 1, 3])
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_joiner_that_learns_of_its_join_behind_a_loss_begins_with_the_call_of_its_join(mode: str) -> None:
+    outcomes, second, _, joiner = run_mortal(behind_a_loss, 4, mode, dead={2}, timeout_s=80)
+    assert outcomes == second == joiner
+    assert outcomes[1:] == [3, 3]
+    assert outcomes[0] == 3 if mode == "mask" else outcomes[0][:2] == (RankFailedError, (2,))
 
 
 def claimed(slot: int, num_processes: int, folder: str) -> Any:

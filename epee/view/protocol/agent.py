@@ -89,6 +89,7 @@ class Agent(Proposer):
     Attributes:
         me: this process; its incarnation is 0 until it is a member.
         decided: the last decision that is known; `BLANK` (epoch 0) before there is one.
+        joined: the decision that added this process; None for an initial member.
         next_tick: time at which `step(Tick(), now)` is due at the latest; infinite when nothing is waited for.
         ended: True when the agent does nothing any more (evicted, refused, left).
     """
@@ -99,7 +100,7 @@ class Agent(Proposer):
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
         self._wills: dict[bytes, BoardState] = {}  # states read from the boards of processes that died on other hosts
-        self._joined: Decision | None = None
+        self.joined: Decision | None = None
         # group -> the decision that brought this process back, where that was later than its join
         self._came_back: dict[int, Decision] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -193,7 +194,7 @@ class Agent(Proposer):
         return tuple(s if s.completed >= self._first_seq(s.lane) else LaneState(s.lane, 0, *s[2:]) for s in lanes)
 
     def _first_seq(self, lane: int) -> int:
-        came = self._came_back.get(lane, self._joined)
+        came = self._came_back.get(lane, self.joined)
         return 0 if came is None else first_seq(came, lane)
 
     def _give_promise(self) -> None:
@@ -291,7 +292,7 @@ class Agent(Proposer):
             self._end(decision)
             return
         if not self.epoch:
-            self._joined = decision
+            self.joined = decision
         was_frozen = self._freezing or self._lanes is not None
         changed = not is_null(decision, self.decided)
         self.me = mine

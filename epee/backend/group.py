@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from .. import env
 from ..arrays import real_tensors
 from ..engine import (
+    BoundedStore,
     Engine,
     EngineOptions,
     LatestOfThread,
@@ -178,17 +179,18 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         self._ends: list[Any] = []
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
-        if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
-            self.options = chosen = self._checked(options, default)
-            if is_extension and chosen.joins_later:
-                self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes, chosen.mode), is_in=False)
+        with BoundedStore(self._store, timeout_s, rank) as store:
+            if is_extension or (own_job() is None and is_newcomer(store, rank, num_ranks)):
+                self.options = chosen = self._checked(options, default)
+                if is_extension and chosen.joins_later:
+                    self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes, chosen.mode), is_in=False)
+                else:
+                    self._begin(self._come_in(store, timeout_s, is_born=True))
             else:
-                self._begin(self._come_in(timeout_s, is_born=True))
-        else:
-            store = meeting_place(self._store, dist_opts.global_ranks_in_group)
-            self._begin(create_engine(store, rank, num_ranks, timeout_s, lambda: self._choose(options, default)))
-            if self._place is not None:
-                leave_note(self._store, self._place)
+                shared = meeting_place(store, dist_opts.global_ranks_in_group)
+                self._begin(create_engine(shared, rank, num_ranks, timeout_s, lambda: self._choose(options, default)))
+                if self._place is not None:
+                    leave_note(store, self._place)
         begin_group(id(self))
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
@@ -658,21 +660,22 @@ class ProcessGroup(CallsOfView, _Base):  # type: ignore[misc]
         before = self._engine
         if self._messages is not None:
             self._messages.close(False)  # members take this rank's words as empty from the moment at which it is in
-        engine = self._come_in(limit_s)
+        with BoundedStore(self._store, limit_s, self._rank) as store:
+            engine = self._come_in(store, limit_s)
         before.close()
         self._begin(engine)
 
-    def _come_in(self, timeout_s: float, is_born: bool = False) -> Engine:
+    def _come_in(self, store: BoundedStore, timeout_s: float, is_born: bool = False) -> Engine:
         """Take this process into the running group; `is_born`: others may wait for it, to make the group."""
         mode = self.options.mode
-        if self._place is None and joins_job(self._store, self._is_first):
-            return join_engine(self._store, self._rank, self._num_ranks, timeout_s, mode)
+        if self._place is None and joins_job(store, self._is_first):
+            return join_engine(store, self._rank, self._num_ranks, mode)
         place = self._place
         try:
-            place = place or find_place(self._store, self._ranks, self._rank)
+            place = place or find_place(store, self._ranks, self._rank)
         except expected(InvalidArgument):
             if is_born:
-                with attempt(meeting_place(self._store, self._ranks), self._rank, self._num_ranks):
+                with attempt(meeting_place(store, self._ranks), self._rank, self._num_ranks):
                     raise  # and the error is reported to the others
             raise
         job = own_job()

@@ -7,6 +7,7 @@ already and exchange the rest by themselves. The calls are methods of `Engine`. 
 """
 
 from .bootstrap.attempt import attempt
+from .bootstrap.bounded_store import BoundedStore
 from .bootstrap.creation import EngineOptions, close_at_exit, create_engine
 from .bootstrap.group_note import Home, pack_home, parse_home
 from .bootstrap.job_handle import meeting_place, own_job
@@ -25,6 +26,7 @@ from .bootstrap.meeting import EngineMeeting
 from .engine import Engine, LatestOfThread
 
 __all__ = [
+    "BoundedStore",
     "Engine",
     "EngineMeeting",
     "EngineOptions",

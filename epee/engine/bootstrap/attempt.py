@@ -20,7 +20,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from ...memory.shared import SharedRegion
 from ...view.job import told_fields
 from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS, has_left
+from .bounded_store import BoundedStore
 
 MAX_RECORD_BYTES = 16 << 10
 WHATS = (
@@ -56,7 +56,8 @@ WHATS = (
 )  # the records of one rank, see `creation.py`, `replication/creation_over_hosts.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
-TWIN_LOOK_S = 0.5  # between two checks for another process with this rank
+WAIT_S = 0.5  # of one operation: then checks for another process with this rank, and exceptions of signal handlers
+EVERY_RANKS = ("", "/hello")  # of these records
 TWIN_GRACE_S = 5.0  # a process that leaves its group is given this time, so that another one can have its rank
 MAX_TWINS = 8
 REASON_WAIT_S = 2.0  # a store may be slower than shared memory
@@ -73,7 +74,7 @@ class BootstrapAttempt:
         others_know: an error that is raised now is found by every rank in the same records.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: BoundedStore, rank: int, num_ranks: int) -> None:
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
@@ -90,9 +91,8 @@ class BootstrapAttempt:
     def read(self, peer: int, what: str, deadline: float) -> bytes:
         """Return a record of `peer`; raise the error that it reports instead if it has failed."""
         try:
-            self._await(self.key(peer) + what, deadline)
-            raw = bytes(self.store.get(self.key(peer) + what))
-        except expected(SlotTakenError):
+            raw = self._await(self.key(peer) + what, deadline)
+        except expected(SlotTakenError, CommTimeoutError):
             raise
         except expected(dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
             if self._twin:
@@ -105,12 +105,13 @@ class BootstrapAttempt:
                     "have the rank as well?"
                 )
             )
+            late = self._late(peer, what)
             raise CommTimeoutError(
-                f"init (rank={self.rank}, peer={peer}): rank {peer} did not come to the rendezvous: "
-                f"{str(exc).splitlines()[0]}; "
+                f"init (rank={self.rank}, peer={peer}): rank {', '.join(map(str, late))} did not come to the "
+                f"rendezvous: {str(exc).splitlines()[0]}; "
                 f"start all ranks with the same rendezvous, and rank numbers that differ{again}; if the job runs "
                 "already, a replacement needs BackendOptions(is_extension=True)",
-                [peer],
+                late,
                 has_job=False,
             ) from exc
         self.others_know = True
@@ -120,25 +121,32 @@ class BootstrapAttempt:
         self.others_know = False
         return raw
 
-    def _await(self, key: str, deadline: float) -> None:
+    def _await(self, key: str, deadline: float) -> bytes:
         """Wait for a record. If this rank was begun before in this store, check for a process that has it already.
 
         Raises:
             SlotTakenError: there is one, in a group that runs, which this process has no part in.
+            DistStoreError: no process has written the record by the deadline.
+            CommTimeoutError: the store does not answer.
         """
         began = time.monotonic()
-        while self.number > 1 and deadline - time.monotonic() > TWIN_LOOK_S:
-            asked = time.monotonic()
-            try:
-                self.store.wait([key], timedelta(seconds=TWIN_LOOK_S))
-                return
-            except expected(RuntimeError):
-                if time.monotonic() - asked < TWIN_LOOK_S / 2:
-                    raise  # it is not the time: the store no longer exists
-            self._twin = self._find_twin()
-            if self._twin and time.monotonic() - began > TWIN_GRACE_S:
-                raise self._twice()
-        self.store.wait([key], time_left(deadline))
+        while (raw := self.store.find(key, min(WAIT_S, deadline - time.monotonic()))) is None:
+            now = time.monotonic()
+            if now >= deadline:
+                raise dist.DistStoreError(f"the key {key} was not set within {now - began:.1f} s")
+            if self.number > 1:
+                self._twin = self._find_twin()
+                if self._twin and now - began > TWIN_GRACE_S:
+                    raise self._twice()
+        return raw
+
+    def _late(self, peer: int, what: str) -> list[int]:
+        """Return `peer`, whose record is missing, and the ranks behind it of which the same is known."""
+        behind = range(peer + 1, self.num_ranks if what in EVERY_RANKS else 0)
+        late = [peer]
+        with ignored(RuntimeError):  # the store no longer exists
+            late += [rank for rank in behind if not self.store.check([self.key(rank) + what])]
+        return late
 
     def _find_twin(self) -> int:
         """Return the process that has this rank in the group that was made before in this store; 0: it is over.
@@ -151,7 +159,7 @@ class BootstrapAttempt:
                 keys = [f"epee/{number}/{rank}" for rank in range(self.num_ranks)]
                 if not self.store.check(keys):
                     continue  # a twin of the twin, for example
-                found = [json.loads(read_fields(bytes(self.store.get(key)), 0)["record"]) for key in keys]
+                found = [json.loads(read_fields(self.store.get(key), 0)["record"]) for key in keys]
                 pids = [(fields["boot_id"], fields["namespace"], fields["pid"]) for fields in found]
                 here = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
                 boot_id, namespace, pid = pids[self.rank]
@@ -214,7 +222,7 @@ class BootstrapAttempt:
         """
         mine = found = json.dumps({} if error is None else self._record_of(error)).encode()
         with ignored(RuntimeError):  # the store no longer exists, or cannot do it: this rank's own finding counts
-            found = bytes(self.store.compare_set(f"epee/{self.number}/made", "", mine.decode()))
+            found = self.store.compare_set(f"epee/{self.number}/made", "", mine.decode())
         if found != mine:
             fields = read_fields(found, self.rank)
             first = failure(fields, self.rank, self.num_ranks) if fields else None
@@ -251,9 +259,8 @@ class BootstrapAttempt:
     def told_by(self, peer: int) -> EpeeError | None:
         """Return the error to raise when an error record lies under `peer`'s key, else None."""
         try:
-            if not self.store.check([self.key(peer)]):
-                return None
-            fields = read_fields(bytes(self.store.get(self.key(peer))), peer)
+            raw = self.store.find(self.key(peer), 0.0)
+            fields = {} if raw is None else read_fields(raw, peer)
         except expected(ProtocolError) as exc:
             return exc
         except expected(RuntimeError):  # the store no longer exists
@@ -285,18 +292,13 @@ def _counter(rank: int) -> str:
     return f"epee/births/{rank}"
 
 
-def time_left(deadline: float) -> timedelta:
-    """Return the time until `deadline` (`time.monotonic()`), for a store; never nothing."""
-    return timedelta(seconds=max(0.1, deadline - time.monotonic()))
-
-
 def _of_a_peer(error: BaseException) -> bool:
     """Return whether `error` is a peer's report, so that all know it. No rank reports its own death."""
     return isinstance(error, (MismatchError, PeerError)) and not isinstance(error, RankFailedError)
 
 
 @contextlib.contextmanager
-def attempt(store: Any, rank: int, num_ranks: int) -> Iterator[BootstrapAttempt]:
+def attempt(store: BoundedStore, rank: int, num_ranks: int) -> Iterator[BootstrapAttempt]:
     """Report every failure inside to the peers: the check of the options, and `create_engine`."""
     this = BootstrapAttempt(store, rank, num_ranks)
     try:

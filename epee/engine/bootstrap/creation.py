@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ... import env
 from ...errors import CommTimeoutError, EpeeError, ProtocolError, expected
@@ -58,7 +58,8 @@ from ..progress import HelperThread, acquire
 from ..replication.creation_over_hosts import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..replication.joining_over_hosts import leave_notes
 from ..replication.links import GroupLinks
-from .attempt import BootstrapAttempt, attempt, died, read_fields, time_left
+from .attempt import BootstrapAttempt, attempt, died, read_fields
+from .bounded_store import BoundedStore
 from .group_note import FOLDER_KEY, Home, pack_home, pack_place
 from .job_handle import Greeting, take_job_handle
 from .proof import prove, transcript
@@ -80,18 +81,19 @@ class EngineOptions(NamedTuple):
 
 
 def create_engine(
-    store: Any, rank: int, num_ranks: int, timeout_s: float, choose: Callable[[], EngineOptions]
+    store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, choose: Callable[[], EngineOptions]
 ) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs.
 
     Args:
-        store: the one in which the ranks of this group alone meet; they learn there on which hosts they run.
-        timeout_s: how long to wait for the other ranks; the timeout of calls as well.
+        store: the one in which the ranks of this group alone meet; they learn there on which hosts they run. Its
+            deadline is that of the creation.
+        timeout_s: of calls.
         choose: returns the options; the other ranks are notified of an error that it raises.
     Raises:
         the error of `choose`.
         AuthError: a record was written by another process, or the ranks run as different users.
-        CommTimeoutError: a rank did not come within `timeout_s`.
+        CommTimeoutError: a rank did not come by the deadline, or the store's process does not answer.
         RankFailedError: a rank died on the way.
         MismatchError: a rank refused its options, or the ranks have variables unlike that must be alike.
         PeerError: a rank could not make its part.
@@ -102,8 +104,7 @@ def create_engine(
     """
     with attempt(store, rank, num_ranks) as this:
         options = choose()
-        deadline = time.monotonic() + timeout_s
-        engine = _Creation(this, _greeted(this, deadline), deadline, options).run(timeout_s)
+        engine = _Creation(this, _greeted(this, store.deadline), store.deadline, options).run(timeout_s)
         keep(engine)
         return engine
 
@@ -275,7 +276,7 @@ class _Creation:
                 job.directory.write_home(pack_home(home))
                 place = pack_place(str(job.directory.path), own_host_key())
                 self._this.store.set(FOLDER_KEY, prove(job.directory.token, place, FOLDER_KEY.encode()))
-        self._membership.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
+        self._membership.begin(max(record.epoch for record in records), max(0.1, self._deadline - time.monotonic()))
 
 
 def await_all(

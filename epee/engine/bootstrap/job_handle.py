@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...view.job import Hello, Job, JobHandle, common_job, jobs, retained
 from ...view.transport.directory import JobDirectory
 from ..limits import MAX_RANKS
+from .bounded_store import BoundedStore
 from .group_note import pack_extra
 
 
@@ -88,7 +89,7 @@ def own_job() -> Job | None:
     return next((job for job in reversed(jobs()) if job.has_home), None)
 
 
-def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
+def meeting_place(store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
     """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
 
     torch names groups by counting those that a process has made. A joiner has made fewer than the others, so if any
@@ -98,5 +99,5 @@ def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
         name_later = None if job.name_later is None else job.name_later()
         name = "" if name_later is None else name_later(ranks)
         if name:
-            return PrefixStore(name, job.store)
+            return store.over(PrefixStore(name, job.store))
     return store

@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ... import env
 from ...errors import (
@@ -47,6 +46,7 @@ from ..outbox import OutboxOwner, PeerRegions, outbox_layout
 from ..p2p.channel import first_number
 from ..replication.joining_over_hosts import Entrance, Found, find_over_hosts, tell_contact
 from .attempt import read_fields
+from .bounded_store import BoundedStore
 from .creation import keep
 from .group_note import (
     ASKS,
@@ -67,7 +67,7 @@ from .refusal import require_host
 STORE_WAIT_S = 2.0
 
 
-def find_job(store: Any) -> Found:
+def find_job(store: BoundedStore) -> Found:
     """Return the running job.
 
     Raises:
@@ -76,8 +76,7 @@ def find_job(store: Any) -> Found:
         AuthError: the job's secret is in a file (EPEE_TOKEN_FILE), and this process has none or another one.
     """
     try:
-        store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
-        return _open_told(bytes(store.get(FOLDER_KEY)), store)
+        return _open_told(store.read(FOLDER_KEY, STORE_WAIT_S), store)
     except expected(AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
         raise
     except expected(RuntimeError) as exc:  # the store has died or is another one: the folder itself can be found
@@ -96,7 +95,7 @@ def find_job(store: Any) -> Found:
             return found
 
 
-def _open_told(raw: bytes, store: Any) -> Found:
+def _open_told(raw: bytes, store: BoundedStore) -> Found:
     """Open the job that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
     fields = read_fields(raw, 0)
     if HOSTS in fields:
@@ -117,7 +116,7 @@ def _open_told(raw: bytes, store: Any) -> Found:
         raise
 
 
-def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
+def join_engine(store: BoundedStore, rank: int, num_ranks: int, mode: str) -> Engine:
     """Join as `rank`; returns when the members have taken this process in.
 
     Args:
@@ -126,10 +125,9 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         InvalidState: no group can be joined. UnsupportedError: its ranks run on one host, which is another one.
         SlotTakenError: another process has this rank.
         InvalidArgument: the group has another mode.
-        CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
+        CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` by the store's deadline.
         ResourceError: no memory or descriptor is left here.
     """
-    deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as undo:
         directory, home, contacts = find_job(store)
         undo.callback(directory.leave)
@@ -143,7 +141,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
         leave: Callable[[], object] = job.release
         undo.callback(lambda: leave())
-        decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
+        decision = job.runtime.join(max(0.1, store.deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
         membership = GroupMembership(JobHandle(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
         leave = membership.close
@@ -172,19 +170,20 @@ class Place(NamedTuple):
     is_home: bool
 
 
-def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
+def is_newcomer(store: BoundedStore, rank: int, num_ranks: int) -> bool:
     """Return whether a process is a joiner for a running group that was begun with fewer ranks."""
-    if rank == 0 or not store.check([FOLDER_KEY]):
+    raw = None if rank == 0 else store.find(FOLDER_KEY, 0.0)
+    if raw is None:
         return False
     try:
-        directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
+        directory, home, _ = _open_told(raw, store)
     except expected(EpeeError, OSError):
         return False  # obsolete or unreadable: a process that begins a group needs none of it
     directory.leave()  # and with it the folder, if no process uses it any more
     return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
 
 
-def joins_job(store: Any, is_first: bool) -> bool:
+def joins_job(store: BoundedStore, is_first: bool) -> bool:
     """Return whether a process that joins the group of a store joins the group's job with it.
 
     The group is the first of its job then, which the store names, and this process is not in that job; it may be in
@@ -193,10 +192,10 @@ def joins_job(store: Any, is_first: bool) -> bool:
     Args:
         is_first: the group is torch's default group.
     """
-    job = own_job()
-    if not store.check([FOLDER_KEY]):
+    job, raw = own_job(), store.find(FOLDER_KEY, 0.0)
+    if raw is None:
         return is_first and job is None
-    return job is None or job.key not in bytes(store.get(FOLDER_KEY)).decode(errors="replace")
+    return job is None or job.key not in raw.decode(errors="replace")
 
 
 def place_of(engine: Engine, mode: str) -> Place:
@@ -207,7 +206,7 @@ def place_of(engine: Engine, mode: str) -> Place:
     return Place(Home(lane, num_ranks, peer_regions.staging_bytes, mode, *link), slots, peer_regions.rank, is_home)
 
 
-def leave_note(store: Any, place: Place) -> None:
+def leave_note(store: BoundedStore, place: Place) -> None:
     """Publish, in the store of a group of which this process is rank 0, the note by which later processes find it."""
     job = own_job()
     if place.is_home or place.rank or job is None:
@@ -217,7 +216,7 @@ def leave_note(store: Any, place: Place) -> None:
         store.set(LANE_KEY, note)
 
 
-def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
+def find_place(store: BoundedStore, ranks: Sequence[int], rank: int) -> Place:
     """Return the slot of this process in the running group of these global ranks, or of the first of them.
 
     Raises:
@@ -230,8 +229,7 @@ def find_place(store: Any, ranks: Sequence[int], rank: int) -> Place:
             "is_extension=True: this process is in no running job yet; join the default group first, then others"
         )
     try:
-        store.wait([LANE_KEY], timedelta(seconds=STORE_WAIT_S))
-        fields = read_fields(bytes(store.get(LANE_KEY)), 0)
+        fields = read_fields(store.read(LANE_KEY, STORE_WAIT_S), 0)
     except expected(RuntimeError) as exc:
         raise InvalidArgument(
             f"is_extension=True: the store names no running group of ranks {list(ranks)} ({str(exc).splitlines()[0]}); "

@@ -13,10 +13,10 @@
                reads all others; no rank publishes a call that it has a part in before.
 
 Each process writes its own keys and its own outbox. A crash before the decision leaves a key and perhaps a folder that
-the next job removes; one after it is the loss of a member. If the store's host dies before all is read, each read takes
-as long as the store's own timeout, and the search ends with an error, or with the only job of this rendezvous that has
-a folder here; if it dies later, no process notices. If the coordinator dies, the others take a joiner in: it has asked
-all members that it knows, and continues asking.
+the next job removes; one after it is the loss of a member. If the store's host dies before all is read, the search
+ends within the joiner's timeout, with an error or with the only job of this rendezvous that has a folder here; if it
+dies later, no process notices. If the coordinator dies, the others take a joiner in: it has asked all members that it
+knows, and continues asking.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from ...view.protocol.messages import Decision, Member
 from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
 from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
 from ..bootstrap.attempt import read_fields
+from ..bootstrap.bounded_store import BoundedStore
 from ..bootstrap.group_note import (
     FOLDER_KEY,
     HOSTS,
@@ -73,7 +74,7 @@ def contact_key(slot: int) -> str:
     return f"{FOLDER_KEY}/{slot}"
 
 
-def leave_notes(store: Any, job: Job, topology: Topology, home: Home) -> None:
+def leave_notes(store: BoundedStore, job: Job, topology: Topology, home: Home) -> None:
     """Publish the notes by which processes find the job later, from any host; called by initial members."""
     directory, note = job.directory, pack_home(home)
     if topology.rank == topology.here[0]:
@@ -86,14 +87,14 @@ def leave_notes(store: Any, job: Job, topology: Topology, home: Home) -> None:
         store.set(FOLDER_KEY, json.dumps({HOSTS: topology.num_hosts, "token": secret, **record}))
 
 
-def tell_contact(store: Any, job: Job) -> None:
+def tell_contact(store: BoundedStore, job: Job) -> None:
     """Publish in the store the identity of this member and the address of its agent."""
     key = contact_key(job.slot)
     with ignored(RuntimeError):  # the store has died: others are asked
         store.set(key, prove(job.directory.token, pack_member(job.runtime.member), key.encode()))
 
 
-def find_over_hosts(store: Any, fields: dict[str, Any]) -> Found:
+def find_over_hosts(store: BoundedStore, fields: dict[str, Any]) -> Found:
     """Return the job over several hosts that rank 0 has named in the store.
 
     Raises:
@@ -142,14 +143,15 @@ def _entered(folder: str) -> JobDirectory | None:
         return None
 
 
-def _contacts(store: Any, directory: JobDirectory) -> tuple[Member, ...]:
+def _contacts(store: BoundedStore, directory: JobDirectory) -> tuple[Member, ...]:
     """Return the processes that have published themselves as members, as far as that is proved."""
     found = []
     for slot in range(MAX_RANKS):
         key = contact_key(slot)
-        if store.check([key]):
+        raw = store.find(key, 0.0)
+        if raw is not None:
             with ignored(AuthError, ProtocolError):
-                text = proved(directory.token, read_fields(bytes(store.get(key)), slot), key.encode(), f"slot {slot}'s")
+                text = proved(directory.token, read_fields(raw, slot), key.encode(), f"slot {slot}'s")
                 found.append(parse_member(text, slot))
     return tuple(found)
 

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...engine import Engine, EngineMeeting, EngineOptions, Place, come_in, create_engine, place_of
+from ...engine import BoundedStore, Engine, EngineMeeting, EngineOptions, Place, come_in, create_engine, place_of
 from ...errors import CommTimeoutError, UnsupportedError, expected
 from ...memory.claim import OwnerEndedError
 from ...memory.shared import BLOB_BYTES
@@ -139,7 +139,8 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
         """Return the options of the engine."""
         return EngineOptions(staging_bytes(config), mode_of(config), _extra_of(config))
 
-    return create_engine(place, group.rank(), config.num_ranks, timeout_s, choose)
+    with BoundedStore(place, timeout_s, group.rank()) as bounded:
+        return create_engine(bounded, group.rank(), config.num_ranks, timeout_s, choose)
 
 
 def come_into(

@@ -47,8 +47,8 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
-from ... import env
 from ...arrays import writing
+from ...engine import BoundedStore
 from ...errors import (
     CommTimeoutError,
     EpeeError,
@@ -61,7 +61,7 @@ from ...errors import (
 )
 from ...gpu.payload import DoesNotFit
 from ..config import MAX_LATENCY_TOKENS
-from ..control.bootstrap import refuse_to_make
+from ..control.bootstrap import refuse_to_make, timeout_of
 from ..latency.buffer import LatencyBuffer
 from ..streams import is_capturing
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
@@ -98,9 +98,9 @@ class Steps:
         """Read the next step's number from the ranks that this process has met in their memory. Local."""
         group = self._group()
         try:
-            store = None if group is None else group.get_group_store()
-            if store is not None and store.check([_PREFIX + "next"]):
-                self._number = int(store.get(_PREFIX + "next"))
+            if group is not None:
+                with _store_of(group) as store:
+                    self._number = int(store.find(_PREFIX + "next", 0.0) or self._number)
         except expected(RuntimeError, OSError) as error:
             _log.warning("the number of the next step is not known, the group's store is out of reach: %s", error)
 
@@ -116,17 +116,21 @@ class Steps:
             CommTimeoutError: a rank takes no step.
         """
         group, number = self._group(), self._number
-        is_written = self._write(self._key(number), _MAKE)
         self._number += 1
-        if group is None or not is_written:
+        if group is None or not self._write(self._key(number), _MAKE, timeout_s):
             return False
-        limit_s = env.get_float("EPEE_TIMEOUT_S") if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        limit_s = timeout_of(group) if timeout_s is None else timeout_s
+        with _store_of(group, limit_s) as store:
+            return self._await_step(group, store, number, limit_s)
+
+    def _await_step(self, group: Any, store: BoundedStore, number: int, limit_s: float) -> bool:
         found: dict[int, str] = {group.rank(): _MAKE}
         while True:
             active = group.active_ranks().tolist()  # before the steps are read: a rank that has left by now has written
             try:
-                found.update(self._read(group, number, set(range(len(active))) - found.keys()))
+                for rank in set(range(len(active))) - found.keys():
+                    step = store.find(_PREFIX + self._key(number, rank), 0.0)
+                    found.update({} if step is None else {rank: step.decode()})
             except expected(RuntimeError, OSError) as error:
                 _log.warning("the group's store is out of reach, rooms are made as if no rank met again: %s", error)
                 return False
@@ -135,7 +139,7 @@ class Steps:
             missing = [rank for rank, is_in in enumerate(active) if is_in and rank not in found]
             if not missing:
                 return False
-            if time.monotonic() > deadline:
+            if time.monotonic() > store.deadline:
                 raise CommTimeoutError(
                     f"rank {missing[0]} has made no further buffer on this group, nor called update_ep_member, within "
                     f"{limit_s:g} s; all ranks must take this step"
@@ -147,13 +151,14 @@ class Steps:
         group = self._group()
         return f"{number}/{rank if rank is not None or group is None else group.rank()}"
 
-    def _write(self, key: str, value: str) -> bool:
+    def _write(self, key: str, value: str, limit_s: float | None = None) -> bool:
         """Write a key; False where there is no store."""
         group = self._group()
         if group is None:
             return False
         try:
-            group.get_group_store().set(_PREFIX + key, value)
+            with _store_of(group, limit_s) as store:
+                store.set(_PREFIX + key, value)
         except expected(RuntimeError, OSError) as error:
             _log.warning(
                 "peers that make a buffer now cannot see this rank's step: the store is out of reach: %s", error
@@ -161,11 +166,10 @@ class Steps:
             return False
         return True
 
-    def _read(self, group: Any, number: int, ranks: set[int]) -> dict[int, str]:
-        """Return the steps of those of the ranks that have written them."""
-        store = group.get_group_store()
-        keys = {rank: _PREFIX + self._key(number, rank) for rank in ranks}
-        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+def _store_of(group: Any, limit_s: float | None = None) -> BoundedStore:
+    limit_s = timeout_of(group) if limit_s is None else limit_s
+    return BoundedStore(group.get_group_store(), limit_s, group.rank(), "LatencyBuffer")
 
 
 def steps_of(group: dist.ProcessGroup) -> Steps | None:

@@ -34,20 +34,30 @@ A kernel may still find, after 6, that the old process is dead, in its GPU's ear
 the cpu's own word before it loses a message for that. A crash of the old process, or of the new one, at any of these
 steps is reported to the kernels after 7, or ends the wait in 5.
 
-Every wait here polls for the peer's death, and ends after the group's timeout: it may be repeated, from the same step.
+Every wait here polls for the peer's death, and ends after the group's timeout, also where the store does not answer: it
+may be repeated, from the same step.
 A crash between two steps leaves keys that are never read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ....engine import Engine
+from ....engine import BoundedStore, Engine
 from ....engine.outbox import OWNER, has_left
-from ....errors import CommTimeoutError, ProtocolError, RankFailedError, ResourceError, context, expected
+from ....errors import (
+    CommTimeoutError,
+    EpeeError,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    context,
+    expected,
+)
 from ..meeting import MeetingRow
 
 NAP_S = 2e-4
@@ -87,7 +97,7 @@ class PairBoard:
         for peer in self._engine.members.members:
             owner = self.owner_of(peer)
             if owner not in self._welcome:
-                self._set(f"{mine}/for/{owner}", row_for(peer).pack())
+                self._set(f"{mine}/for/{owner}", row_for(peer).pack(), "the first message")
                 self._welcome.add(owner)
 
     def row_of(self, peer: int, name: str) -> MeetingRow:
@@ -111,35 +121,41 @@ class PairBoard:
         """
         mine, theirs = (self._of_pair(*ends, count) for ends in ((self._rank, peer), (peer, self._rank)))
         late = "has lost a message between the two as well, and has not come to its next one"
-        self._set(f"{mine}/still", b"1")
+        self._set(f"{mine}/still", b"1", name)
         self._await(f"{theirs}/still", peer, name, late)
         empty()
-        self._set(f"{mine}/empty", b"1")
+        self._set(f"{mine}/empty", b"1", name)
         self._await(f"{theirs}/empty", peer, name, late)
 
     def _of_pair(self, first: int, second: int, count: int) -> str:
         return f"{self.owner_of(first)}/{self.owner_of(second)}/{count}"
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _set(self, key: str, value: bytes, name: str) -> None:
+        with self._reaching(name) as store:
+            store.set(f"{_FOLDER}/{key}", value)
+
+    @contextlib.contextmanager
+    def _reaching(self, name: str) -> Iterator[BoundedStore]:
+        """Yield the group's store, for the time of the group's timeout."""
         try:
-            self._store.set(f"{_FOLDER}/{key}", value)
+            with BoundedStore(self._store, self._engine.timeout_s, self._rank, name) as store:
+                yield store
+        except expected(EpeeError):
+            raise
         except expected(RuntimeError) as exc:
-            raise ResourceError(f"cannot write to the group's store: {exc}") from exc
+            raise ResourceError(f"{name}: the group's store cannot be reached: {exc}") from exc
 
     def _await(self, key: str, peer: int, name: str, late: str) -> bytes:
         started = time.monotonic()
-        while True:
-            try:
-                if self._store.check([f"{_FOLDER}/{key}"]):
-                    return bytes(self._store.get(f"{_FOLDER}/{key}"))
-            except expected(RuntimeError) as exc:
-                raise ResourceError(f"{name}: cannot read from the group's store: {exc}") from exc
-            self._require_peer(peer, name)
-            elapsed = time.monotonic() - started
-            if elapsed > self._engine.timeout_s:
-                facts = context(name, rank=self._rank, peer=peer, elapsed_s=elapsed)
-                raise CommTimeoutError(f"{facts}: rank {peer} {late} within the time-out", [peer])
-            time.sleep(NAP_S)
+        with self._reaching(name) as store:
+            while (found := store.find(f"{_FOLDER}/{key}", 0.0)) is None:
+                self._require_peer(peer, name)
+                elapsed = time.monotonic() - started
+                if elapsed > self._engine.timeout_s:
+                    facts = context(name, rank=self._rank, peer=peer, elapsed_s=elapsed)
+                    raise CommTimeoutError(f"{facts}: rank {peer} {late} within the time-out", [peer])
+                time.sleep(NAP_S)
+        return found
 
     def _require_peer(self, peer: int, name: str) -> None:
         engine = self._engine

@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,46 @@ def _asks_twice(rank: int, num_ranks: int, folder: str) -> Any:
 
 def test_a_rank_that_asks_again_is_not_taken_for_the_one_that_asked_before() -> None:
     assert run_mortal(_asks_twice, 3, dead=set(), timeout_s=60) == [3.0, 3.0, 3.0]
+
+
+def _hears_late(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 0 sees that rank 2 asks, and takes it in; rank 1 asks when rank 2 is in, and its agent has not heard of it.
+
+    Its agent goes on once rank 1 asks the other members.
+    """
+    group = _start(rank, num_ranks, folder)
+    assert _total() == 3
+    stages.meet(folder, "all", rank, range(num_ranks))
+    if rank == 0:
+        assert pg.deactivate_ranks(group, [2]).status is pg.ProposalStatus.Applied
+        stages.reach(folder, "out")
+    stages.wait_for(folder, "out")
+    if rank == 2:
+        pg.join_group(group)
+        return _total()
+    deadline = time.monotonic() + LONG_S
+    while 2 not in group.waiting_ranks():
+        assert time.monotonic() < deadline
+    assert pg.get_peer_state(group, [2]) == [False], "the other one may have begun its next call without it"
+    goes_on = threading.Event()
+    if rank == 1:
+        runtime = group._engine.membership.runtime
+        decide, catch_up = runtime._loop._decide, runtime.catch_up
+        runtime._loop._decide = lambda decision: (goes_on.wait(LONG_S), decide(decision))
+        runtime.catch_up = lambda timeout_s: (goes_on.set(), catch_up(timeout_s))
+    assert _total() == 2
+    if rank == 0:
+        assert pg.get_peer_state(group, [2]) == [True]
+        assert pg.recover_ranks(group, [2]).status is pg.ProposalStatus.Applied
+    else:
+        while 2 in group.waiting_ranks():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        found = pg.get_peer_state(group, [2])
+        goes_on.set()
+        assert found == [True], "rank 0 has left the loop behind this call"
+    return _total()
+
+
+def test_a_rank_whose_agent_is_late_leaves_the_loop_behind_the_same_call() -> None:
+    assert run_mortal(_hears_late, 3, dead=set(), timeout_s=40) == [3.0, 3.0, 3.0]

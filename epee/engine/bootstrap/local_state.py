@@ -13,6 +13,9 @@ A rank that was taken in may leave and ask again, while marks still have it from
 while nobody asks. So each request has a number above those on the boards (`Offer.request`), a mark has the highest
 number that its process knew, and a mark with a lower one does not count for a request.
 
+A rank that a member takes in asks no more, and its board may say so before this process's agent has the view with it.
+So when a known rank asks no more and is no member here, the other members are asked for their newest view first.
+
 The agent thread when it learns of a waiting rank, and the thread that asks, write this process's mark, with the
 engine's lock, so that no call begins meanwhile; all members read. A mark is read twice, as a reader may meet a writer.
 Between hosts marks come a moment later, and ranks of several hosts may then leave their loops one call apart.
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 ALONE_S = 1.5  # how long a waiting rank is known, and no call ends, before it counts without calls
 LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
+CATCH_UP_S = 2.0  # how long to wait for the other members' newest view
 _SEQ_MASK = (1 << SEQ_BITS) - 1
 
 
@@ -103,8 +107,10 @@ class LocalState:
     def states(self, ranks: Sequence[int]) -> list[bool]:
         """Return for each rank whether it takes part, or a process waits for it that all members know."""
         asking = self.note()
-        view = self._runtime.view()
-        alive = self.alive(view)
+        alive = self.alive(self._runtime.view())
+        if any(self._mark.has(rank) and rank not in asking and rank not in alive for rank in ranks):
+            self._runtime.catch_up(CATCH_UP_S)
+            alive = self.alive(self._runtime.view())
         wanted = {rank for rank in ranks if rank in asking and rank not in alive}
         heard = self._heard({rank: asking[rank] for rank in wanted}, alive) if wanted else set()
         return [rank in alive or rank in heard for rank in ranks]

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ import torch.distributed as dist
 import epee
 from epee.engine.outbox import has_left
 from epee.ep.hosts.latency.path import LatencyHostsPath
+from epee.ep.hosts.latency.wire import HostsWire
 from epee.errors import EpeeError
 from epee.link.topology import Topology
 from epee.reference import latency as oracle
 from epee.reference import latency_hosts
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, inputs, make
 from tests.harness import DEAD, collect, take_until, tell
+from tests.survive import stages
 
 from . import Hosts, run_on_hosts, run_on_loopbacks, started_on_hosts
 
@@ -39,11 +42,18 @@ Report = dict[str, Any]
 
 
 def masked_round(
-    buffer: epee.LatencyBuffer, seed: int, mask: torch.Tensor, timeout_us: int, between: Callable[[], Any] | None = None
+    buffer: epee.LatencyBuffer,
+    seed: int,
+    mask: torch.Tensor,
+    timeout_us: int,
+    between: Callable[[], Any] | None = None,
+    receive: Callable[[Any], Any] | None = None,
 ) -> Report:
-    """Do a dispatch and a combine with a mask, and report what came of them."""
+    """Do a dispatch and a combine with a mask, and report what came of them; `receive` runs the dispatch's hook."""
     given = inputs(SHAPE, NUM_TOKENS, seed, "everywhere" if seed % 2 else "random")[buffer.rank]
-    got = dispatch(buffer, given, active_ranks=mask, timeout_us=timeout_us)
+    got = dispatch(buffer, given, active_ranks=mask, timeout_us=timeout_us, return_hook=receive is not None)
+    if receive is not None:
+        receive(got.hook)
     assert isinstance(got.x, torch.Tensor)
     counts = got.num_tokens_per_expert.clone()
     if between is not None:
@@ -341,6 +351,131 @@ def _killed(rank: int, num_ranks: int, hosts: Sequence[int], victim: int) -> lis
         reports.append(masked_round(buffer, seed, mask, 10 * US))
     buffer.close()
     return reports
+
+
+# ---- a rank whose message is on one host only
+
+SPREAD, ALONE, VICTIM = (0, 0, 1, 2), (0, 0, 0, 0), 1  # it sends to rank 2 first, and then to another host, or rank
+
+
+def _wait_for(wire: Any, folder: str, *names: str) -> None:
+    """Wait until others have reached all of these points, while what arrives for this rank's host is moved."""
+    while not all((Path(folder) / f"stage-{name}").exists() for name in names):
+        wire.nap(0.001)
+
+
+def _dies_behind_one_host(wire: Any, seq: int, folder: str) -> None:
+    """Let this rank die when all others have sent call `seq`, and rank 2 alone has got its message."""
+    name = "publish" if isinstance(wire, HostsWire) else "post"
+    publish, posted = getattr(wire, name), []
+
+    def published(*args: Any) -> None:
+        if wire.seq != seq:
+            publish(*args)
+            return
+        _wait_for(wire, folder, *(("arrived",) if posted else ("sent-0", "sent-2", "sent-3")))
+        if posted:
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(*args)
+        posted.append(args[0])
+
+    setattr(wire, name, published)
+
+
+def _receive_in_turn(wire: Any, hook: Any, folder: str, first: int) -> str:
+    """Run the receive phase of this rank's last call, behind the victim's death and that of rank `first`.
+
+    Returns the ranks that its error names, if it raises one.
+    """
+    rank, seq = wire.rank, wire.seq
+    stages.reach(folder, f"sent-{rank}")
+    if rank == 2:
+        while not wire.is_here(VICTIM, seq):
+            wire.nap(0.001)
+        stages.reach(folder, "arrived")
+    while VICTIM not in wire.ended():
+        wire.nap(0.001)
+    _wait_for(wire, folder, *([] if rank == first else [f"over-{first}"]))
+    try:
+        hook()
+        return ""
+    except epee.RankFailedError as error:
+        return f"{error.ranks}"
+    finally:
+        stages.reach(folder, f"over-{rank}")
+
+
+def _on_one_host(
+    rank: int, num_ranks: int, hosts: Sequence[int], folder: str, is_combine: bool, first: int
+) -> tuple[str, str, Report]:
+    """Make a call without a mask in which the victim dies, a further call, and, behind `sync`, a round with a mask."""
+    torch.set_num_threads(1)
+    buffer = make(SHAPE, timeout=60.0)
+    wire: Any = buffer._rows.wire  # type: ignore[union-attr]
+    check_round(buffer, SHAPE, NUM_TOKENS, 1, hosts=hosts)
+    given = inputs(SHAPE, NUM_TOKENS, 2, "everywhere")
+    if rank == VICTIM:
+        _dies_behind_one_host(wire, wire.seq + 1 + is_combine, folder)
+    got = dispatch(buffer, given[rank], return_hook=not is_combine)
+    call: Any = got
+    if is_combine:
+        call = combine(buffer, buffer.combine_input(got.handle).zero_(), got, return_hook=True)
+    told = _receive_in_turn(wire, call.hook, folder, first)
+    later = ""
+    try:
+        if told or is_combine:
+            dispatch(buffer, given[rank])
+        else:
+            combine(buffer, buffer.combine_input(got.handle).zero_(), got)
+    except EpeeError as error:
+        later = type(error).__name__
+    mask = torch.ones(num_ranks, dtype=torch.int32, device="cpu")
+    stages.reach(folder, f"later-{rank}")
+    _wait_for(wire, folder, "later-0", "later-2", "later-3")
+    assert buffer.sync(mask).tolist() == [1, 0, 1, 1]
+    report = masked_round(buffer, 3, mask, 60 * US)
+    buffer.close()
+    return told, later, report
+
+
+@pytest.mark.parametrize("placement", [SPREAD, ALONE], ids=["hosts", "one host"])
+@pytest.mark.parametrize("is_combine", [False, True], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("first", [2, 3])
+def test_without_a_mask_a_message_that_one_host_has_is_a_result_there_and_a_named_death_elsewhere(
+    tmp_path: Path, first: int, is_combine: bool, placement: tuple[int, ...]
+) -> None:
+    """If a rank without the message ends the call first, all raise. The next call raises on all; `sync` mends it."""
+    told = run_on_loopbacks(_on_one_host, placement, placement, str(tmp_path), is_combine, first, dead={VICTIM})
+    assert told[VICTIM] == DEAD
+    named = [told[rank][0] for rank in (0, 2, 3)]
+    assert named == [f"({VICTIM},)", "" if first == 2 else f"({VICTIM},)", f"({VICTIM},)"]
+    later = {told[rank][1] for rank in (0, 2, 3)}
+    assert later <= {"RankFailedError", *(("MismatchError", "InvalidState") if first == 2 else ())}
+    verify([None if answer == DEAD else answer[2] for answer in told], placement)
+
+
+def _masked_on_one_host(rank: int, num_ranks: int, hosts: Sequence[int], folder: str) -> list[Report]:
+    """Make a round with a mask in whose dispatch the victim dies, and two more."""
+    torch.set_num_threads(1)
+    buffer = make(SHAPE, timeout=60.0)
+    wire: Any = buffer._rows.wire  # type: ignore[union-attr]
+    check_round(buffer, SHAPE, NUM_TOKENS, 1, hosts=hosts)
+    if rank == VICTIM:
+        _dies_behind_one_host(wire, wire.seq + 1, folder)
+    mask = torch.ones(num_ranks, dtype=torch.int32, device="cpu")
+    receive = partial(_receive_in_turn, wire, folder=folder, first=2)
+    reports = [masked_round(buffer, seed, mask, 60 * US, receive=receive if seed == 2 else None) for seed in (2, 3, 4)]
+    buffer.close()
+    return reports
+
+
+def test_with_a_mask_a_message_on_one_host_only_is_in_the_results_of_that_host(tmp_path: Path) -> None:
+    told = run_on_loopbacks(_masked_on_one_host, SPREAD, SPREAD, str(tmp_path), dead={VICTIM})
+    for nth in range(3):
+        verify([None if answer == DEAD else answer[nth] for answer in told], SPREAD)
+    assert [told[rank][0]["got"][VICTIM] for rank in (0, 2, 3)] == [False, True, False]
+    for rank in (0, 2, 3):
+        assert told[rank][0]["summed"] == told[rank][1]["got"] == [True, False, True, True]
 
 
 # ---- what the errors name

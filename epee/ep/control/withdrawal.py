@@ -3,11 +3,14 @@
 The causes are a timeout and every other error that makes a caller leave the wait for the rows; after a call with two
 different ends each of its calls would meet the next one of the others.
 
-Each rank writes three words in its own inbox, each the tag of a call; the other members read them.
+Each rank writes these words in its own inbox, each the tag of a call; the other members read them.
 
     GAVE_UP   its caller has left, or it has found that a peer's has; stored, then a fence, then a check of the others
     GATHERED  it has seen the rows of all and then, in a second check, no peer that aborted the call: it continues
     FAILED    it knows that no rank has gathered the call, and none will: also a rank that refuses the call
+
+A fourth word, LOST, has a bit for each rank whose loss is the reason of the abort, and is stored before it: a rank that
+finds the abort names these ranks as well, whether it has found their loss or has their rows. `LatencyBuffer` sets it.
 
 Differences from a collective: a row is in all inboxes and is never removed (it is read in its writer's own inbox, where
 it is stored first), so an abort must stay visible. A rank is one call ahead at most, because the row after the next one
@@ -33,7 +36,7 @@ from ...memory.signals import fence
 from ...view.protocol.withdrawal import Look, Stance, end_of
 
 LINE_WORDS = 8  # of a rank in an inbox: one cache line
-# offsets in the rank's own line of its inbox, after the two of a source; LOST: over hosts (`hosts/latency/wire.py`)
+# offsets in the rank's own line of its inbox, after the two of a source
 GAVE_UP, GATHERED, FAILED, LOST = 2, 3, 4, 5
 
 
@@ -45,7 +48,12 @@ class EndWords:
         words: of each member's inbox, this rank's included; read at each use, so that their owner can release them.
         end_at: index of a rank's line in its own inbox.
         row_at: index of the tag of a rank's row of a call with a number of that parity, in any inbox.
+
+    Attributes:
+        lost: bits of the ranks whose loss is this rank's reason to abort the call.
     """
+
+    lost = 0
 
     def __init__(
         self,
@@ -77,8 +85,17 @@ class EndWords:
 
     def give_up(self, mark: int) -> None:
         """Publish that this rank leaves the call; `look` follows."""
+        self._words[self._rank][self._own_at + LOST] = self.lost
         self._words[self._rank][self._own_at + GAVE_UP] = mark
         fence()
+
+    def lost_by_peers(self, mark: int) -> list[int]:
+        """Return the ranks for whose loss peers have aborted a call; this rank is none of them."""
+        bits = 0
+        for peer, at in self._peers:
+            words = self._words[peer]
+            bits |= words[at + LOST] if words[at + GAVE_UP] == mark else 0  # stored in the opposite order
+        return [peer for peer, _ in self._peers if bits >> peer & 1]
 
     def has_gathered(self, mark: int) -> None:
         """Publish that this rank continues the call."""

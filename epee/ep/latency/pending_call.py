@@ -503,22 +503,30 @@ class PendingCalls:
     def _loss(self, pending_call: PendingCall) -> EpeeError | None:
         """Return the error that names the lost ranks; raises `MismatchError` if one of them says why.
 
-        Those of which the view says that they have failed count as dead, as they are to the ranks of their hosts.
+        Those of which the view says that they have failed count as dead, as they are to the ranks of their hosts. Also
+        lost are the ranks for whose loss a peer has aborted the call, though this rank may have all that they sent.
         """
+        words, mark = pending_call.words, pending_call.mark
+        reported = [] if words.is_gathered(mark) else words.lost_by_peers(mark)
+        for rank in reported:
+            pending_call.lost[rank] = "dead" if rank in self._dead() else "gone"
         if not pending_call.lost:
             return None
         dead, gone = (
             sorted(rank for rank, why in pending_call.lost.items() if why == kind) for kind in ("dead", "gone")
         )
         ends = {rank: self._why_gone(rank) for rank in gone}
-        failed = {rank: why for rank, (kind, why) in ends.items() if issubclass(kind, RankFailedError)}
+        failed = {
+            rank: why for rank, (kind, why) in ends.items() if rank in reported or issubclass(kind, RankFailedError)
+        }
         lost = sorted([*dead, *failed]) or gone or sorted(pending_call.lost)
         if not (dead or gone) and self._may_be_refused(pending_call):
             self._await_refusal(pending_call)
-        if not (dead or gone) and pending_call.words.withdrawn(pending_call.mark):
+        if not (dead or gone) and words.withdrawn(mark):
             return self._end_of(pending_call).given_up()
         where, names = pending_call.where(lost[0], pending_call.started), ", ".join(map(str, lost))
         if dead or failed:
+            words.lost = sum(1 << rank for rank in lost)
             reasons = [f"rank {', '.join(map(str, dead))} is dead (its process ended)"] if dead else []
             reasons += [f"rank {rank}: {why}" for rank, why in failed.items()]
             return RankFailedError(

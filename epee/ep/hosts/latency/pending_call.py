@@ -4,18 +4,17 @@ Ranks lost beside those whose message does not arrive: in a dispatch a rank whos
 combine the message of a rank that had this one's tokens may have arrived, and be in no sum: with a mask `got` and
 `lost_weight` report that; without one it is a loss. A message that was overwritten while it was read has not arrived.
 
-The error of a call without a mask names the ranks that are lost, on all ranks alike: not those that a lost gateway cuts
-off, and also those for whose loss a peer has aborted the call, though this rank has not found it yet.
+The error of a call without a mask does not name the ranks that a lost gateway cuts off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from ....errors import CommTimeoutError, EpeeError, PeerError, RankFailedError
+from ....errors import CommTimeoutError, EpeeError, PeerError
 from ...latency.pending_call import PendingCall, PendingCalls
 from ...latency.wire import LATENCY_DISPATCH, SectionHeader
-from .wire import HostsEndWords, HostsWire, TakenBack
+from .wire import HostsWire, TakenBack
 
 
 class HostsPendingCalls(PendingCalls):
@@ -92,18 +91,6 @@ class HostsPendingCalls(PendingCalls):
         self._judge(pending_call, heads)
         self.require_all(pending_call)
         return heads
-
-    def _loss(self, pending_call: PendingCall) -> EpeeError | None:
-        words, mark = pending_call.words, pending_call.mark
-        assert isinstance(words, HostsEndWords)
-        if not words.is_gathered(mark):
-            for rank in words.lost_by_peers(mark):
-                if pending_call.lost.get(rank) != "dead":
-                    pending_call.lost[rank] = "gone"
-        error = super()._loss(pending_call)
-        if isinstance(error, RankFailedError):
-            words.lost = sum(1 << rank for rank in error.ranks)
-        return error
 
     def _may_be_refused(self, pending_call: PendingCall) -> bool:
         """As `PendingCalls._may_be_refused`; a failed call is seen here later than a rank's leaving it."""

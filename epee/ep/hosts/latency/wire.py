@@ -27,12 +27,11 @@ ranks are all lost has no gateway, and nothing is sent there.
 
 The end of a call without a mask is common to all ranks, by the words of `control/withdrawal.py`. Each rank writes its
 own words only. A rank that aborts a call sends that to all hosts, after the word that it had gathered an earlier one.
-With it goes the word LOST: the ranks, a bit each, whose loss is the reason. An abort can arrive on another host before
-the death shows there; a rank that finds it names these ranks as well. Then a rank that has aborted reads the words of
-the others: on its own host directly, on another one by a query on the same stream (`engine/replication/
-remote_reads.py`), which is answered after the words sent before it: the word is in the mirror there, followed by a
-fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the other continues, at
-least one sees the other, as on one host.
+With it goes the word LOST: an abort can arrive on another host before the death shows there. Then a rank that has
+aborted reads the words of the others: on its own host directly, on another one by a query on the same stream
+(`engine/replication/remote_reads.py`), which is answered after the words sent before it: the word is in the mirror
+there, followed by a fence. A rank that continues reads the mirrors first. So of two ranks one of which aborts and the
+other continues, at least one sees the other, as on one host.
 
 A message that is missing fails a call when all hosts have answered (three and more: twice, `end_behind`). The state of
 a rank that has not answered is unknown: the call stays open. If the link to it is lost no answer arrives. The caller
@@ -80,9 +79,6 @@ class HostsEndWords(EndWords):
         first: index of word 0 of `words` among those of an outbox.
         looks: the queries.
         tell: sends the own line to all hosts.
-
-    Attributes:
-        lost: bits of the ranks whose loss is this rank's reason to abort the call.
     """
 
     def __init__(
@@ -101,21 +97,11 @@ class HostsEndWords(EndWords):
         self._looks, self._tell = looks, tell
         self._since = 0.0  # when this rank has first checked
         self._is_repeated = topology.num_hosts <= 2  # as of `engine.withdrawal.Withdrawal`
-        self.lost = 0
 
     def give_up(self, mark: int) -> None:
         """As `EndWords.give_up`."""
-        self._words[self._rank][self._own_at + LOST] = self.lost
         super().give_up(mark)
         self._tell()
-
-    def lost_by_peers(self, mark: int) -> list[int]:
-        """Return the ranks for whose loss peers have aborted a call; this rank is none of them."""
-        bits = 0
-        for peer, at in self._peers:
-            words = self._words[peer]
-            bits |= words[at + LOST] if words[at + GAVE_UP] == mark else 0  # stored in the opposite order
-        return [peer for peer, _ in self._peers if bits >> peer & 1]
 
     def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
         """As `EndWords.look`; a rank that has not answered, though it may be lost, may have completed the call."""

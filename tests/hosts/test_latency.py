@@ -366,11 +366,14 @@ def _closing(rank: int, num_ranks: int, hosts: Sequence[int]) -> None:
     given = inputs(SHAPE, (6,) * num_ranks, 3)[rank]
     buffer = make(SHAPE)
     if rank == 0:
-        timer = threading.Timer(0.2, buffer.close)
-        timer.start()
+        wire: Any = buffer._rows.wire  # type: ignore[union-attr]
+        say_waiting, waits = wire._say_waiting, threading.Event()
+        wire._say_waiting = lambda seq, until: (say_waiting(seq, until), waits.set())
+        closer = threading.Thread(target=lambda: (waits.wait(60.0), buffer.close()))
+        closer.start()
         with pytest.raises(AbortedError, match="closed"):
             dispatch(buffer, given)
-        timer.join()
+        closer.join()
         dist.barrier()
     elif rank == 1:
         with pytest.raises((epee.PeerError, epee.CommTimeoutError)):

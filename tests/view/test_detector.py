@@ -212,3 +212,21 @@ def test_signs_of_dying_are_shown_by_who_has_lost_its_memory_or_is_gone(victim: 
     signs.close()
     signs.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_watch_may_be_closed_by_another_thread_while_one_asks(victim: subprocess.Popen[bytes]) -> None:
+    watch = DeathWatch()
+    watch.watch(3, victim.pid, process_start_time(victim.pid))
+    poll = watch._poll
+
+    class Poll:
+        def poll(self, wait_ms: float) -> list[tuple[int, int]]:
+            found = poll.poll(3_600_000)  # until the victim has ended
+            watch._poll = poll
+            watch.close()
+            return found
+
+    watch._poll = Poll()  # type: ignore[assignment]
+    victim.kill()
+    assert watch.dead() == ()
+    assert not watch._rank_of_fd

@@ -115,9 +115,10 @@ class DeathWatch:
         """Return the ranks that are proved dead, ascending; before that, sleep up to `wait_s`, or until the next one
         dies."""
         for fd, _ in self._poll.poll(wait_s * 1e3):
-            self._dead.add(self._rank_of_fd.pop(fd))
-            self._poll.unregister(fd)
-            os.close(fd)
+            with ignored(KeyError):  # another thread has closed the watch meanwhile
+                self._dead.add(self._rank_of_fd.pop(fd))
+                self._poll.unregister(fd)
+                os.close(fd)
         return tuple(sorted(self._dead)) if self._dead else ()
 
     def look(self, suspects: Sequence[int]) -> tuple[int, ...]:
@@ -138,11 +139,12 @@ class DeathWatch:
         self._dead.update(rank for rank, process in self._process_of.items() if process == (pid, start_time))
 
     def close(self) -> None:
-        """Close every descriptor; idempotent."""
-        for fd in self._rank_of_fd:
-            self._poll.unregister(fd)
-            os.close(fd)
-        self._rank_of_fd.clear()
+        """Close every descriptor; idempotent. Another thread may be in `dead`."""
+        while self._rank_of_fd:
+            with ignored(KeyError):  # the thread in `dead` has just closed the last one
+                fd, _ = self._rank_of_fd.popitem()
+                self._poll.unregister(fd)
+                os.close(fd)
 
 
 class DyingSigns:

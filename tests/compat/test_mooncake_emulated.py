@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from epee.compat.mooncake import ep, mask
 from epee.ep.pool import latency as rooms
 from tests.compat import test_early_memory as early
 from tests.compat import test_mooncake_ep as on_cpu
+from tests.compat import test_refusals as refusals
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer
 from tests.harness import DEAD, run_ranks
@@ -74,6 +76,40 @@ def _recorded(rank: int, num_ranks: int) -> None:
 def test_calls_without_a_mask_can_be_recorded() -> None:
     for backend in ("mooncake-cpu", "gloo"):
         run_ranks(_emulated, 2, _recorded, backend=backend, timeout_s=200)
+
+
+def _recorded_growth(rank: int, num_ranks: int, num_tokens: int) -> None:
+    """A call that needs more memory than there is cannot be recorded; it is no call, and makes it outside of a graph.
+
+    `num_tokens`: for which the constructor is given memory; 0: the first call makes it.
+    """
+    large, everybody = replace(on_cpu.SHAPE, max_tokens=300), [True] * num_ranks
+    buffer = ep.Buffer(
+        dist.group.WORLD, num_tokens and ep.Buffer.get_ep_buffer_size_hint(num_tokens, 512, num_ranks, 8)
+    )
+    for shape in (large,) if num_tokens else (on_cpu.SHAPE, large):
+        rooms.is_capturing = mask.is_capturing = lambda: True
+        try:
+            for _ in range(2):
+                with pytest.raises(epee.InvalidArgument, match=r"need \d+ bytes of memory, which cannot be made while"):
+                    on_cpu.a_round(buffer, None, 0, everybody, shape=shape)
+            if num_tokens:
+                on_cpu.a_round(buffer, None, 1, everybody)
+        finally:
+            rooms.is_capturing = mask.is_capturing = lambda: False
+        on_cpu.a_round(buffer, None, 2, everybody, shape=shape)
+    rooms.is_capturing = mask.is_capturing = lambda: True
+    for shape in (on_cpu.SHAPE, large):
+        on_cpu.a_round(buffer, None, 3, everybody, shape=shape)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_memory_does_not_grow_in_a_recording(num_tokens: int) -> None:
+    run_ranks(_emulated, 2, _recorded_growth, num_tokens, timeout_s=200)
+
+
+def test_a_refusal_reaches_calls_that_grow() -> None:
+    run_ranks(_emulated, 2, refusals.growth, (300, 600, 1000), timeout_s=200)
 
 
 def test_a_mask_that_cannot_be_made_in_a_recording_is_an_error_that_says_what_to_do(

@@ -16,6 +16,7 @@ from epee.compat import deep_ep
 from epee.compat.mooncake import ep, pg
 from epee.errors import EpeeError, InvalidArgument, MismatchError, UnsupportedError
 from tests.harness import run_ranks
+from tests.hosts import run_on_loopbacks
 
 HIDDEN, NUM_TOKENS, NUM_LOCAL, MOST = 128, 5, 2, 8
 Call = Callable[..., Any]
@@ -256,18 +257,23 @@ def after_update(rank: int, num_ranks: int) -> None:
         calls.whole()
 
 
-def growth(rank: int, num_ranks: int) -> None:
-    """Refuse a call for which the others make more memory: they meet this rank in its next such call, in step."""
+def growth(rank: int, num_ranks: int, sizes: tuple[int, ...] = (3000, 9000, 16384)) -> None:
+    """Refuse a call for which the others make more memory: they meet this rank in its next such call, in step.
+
+    An argument that is checked in the new memory is refused when all have made that.
+    """
     calls = Padded(rank, num_ranks, False)
     calls.whole()
-    for most in (4096, 9000):
+    wrong = [("x must be", {"x": calls.x[0]}), ("topk_idx", {"topk_idx": calls.idx + calls.num_experts})]
+    for at, most in enumerate(sizes):
+        words, other = wrong[at % 2]
         if rank == 0:
-            with pytest.raises(InvalidArgument, match="x must be"):
-                calls.dispatch(x=calls.x[0], num_max_dispatch_tokens_per_rank=most)
+            with pytest.raises(InvalidArgument, match=words):
+                calls.dispatch(**other, num_max_dispatch_tokens_per_rank=most)
         else:
-            with pytest.raises(MismatchError, match="rank 0 refused its call"):
+            with pytest.raises(MismatchError, match=r"rank 0 refused (its|the) call"):
                 calls.dispatch(num_max_dispatch_tokens_per_rank=most)
-        calls.step(float(most), num_max_dispatch_tokens_per_rank=most)
+        calls.step(float(at + 1), num_max_dispatch_tokens_per_rank=most)
         calls.whole()
 
 
@@ -319,6 +325,11 @@ def test_a_low_latency_call_that_does_not_fit_on_one_rank_is_refused_on_all(back
 @pytest.mark.parametrize("calls", [after_update, growth])
 def test_a_refusal_reaches_low_latency_calls_that_begin_with_a_meeting(calls: Call, backend: str) -> None:
     run_ranks(calls, 2, backend=backend, timeout_s=50)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "epee"])
+def test_a_refusal_reaches_low_latency_calls_that_grow_over_hosts(backend: str) -> None:
+    run_on_loopbacks(growth, (0, 1, 1), backend=backend, timeout_s=50)
 
 
 def test_low_latency_calls_that_are_out_of_step_raise() -> None:

@@ -172,6 +172,7 @@ class Recovery:
         engine = self._engine
         for attempt in range(MAX_INTERRUPTS):
             try:
+                engine.peer_regions.exports.let_go()  # first: who has the engine's lock may wait for that of the links
                 engine.entry.hold()
                 engine.waits.widen()
                 if attempt == 0:

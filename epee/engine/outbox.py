@@ -269,6 +269,7 @@ class NoExports:
     say_goodbye: Callable[[], object] = int
     pump: Callable[[], bool] = bool
     rest: Callable[[], object] = int
+    let_go: Callable[[], object] = int
     tell_progress: Callable[[], object] = int
 
     def is_here(self, rank: int) -> bool:

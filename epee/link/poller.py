@@ -177,6 +177,14 @@ class Links:
 
     # ---- waiting callers
 
+    def let_go(self) -> None:
+        """Release the lock if this thread still has it, though an exception has ended what it did with it.
+
+        Python 3.10 may run a signal handler between the last line of a `with` block and its end; a debugger always may.
+        """
+        while self.lock._is_owned():
+            self.lock.release()
+
     def pump(self) -> bool:
         """Move the data that can be moved now; return whether any was. Never blocks."""
         self._pumped = now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +114,51 @@ def _hosts(rank: int, num_ranks: int) -> tuple[int, ...]:
 @pytest.mark.hosts
 def test_hosts_are_told_apart_by_their_namespaces() -> None:
     assert run_on_hosts(_hosts, (0, 1, 1, 0)) == [(0, 1, 1, 0)] * 4
+
+
+# ---- locks
+
+
+def _lock_left(rank: int, num_ranks: int) -> None:
+    """Rank 0's send ends behind the last line of a `with` block that holds the lock of the links, before the lock is
+    released; another thread makes the next calls."""
+    if rank == 1:
+        got = full(4, 0)
+        dist.recv(got, 0)
+        assert got.tolist() == [7.0] * 4
+        assert _total(1.0) == 2.0
+        return
+    group: Any = dist.group.WORLD
+    exports = group._engine.peer_regions.exports
+    publish = exports.publish_fragment
+
+    def publish_and_break(*args: Any) -> None:
+        exports.publish_fragment = publish
+        publish(*args)
+        exports.links.lock.acquire()
+        raise KeyboardInterrupt
+
+    exports.publish_fragment = publish_and_break
+    with pytest.raises(KeyboardInterrupt):
+        dist.send(full(4, 7), 1)
+    sums: list[float] = []
+
+    def go_on() -> None:
+        dist.send(full(4, 7), 1)
+        sums.append(_total(1.0))
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert sums == [2.0]
+
+
+def _total(value: float) -> float:
+    """Return the sum of all ranks' values."""
+    x = full(1, value)
+    dist.all_reduce(x)
+    return float(x)
+
+
+def test_a_lock_of_the_links_that_an_interrupt_has_left_is_released() -> None:
+    run_on_loopbacks(_lock_left, (0, 1), timeout_s=40)

@@ -105,6 +105,11 @@ class Exports:
         """Leaves the sockets to the thread of the links."""
         return self.links.rest
 
+    @property
+    def let_go(self) -> Callable[[], object]:
+        """Releases the lock of the links if an exception has left it with this thread."""
+        return self.links.let_go
+
     def new_looks(self, first: int) -> RemoteReads:
         """Return remote reads for another caller, which does not hold the engine's lock; they count from `first`."""
         return RemoteReads(self.links, self.routes, self._answers, first)

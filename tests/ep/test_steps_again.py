@@ -1,6 +1,6 @@
 """A step that is made again after an error never meets another step: each value is of that step on all ranks.
 
-Rank 0 stands still once in a step until all others have given the call up (time-outs of 0.4 s).
+Rank 0 stands still once in a step until all others have given the call up (in that step time-outs of 0.4 s).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from . import moments
 NUM_STEPS = 4
 STILL_AT = 2
 HIDDEN = 8
+SHORT_S, LONG_S = 0.4, 20.0
 Step = Callable[[int, Callable[[], None]], Any]
 
 
-def _buffer(num_ranks: int, what: str = "", timeout: float = 0.4) -> Any:
+def _buffer(num_ranks: int, what: str = "", timeout: float = LONG_S) -> Any:
     sizes = {"num_experts": 2 * num_ranks, "hidden": HIDDEN, "num_topk": 2, "max_tokens_per_rank": 4}
     if what in ("latency", "hooks"):
         return epee.LatencyBuffer(timeout=timeout, **sizes)
@@ -39,60 +40,70 @@ def _tokens(num_ranks: int) -> torch.Tensor:
     return torch.tensor([[0, 2]])
 
 
-def _layer(buffer: epee.Buffer) -> Step:
+def _limit(k: int, short_s: float) -> float | None:
+    """Return the time-out of a step's calls, None: the buffer's. A busy machine may be slower than the short one."""
+    return short_s if k == STILL_AT else None
+
+
+def _layer(buffer: epee.Buffer, short_s: float) -> Step:
     """A whole layer, whose experts multiply by its number; rank 0 stands still between dispatch and combine."""
 
     def step(k: int, pause: Callable[[], None]) -> float:
-        d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(buffer.num_ranks), torch.ones(1, 2), layout="expert")
+        tokens, limit = torch.ones(1, HIDDEN), _limit(k, short_s)
+        d = buffer.dispatch(tokens, _tokens(buffer.num_ranks), torch.ones(1, 2), layout="expert", timeout=limit)
         assert isinstance(d.x, torch.Tensor)
         pause()
-        return buffer.combine(d.x * k, d.handle).x[0, 0].item() / 2
+        return buffer.combine(d.x * k, d.handle, timeout=limit).x[0, 0].item() / 2
 
     return step
 
 
-def _combine(buffer: epee.Buffer) -> Step:
+def _combine(buffer: epee.Buffer, short_s: float) -> Step:
     """Combines with one handle."""
-    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(buffer.num_ranks), timeout=20)
+    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(buffer.num_ranks))
 
     def step(k: int, pause: Callable[[], None]) -> float:
         pause()
-        return buffer.combine(torch.full((d.handle.num_recv, HIDDEN), float(k)), d.handle).x[0, 0].item() / 2
+        y = torch.full((d.handle.num_recv, HIDDEN), float(k))
+        return buffer.combine(y, d.handle, timeout=_limit(k, short_s)).x[0, 0].item() / 2
 
     return step
 
 
-def _gather(buffer: epee.Buffer) -> Step:
+def _gather(buffer: epee.Buffer, short_s: float) -> Step:
     """Bytes that say which step it is."""
 
     def step(k: int, pause: Callable[[], None]) -> float:
         pause()
-        return sum(int.from_bytes(part, "little") for part in buffer.all_gather_bytes(bytes([k]))) / buffer.num_ranks
+        parts = buffer.all_gather_bytes(bytes([k]), timeout=_limit(k, short_s))
+        return sum(int.from_bytes(part, "little") for part in parts) / buffer.num_ranks
 
     return step
 
 
-def _dispatch(buffer: epee.Buffer) -> Step:
+def _dispatch(buffer: epee.Buffer, short_s: float) -> Step:
     """Rows that say which step it is."""
 
     def step(k: int, pause: Callable[[], None]) -> float:
         pause()
-        d = buffer.dispatch(torch.full((1, HIDDEN), float(k)), _tokens(buffer.num_ranks))
+        x = torch.full((1, HIDDEN), float(k))
+        d = buffer.dispatch(x, _tokens(buffer.num_ranks), timeout=_limit(k, short_s))
         assert isinstance(d.x, torch.Tensor)
         return d.x[0, 0].item() if len(d.x) else float(k)
 
     return step
 
 
-def _latency(buffer: epee.Buffer, use_hook: bool = False) -> Step:
+def _latency(buffer: epee.Buffer, short_s: float, use_hook: bool = False) -> Step:
     """A whole layer through a `LatencyBuffer`."""
 
     def step(k: int, pause: Callable[[], None]) -> float:
-        d: Any = buffer.dispatch(torch.ones(1, HIDDEN).bfloat16(), _tokens(buffer.num_ranks), return_hook=use_hook)
+        options: Any = {"return_hook": use_hook, "timeout": _limit(k, short_s)}
+        d: Any = buffer.dispatch(torch.ones(1, HIDDEN).bfloat16(), _tokens(buffer.num_ranks), **options)
         if use_hook:
             d.hook()
         pause()
-        c: Any = buffer.combine(d.x * k, d.handle, return_hook=use_hook)
+        c: Any = buffer.combine(d.x * k, d.handle, **options)
         if use_hook:
             c.hook()
         return float(c.x[0, 0]) / 2
@@ -100,13 +111,13 @@ def _latency(buffer: epee.Buffer, use_hook: bool = False) -> Step:
     return step
 
 
-STEPS: dict[str, Callable[[epee.Buffer], Step]] = {
+STEPS: dict[str, Callable[[epee.Buffer, float], Step]] = {
     "layer": _layer,
     "combine": _combine,
     "bytes": _gather,
     "dispatch": _dispatch,
     "latency": _latency,
-    "hooks": lambda buffer: _latency(buffer, use_hook=True),
+    "hooks": lambda buffer, short_s: _latency(buffer, short_s, use_hook=True),
 }
 
 
@@ -123,7 +134,7 @@ def _until_it_succeeds(step: Callable[[], float], on_error: Callable[[], None]) 
 
 def _make_steps(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
     buffer = _buffer(num_ranks, what)
-    step = STEPS[what](buffer)
+    step = STEPS[what](buffer, SHORT_S)
     has_stood: list[int] = []
 
     def pause(k: int) -> None:
@@ -157,8 +168,8 @@ def interrupt() -> None:
 
 def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
     """Rank 1 is interrupted in its wait for rank 0, which makes its call afterwards."""
-    buffer = _buffer(num_ranks, what, timeout=20)
-    step = STEPS[what](buffer)
+    buffer = _buffer(num_ranks, what)
+    step = STEPS[what](buffer, LONG_S)
 
     def pause(k: int) -> None:
         if k == STILL_AT and rank == 0:
@@ -185,7 +196,7 @@ def test_an_interrupt_when_it_waits_ends_the_call_on_all(what: str, tmp_path: An
 
 def _undecided(rank: int, num_ranks: int, folder: str, completes: bool) -> list[str]:
     """Rank 1 stands still between its second look and its word, while rank 0 gives the call up."""
-    buffer = _buffer(num_ranks, timeout=20)
+    buffer = _buffer(num_ranks)
     seen = []
     if rank == 0:
 
@@ -228,7 +239,7 @@ def test_a_call_that_was_open_may_end_well(tmp_path: Any) -> None:
 
 def _interrupted_pull(rank: int, num_ranks: int) -> list[str]:
     """A combine that is interrupted when all have gathered it has its result on the other ranks only."""
-    buffer = _buffer(num_ranks, timeout=20)
+    buffer = _buffer(num_ranks)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
     if rank == 0:
         moments.before_it_takes_results(buffer, interrupt)
@@ -279,7 +290,7 @@ def test_a_death_in_a_send_half_leaves_nothing_open() -> None:
 
 def _refuses(rank: int, num_ranks: int) -> list[str]:
     """Rank 2 gives a bad argument once, when rank 0 may have sent its half to rank 1 already."""
-    buffer = _buffer(num_ranks, "latency", timeout=20)
+    buffer = _buffer(num_ranks, "latency")
     idx = torch.tensor([[0, 2], [2, 4], [0, 4]])
     d = buffer.dispatch(torch.ones(3, HIDDEN).bfloat16(), idx, torch.ones(3, 2))
     seen = []
@@ -303,7 +314,7 @@ def test_a_refusal_that_meets_a_send_half_ends_the_call_on_all() -> None:
 
 def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
     """Rank 0 is interrupted when it has sent its row of a call that rank 1 refuses."""
-    buffer = _buffer(num_ranks, timeout=20)
+    buffer = _buffer(num_ranks)
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
     assert isinstance(d.x, torch.Tensor)
     seen = []

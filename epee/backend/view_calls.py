@@ -111,11 +111,12 @@ class CallsOfView:
         return sum(self.get_peer_state(range(MAX_RANKS)))
 
     def local_peer_state(self, ranks: Sequence[int]) -> list[bool]:
-        """Return for each rank whether it takes part or is ready to, as far as this process knows; no communication.
+        """Return for each rank whether it takes part or is ready to, as far as this process knows; no collective call.
 
         False at once for a rank of whose death there is proof. True for a rank for which a process waits when all
         members know of it; programs that ask on all ranks, between calls, get it between the same two calls
-        (`bootstrap/local_state.py`).
+        (`bootstrap/local_state.py`). Where a process waits no more, and is no member yet, the other members' agents are
+        asked for their newest view, at most 2 s.
 
         Args:
             ranks: 0 ... 63.

@@ -94,7 +94,7 @@ def _late_first_block(rank: int, num_ranks: int) -> str:
     d = _send(buffer, rank)
     _one_sided_barrier(buffer, rank)
     if rank == 1:
-        buffer.machine.platform.pause("combine", 14, 0.02)  # its other blocks see the difference while each of its threads stands still
+        buffer.machine.platform.pause("combine", 14, 0.02)  # each thread; its other blocks see the difference meanwhile
     options = CombineOptions(timeout_s=LONG_S)
     return _error_of(buffer, lambda: buffer.combine(d.x, d.handle, None, (), None, options))
 

@@ -409,7 +409,16 @@ class PendingCalls:
         self.mark(pending_call)
 
     def give_up(self, pending_call: PendingCall, error: BaseException) -> None:
-        """End a call that this rank cannot make, and notify the peers that have not got its message."""
+        """End a call that this rank cannot make, and notify the peers that have not got its message.
+
+        A call that lacks a rank is not refused, but aborted for all: peers may have found the loss, or have aborted it.
+        """
+        if pending_call.is_alike and isinstance(error, (CommTimeoutError, PeerError)):
+            try:
+                self.leave(pending_call, error)
+            finally:
+                self._free(pending_call)
+            return
         is_sent = any(self.wire.is_posted(dst, pending_call.seq) for dst in pending_call.others())
         try:
             for dst in self.reachable(pending_call):
@@ -516,9 +525,8 @@ class PendingCalls:
             sorted(rank for rank, why in pending_call.lost.items() if why == kind) for kind in ("dead", "gone")
         )
         ends = {rank: self._why_gone(rank) for rank in gone}
-        failed = {
-            rank: why for rank, (kind, why) in ends.items() if rank in reported or issubclass(kind, RankFailedError)
-        }
+        failed = {rank: why for rank, (kind, why) in ends.items() if issubclass(kind, RankFailedError)}
+        failed |= {rank: "another rank has found that it failed" for rank in reported if rank in ends.keys() - failed}
         lost = sorted([*dead, *failed]) or gone or sorted(pending_call.lost)
         if not (dead or gone) and self._may_be_refused(pending_call):
             self._await_refusal(pending_call)

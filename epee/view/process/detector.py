@@ -105,11 +105,8 @@ class DeathWatch:
         self._dead.discard(rank)
         self._process_of.pop(rank, None)
         for fd, watched in list(self._rank_of_fd.items()):
-            if watched == rank:
-                with ignored(KeyError):  # an interrupt came before it was registered
-                    self._poll.unregister(fd)
-                del self._rank_of_fd[fd]
-                os.close(fd)
+            if watched == rank and self._rank_of_fd.pop(fd, None) is not None:
+                self._drop(fd)
 
     def dead(self, wait_s: float = 0.0) -> tuple[int, ...]:
         """Return the ranks that are proved dead, ascending; before that, sleep up to `wait_s`, or until the next one
@@ -117,8 +114,7 @@ class DeathWatch:
         for fd, _ in self._poll.poll(wait_s * 1e3):
             with ignored(KeyError):  # another thread has closed the watch meanwhile
                 self._dead.add(self._rank_of_fd.pop(fd))
-                self._poll.unregister(fd)
-                os.close(fd)
+                self._drop(fd)
         return tuple(sorted(self._dead)) if self._dead else ()
 
     def look(self, suspects: Sequence[int]) -> tuple[int, ...]:
@@ -141,10 +137,13 @@ class DeathWatch:
     def close(self) -> None:
         """Close every descriptor; idempotent. Another thread may be in `dead`."""
         while self._rank_of_fd:
-            with ignored(KeyError):  # the thread in `dead` has just closed the last one
-                fd, _ = self._rank_of_fd.popitem()
-                self._poll.unregister(fd)
-                os.close(fd)
+            with ignored(KeyError):  # the thread in `dead` has just taken the last one
+                self._drop(self._rank_of_fd.popitem()[0])
+
+    def _drop(self, fd: int) -> None:
+        with ignored(KeyError):  # an interrupt came before it was registered
+            self._poll.unregister(fd)
+        os.close(fd)
 
 
 class DyingSigns:

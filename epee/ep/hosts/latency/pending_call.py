@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from ....errors import CommTimeoutError, EpeeError, PeerError
+from ....errors import EpeeError, PeerError
 from ...latency.pending_call import PendingCall, PendingCalls
 from ...latency.wire import LATENCY_DISPATCH, SectionHeader
 from .wire import HostsWire, TakenBack
@@ -95,16 +95,6 @@ class HostsPendingCalls(PendingCalls):
     def _may_be_refused(self, pending_call: PendingCall) -> bool:
         """As `PendingCalls._may_be_refused`; a failed call is seen here later than a rank's leaving it."""
         return bool(pending_call.words.withdrawn(pending_call.mark))
-
-    def give_up(self, pending_call: PendingCall, error: BaseException) -> None:
-        """As `PendingCalls.give_up`; a call that lacks a rank is not refused, but aborted for all."""
-        if not pending_call.is_alike or not isinstance(error, (CommTimeoutError, PeerError)):
-            super().give_up(pending_call, error)
-            return
-        try:
-            self.leave(pending_call, error)
-        finally:
-            self._free(pending_call)
 
     def _judge(self, pending_call: PendingCall, heads: dict[int, SectionHeader]) -> None:
         """Exclude ranks whose message is here and brings this rank nothing, if that is a loss."""

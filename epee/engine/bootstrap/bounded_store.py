@@ -6,7 +6,8 @@ run on a thread of this object, one at a time, and the caller waits for each unt
 the first operation. One that is not answered keeps it: later operations raise at once, and it ends when the store's
 process answers or ends. In a process that gets no thread the operations run on the caller's.
 
-A missing key is awaited by checks with growing pauses, for torch logs warnings about each wait that ends without it.
+A missing key is awaited by checks with growing pauses, because torch logs warnings about each wait that ends without
+it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import CommTimeoutError, context, expected
+from ...errors import CommTimeoutError, InvalidState, context, expected
+from ...values import MAX_S
 
 GRACE_S = 1.0  # behind the deadline, for all operations together: a rank that fails reports it
+FLOOR_S = 0.05  # for each operation, also when no grace is left: a store that works answers
 _PAUSES_S = 0.0001, 0.02  # between two checks for a key: the first, and the longest
 
 
@@ -38,11 +41,12 @@ class BoundedStore:
         underlying_store: the store, under the name that torch's `PrefixStore` has for it.
         deadline: `time.monotonic()` by which every operation ends, or `GRACE_S` later.
 
-    Every method raises CommTimeoutError if the store's process does not answer, and what the store raises.
+    Every method raises CommTimeoutError if the store's process does not answer, InvalidState behind the `with`, and
+    what the store raises.
     """
 
     def __init__(self, store: Any, timeout_s: float, rank: int, op: str = "init") -> None:
-        self.underlying_store = store
+        self.underlying_store, timeout_s = store, min(timeout_s, MAX_S)
         self.deadline = time.monotonic() + timeout_s
         self._thread = _StoreThread(self.deadline, f"{context(op, rank=rank)}: ", timeout_s)
 
@@ -57,6 +61,10 @@ class BoundedStore:
         other = copy.copy(self)
         other.underlying_store = store
         return other
+
+    def hasten(self, limit_s: float) -> None:
+        """Let all operations end within `limit_s` from now: this process fails anyhow, and only reports it."""
+        self._thread.deadline = min(self._thread.deadline, time.monotonic() + limit_s)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
@@ -119,18 +127,21 @@ class _StoreThread:
     """The thread of a store's operations, and their deadline."""
 
     def __init__(self, deadline: float, where: str, timeout_s: float) -> None:
-        self._deadline, self._where, self._timeout_s = deadline, where, timeout_s
+        self.deadline, self._where, self._timeout_s = deadline, where, timeout_s
         self._grace_s = GRACE_S
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._has_begun = self._is_lost = False
+        self._has_begun = self._is_lost = self._is_closed = False
 
     def run(self, call: Callable[..., Any], key: str | list[str], *args: Any, until: float = math.inf) -> Any:
         """Return the result of an operation.
 
         Raises:
             CommTimeoutError: it does not end by the deadline, or an earlier one has not.
+            InvalidState: the thread is closed.
         """
-        began, until = time.monotonic(), min(until, self._deadline)
+        began, until = time.monotonic(), min(until, self.deadline)
+        if self._is_closed:
+            raise InvalidState(f"{self._where}the store is used behind its `with`; make another BoundedStore")
         if self._is_lost:
             raise self._silence(call, key, 0.0)
         if not self._has_begun and not self._begin():
@@ -138,12 +149,12 @@ class _StoreThread:
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._asked.put((answer, call, key, *args))
         try:
-            result, error = answer.get(timeout=max(0.0, until - began) + self._grace_s)
+            result, error = answer.get(timeout=max(FLOOR_S, max(0.0, until - began) + self._grace_s))
         except expected(queue.Empty):
             self._is_lost = True
             raise self._silence(call, key, time.monotonic() - began) from None
         finally:
-            self._grace_s -= min(self._grace_s, max(0.0, time.monotonic() - max(began, until)))
+            self._grace_s -= min(self._grace_s, max(0.0, time.monotonic() - max(began, self.deadline)))
         if error is None:
             return result
         try:
@@ -153,6 +164,7 @@ class _StoreThread:
 
     def close(self) -> None:
         """Let the thread end, when its operation has been answered."""
+        self._is_closed = True
         self._asked.put(None)
 
     def _begin(self) -> bool:
@@ -161,10 +173,11 @@ class _StoreThread:
         A `threading.Thread` takes twice as long. The first step of this one is not awaited: if it finds no memory
         for it, the first operation ends by the deadline.
         """
+        self._has_begun = True  # before it is: a signal handler's exception may come in between
         try:
             _thread.start_new_thread(_serve, (self._asked,))
-            self._has_begun = True
         except expected(RuntimeError, MemoryError):  # the creation fails by that soon, and needs the store to report it
+            self._has_begun = False
             return False
         return True
 

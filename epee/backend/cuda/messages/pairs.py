@@ -34,8 +34,8 @@ A kernel may still find, after 6, that the old process is dead, in its GPU's ear
 the cpu's own word before it loses a message for that. A crash of the old process, or of the new one, at any of these
 steps is reported to the kernels after 7, or ends the wait in 5.
 
-Every wait here polls for the peer's death, and ends after the group's timeout, also where the store does not answer: it
-may be repeated, from the same step.
+Every wait here polls for the peer's death while the store answers, and ends after the group's timeout, also where the
+store does not: it may be repeated, from the same step.
 A crash between two steps leaves keys that are never read.
 """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,10 +23,15 @@ import torch.distributed as dist
 
 from epee.backend.cuda.messages.pairs import PairBoard
 from epee.engine import BoundedStore
-from epee.engine.bootstrap import bounded_store
+from epee.engine.bootstrap import attempt, bounded_store
 from epee.engine.bootstrap.attempt import BootstrapAttempt
+from epee.engine.bootstrap.creation import await_all
+from epee.engine.outbox import LIFE, LIFE_BORN, LIFE_READY, STATE_WORDS
+from epee.engine.replication import creation_over_hosts
+from epee.engine.replication.creation_over_hosts import StoreLook
 from epee.ep.pool.latency import Steps
-from epee.errors import CommTimeoutError
+from epee.errors import CommTimeoutError, InvalidState, PeerError, RankFailedError, ResourceError
+from epee.view.process.detector import DeathWatch
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -35,7 +42,7 @@ TOO_LATE_S = 15.0  # what stands still goes on then, so that a wait without a li
 
 
 class SilentStore:
-    """A store whose process answers no operation before `answers` is set."""
+    """A store whose process answers no operation before `answers` is set, and none after it is cleared."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -56,6 +63,9 @@ class SilentStore:
     def check(self, keys: list[str]) -> bool:
         return bool(self._operation("check", False))
 
+    def compare_set(self, key: str, expected_value: str, value: str) -> bytes:
+        return bytes(self._operation("compare_set", value.encode()))
+
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentStore]:
@@ -63,6 +73,31 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentStore]:
     store = SilentStore()
     yield store
     store.answers.set()
+
+
+def silenced(silent: SilentStore, timeout_s: float) -> tuple[BoundedStore, BootstrapAttempt]:
+    """The attempt of rank 0 of two, whose store is silent when it has begun."""
+    store = BoundedStore(silent, timeout_s, 0)
+    silent.answers.set()
+    this = BootstrapAttempt(store, 0, 2)
+    silent.answers.clear()
+    return store, this
+
+
+@contextlib.contextmanager
+def alarm(after_s: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt from a signal handler."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def ends_in_time(began: float) -> bool:
@@ -129,20 +164,11 @@ def test_results_and_errors_of_a_store_come_back_and_the_thread_ends() -> None:
 
 
 def test_an_exception_of_a_signal_handler_ends_a_wait_and_the_store_can_be_used_on() -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with BoundedStore(dist.HashStore(), 30.0, 0) as store:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(KeyboardInterrupt):
-                store.find("missing", 0.5)
-            store.set("reported", "1")
-            assert store.find("reported", 0.0) == b"1"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with BoundedStore(dist.HashStore(), 30.0, 0) as store:
+        with alarm(0.05), pytest.raises(KeyboardInterrupt):
+            store.find("missing", 0.5)
+        store.set("reported", "1")
+        assert store.find("reported", 0.0) == b"1"
 
 
 def test_a_process_that_gets_no_thread_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +181,46 @@ def test_a_process_that_gets_no_thread_uses_its_own(monkeypatch: pytest.MonkeyPa
         assert store.add("a", 1) == 1
         assert store.find("a", 0.0) == b"1"
     assert inner.idents == [threading.get_ident()]
+
+
+def test_an_exception_of_a_signal_handler_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = _thread.start_new_thread, []
+
+    def start(*args: Any) -> int:
+        starts.append(real(*args))
+        raise TimeoutError  # between the start and the next line
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    with BoundedStore(dist.HashStore(), 30.0, 0) as store:
+        with pytest.raises(TimeoutError):
+            store.add("a", 1)
+        assert store.add("a", 1) == 1
+    assert len(starts) == 1
+
+
+def test_a_store_is_not_used_behind_its_with() -> None:
+    with BoundedStore(dist.HashStore(), TIMEOUT_S, 0) as store:
+        store.add("a", 1)
+    with pytest.raises(InvalidState, match=r"init \(rank=0\): the store is used behind its `with`"):
+        store.add("a", 1)
+
+
+def test_a_store_that_works_is_used_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_store, "GRACE_S", 0.0)
+    monkeypatch.setattr(bounded_store, "FLOOR_S", TOO_LATE_S)
+    with BoundedStore(dist.HashStore(), 0.0, 0) as store:
+        assert [store.add("a", 1) for _ in range(50)] == list(range(1, 51))
+
+
+def test_a_wait_before_the_deadline_is_no_grace() -> None:
+    with BoundedStore(dist.HashStore(), 30.0, 0) as store:
+        assert store.find("missing", 0.05, until=0.0) is None
+        assert store._thread._grace_s == bounded_store.GRACE_S
+
+
+def test_no_end_is_as_the_longest_time() -> None:
+    with BoundedStore(dist.HashStore(), math.inf, 0) as store:
+        assert store.add("a", 1) == 1
 
 
 # ---- those who use one
@@ -213,6 +279,74 @@ def test_a_creation_whose_store_is_stopped_ends_by_its_own_timeout(tmp_path: Pat
     _, (text, elapsed_s) = run_ranks(stopped, 2, str(tmp_path), backend=None)
     assert elapsed_s < TOO_LATE_S - 5.0
     assert "the store of the rendezvous does not answer (find of epee/1/0/hello, waited " in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ResourceError])
+def test_an_error_of_this_process_is_not_kept_back_by_a_silent_store(
+    error: type[BaseException], silent: SilentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first by a signal handler, while the store does not answer; the second before it is asked."""
+
+    def fail(store: BoundedStore) -> None:
+        with attempt.attempt(store, 0, 2) as this:
+            silent.answers.clear()
+            if error is ResourceError:
+                raise this.explain(ResourceError("no memory"), DeathWatch())
+            with alarm(0.05):
+                this.read(1, "/hello", store.deadline)
+
+    monkeypatch.setattr(attempt, "REASON_WAIT_S", TIMEOUT_S)
+    silent.answers.set()
+    with BoundedStore(silent, 60.0, 0) as store:
+        began = time.monotonic()
+        with pytest.raises(error):
+            fail(store)
+        assert ends_in_time(began)
+        with pytest.raises(CommTimeoutError, match="does not answer"):
+            store.check(["a"])
+
+
+def test_a_rank_returns_no_group_that_the_others_may_not_have(silent: SilentStore) -> None:
+    """A silent store may do later what it was asked for: the first finding in it is another rank's then."""
+    store, this = silenced(silent, TIMEOUT_S)
+    with store:
+        with pytest.raises(CommTimeoutError, match="does not answer"):
+            this.settle(None, DeathWatch())
+        with pytest.raises(PeerError):
+            this.settle(PeerError("rank 1 failed", [1]), DeathWatch())
+
+
+def test_a_check_of_the_others_does_not_take_silence_for_no_report(
+    silent: SilentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation_over_hosts, "_LOOK_S", 0.0)
+    store, this = silenced(silent, TIMEOUT_S)
+    look = StoreLook(this, DeathWatch(), tuple)
+    with store:
+        with pytest.raises(CommTimeoutError, match="does not answer"):
+            look()
+        assert this.heard(DeathWatch()) is None
+        dead: Any = SimpleNamespace(dead=lambda: (1,))
+        assert isinstance(this.reported(dead), RankFailedError)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("life", [LIFE_READY, LIFE_BORN])
+def test_a_rank_that_got_ready_while_the_store_was_asked_is_ready(is_silent: bool, life: int) -> None:
+    words = [0] * STATE_WORDS
+    words[LIFE] = LIFE_BORN
+    this: Any = None
+    exports = SimpleNamespace(spans=False, publish=lambda *_: None)
+    peer_regions: Any = SimpleNamespace(rank=0, peers=[1], words={1: words}, exports=exports)
+
+    def check() -> None:
+        words[LIFE] = life
+        if is_silent:
+            raise CommTimeoutError("the store does not answer")
+
+    late = "the store does not answer" if is_silent else "rank 1 did not get ready in time"
+    with contextlib.nullcontext() if life == LIFE_READY else pytest.raises(CommTimeoutError, match=late):
+        await_all(this, peer_regions, DeathWatch(), 0.0, check)
 
 
 class LoneGroup:

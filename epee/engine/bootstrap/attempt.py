@@ -56,11 +56,13 @@ WHATS = (
 )  # the records of one rank, see `creation.py`, `replication/creation_over_hosts.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
-WAIT_S = 0.5  # of one operation: then checks for another process with this rank, and exceptions of signal handlers
-EVERY_RANKS = ("", "/hello")  # of these records
+# Of one operation, between checks for another process with this rank. Exceptions of signal handlers come at once; only
+# the next operation waits.
+WAIT_S = 0.5
+EVERY_RANKS = ("", "/hello")  # records that every rank writes
 TWIN_GRACE_S = 5.0  # a process that leaves its group is given this time, so that another one can have its rank
 MAX_TWINS = 8
-REASON_WAIT_S = 2.0  # a store may be slower than shared memory
+REASON_WAIT_S = 2.0  # for what a rank that fails reads and reports: a store may be slower than shared memory
 
 _REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)
 
@@ -182,6 +184,7 @@ class BootstrapAttempt:
     def _twice(self) -> SlotTakenError:
         """Return the error of a process whose rank another one has, and let that one's group be made again later."""
         self.others_know = True  # they have a group, and wait for no rank
+        self.store.hasten(REASON_WAIT_S)
         with ignored(RuntimeError):
             if self.store.add(_counter(self.rank), 0) == self.number:
                 for what in WHATS:
@@ -219,10 +222,15 @@ class BootstrapAttempt:
 
         Raises:
             EpeeError: it is not; that of the first rank where it names ranks that died or did not come, else `error`.
+            CommTimeoutError: the store does not answer, so that another rank's finding may count.
         """
         mine = found = json.dumps({} if error is None else self._record_of(error)).encode()
-        with ignored(RuntimeError):  # the store no longer exists, or cannot do it: this rank's own finding counts
+        try:
             found = self.store.compare_set(f"epee/{self.number}/made", "", mine.decode())
+        except expected(CommTimeoutError) as exc:
+            error = error or exc
+        except expected(RuntimeError):  # the store no longer exists, or cannot do it: this rank's own finding counts
+            pass
         if found != mine:
             fields = read_fields(found, self.rank)
             first = failure(fields, self.rank, self.num_ranks) if fields else None
@@ -246,7 +254,8 @@ class BootstrapAttempt:
     def _tell(self, error: BaseException) -> None:
         """Put an error record under the keys that the ranks read next."""
         record = self._record_of(error)
-        with ignored(RuntimeError):  # the store no longer exists: the error itself counts
+        self.store.hasten(REASON_WAIT_S)
+        with ignored(RuntimeError):  # the store no longer exists, or does not answer: the error itself counts
             for rank in range(self.num_ranks):
                 for what in WHATS:
                     self.store.set(self.key(rank) + what, json.dumps(record))
@@ -257,26 +266,47 @@ class BootstrapAttempt:
             words.release()
 
     def told_by(self, peer: int) -> EpeeError | None:
-        """Return the error to raise when an error record lies under `peer`'s key, else None."""
+        """Return the error to raise when an error record lies under `peer`'s key, else None.
+
+        Raises:
+            CommTimeoutError: the store does not answer.
+        """
         try:
             raw = self.store.find(self.key(peer), 0.0)
             fields = {} if raw is None else read_fields(raw, peer)
         except expected(ProtocolError) as exc:
             return exc
+        except expected(CommTimeoutError):
+            raise
         except expected(RuntimeError):  # the store no longer exists
             return None
         return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
 
-    def heard(self, watch: DeathWatch) -> EpeeError | None:
+    def reported(self, watch: DeathWatch) -> EpeeError | None:
         """Return the first error record under any key, or else the death of a peer; None where there is neither.
 
         A rank that fails writes its record before it ends, so the dead are asked for first: the record of one that has
         ended since is the reason, its end is not.
+
+        Raises:
+            CommTimeoutError: the store does not answer, and no peer has died.
         """
         dead = watch.dead()
-        every = (self.told_by(peer) for peer in range(self.num_ranks))
-        told = next((error for error in every if error is not None), None)
+        try:
+            every = (self.told_by(peer) for peer in range(self.num_ranks))
+            told = next((error for error in every if error is not None), None)
+        except expected(CommTimeoutError):
+            if not dead:
+                raise
+            told = None
         return died(self.rank, dead) if told is None and dead else told
+
+    def heard(self, watch: DeathWatch) -> EpeeError | None:
+        """Return the same, soon, for a rank that has an error of its own; None if the store does not answer."""
+        self.store.hasten(REASON_WAIT_S)
+        with ignored(CommTimeoutError):
+            return self.reported(watch)
+        return None
 
     def failure_of(self, peer: int, watch: DeathWatch) -> EpeeError:
         """Return the error to raise now that `peer` has failed."""

@@ -306,11 +306,14 @@ def _await_ready(
             if dead:
                 raise this.heard(watch) or died(this.rank, dead)
             _raise_if_failed(this, peer_regions, watch)
-            check()
-            if time.monotonic() > deadline:
-                raise CommTimeoutError(
-                    f"init (rank={peer_regions.rank}): rank {peer} did not get ready in time", [peer]
-                )
+            late = CommTimeoutError(f"init (rank={peer_regions.rank}): rank {peer} did not get ready in time", [peer])
+            try:
+                check()
+                is_late = time.monotonic() > deadline
+            except expected(CommTimeoutError) as exc:
+                late, is_late = exc, True
+            if is_late and peer_regions.words[peer][LIFE] == LIFE_BORN:  # read behind the check, which may last
+                raise late
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
     _raise_if_failed(this, peer_regions, watch)

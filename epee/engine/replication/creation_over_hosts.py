@@ -64,8 +64,8 @@ class StoreLook:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _LOOK_S
-            lost = self._lost()  # first, as in `heard`
-            error = self._this.heard(self._watch)
+            lost = self._lost()  # first, as in `reported`
+            error = self._this.reported(self._watch)
             if error is not None:
                 raise error
             if lost:

@@ -454,6 +454,44 @@ def test_without_a_mask_a_message_that_one_host_has_is_a_result_there_and_a_name
     verify([None if answer == DEAD else answer[2] for answer in told], placement)
 
 
+def _begun_behind_an_abort(rank: int, num_ranks: int, hosts: Sequence[int], folder: str) -> tuple[str, Report]:
+    """Make a dispatch without a mask that rank 0 aborts for a death before rank 2 begins it; rank 3 looks last."""
+    torch.set_num_threads(1)
+    buffer = make(SHAPE, timeout=60.0)
+    wire: Any = buffer._rows.wire  # type: ignore[union-attr]
+    check_round(buffer, SHAPE, NUM_TOKENS, 1, hosts=hosts)
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while VICTIM not in wire.ended():
+        wire.nap(0.001)
+    given, told = inputs(SHAPE, NUM_TOKENS, 2, "everywhere")[rank], ""
+    _wait_for(wire, folder, *(["over-0"] if rank == 2 else []))
+    try:
+        got = dispatch(buffer, given, return_hook=True, timeout_us=US // 2 if rank == 0 else 60 * US)
+        stages.reach(folder, f"sent-{rank}")
+        _wait_for(wire, folder, *(["sent-3"] if rank == 0 else ["over-0", "over-2"]))
+        assert got.hook is not None
+        got.hook()
+    except EpeeError as error:
+        told = f"{type(error).__name__} {getattr(error, 'ranks', '')}"
+    stages.reach(folder, f"over-{rank}")
+    _wait_for(wire, folder, "over-0", "over-2", "over-3")
+    mask = torch.ones(num_ranks, dtype=torch.int32, device="cpu")
+    assert buffer.sync(mask).tolist() == [1, 0, 1, 1]
+    report = masked_round(buffer, 3, mask, 60 * US)
+    buffer.close()
+    return told, report
+
+
+@pytest.mark.parametrize("placement", [SPREAD, ALONE], ids=["hosts", "one host"])
+def test_a_rank_that_begins_a_call_which_is_aborted_for_a_death_does_not_refuse_it(
+    tmp_path: Path, placement: tuple[int, ...]
+) -> None:
+    told = run_on_loopbacks(_begun_behind_an_abort, placement, placement, str(tmp_path), dead={VICTIM})
+    assert [told[rank][0] for rank in (0, 2, 3)] == [f"RankFailedError ({VICTIM},)"] * 3
+    verify([None if answer == DEAD else answer[1] for answer in told], placement)
+
+
 def _masked_on_one_host(rank: int, num_ranks: int, hosts: Sequence[int], folder: str) -> list[Report]:
     """Make a round with a mask in whose dispatch the victim dies, and two more."""
     torch.set_num_threads(1)

@@ -230,3 +230,19 @@ def test_a_watch_may_be_closed_by_another_thread_while_one_asks(victim: subproce
     victim.kill()
     assert watch.dead() == ()
     assert not watch._rank_of_fd
+
+
+def test_a_watch_that_was_interrupted_leaves_no_descriptor(victim: subprocess.Popen[bytes]) -> None:
+    before, watch = len(os.listdir("/proc/self/fd")), DeathWatch()
+    poll = watch._poll
+
+    class Poll:
+        def register(self, fd: int, events: int) -> None:
+            watch._poll = poll
+            raise KeyboardInterrupt
+
+    watch._poll = Poll()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        watch.watch(3, victim.pid, process_start_time(victim.pid))
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -100,7 +100,8 @@ def cores() -> Iterator[set[int]]:
 
 def broken_off(wait: Waiting) -> None:
     """Do to a wait what `Recovery.broken_off` does; the rest of it has no part here."""
-    owner: Any = SimpleNamespace(entry=wait._entry, waits=wait, flags=ENDED)
+    outboxes = SimpleNamespace(exports=NoExports())
+    owner: Any = SimpleNamespace(entry=wait._entry, waits=wait, flags=ENDED, peer_regions=outboxes)
     Recovery(owner).broken_off(Interrupt())
 
 

@@ -14,6 +14,7 @@ from epee import reference
 from epee.errors import InvalidArgument
 from epee.gpu.hosts import BROKEN_STREAMS_CODE, PULL_CHUNK_BITS, state_layout
 from epee.gpu.params import control_layout
+from epee.gpu.report import PEER_GAVE_UP
 from epee.link.proxy.words import ABORT, CHUNKS, KINDS, LOST
 from epee.reference import Routed
 from tests.csrc.emulated import has_compiler
@@ -230,8 +231,10 @@ def test_what_a_partner_says_is_checked_and_the_streams_serve_nobody_afterwards(
 
     world.wires[0, 1].forge = forge
     lay_out_all(world, given)
-    found = reports_of(world)
-    assert found[1][:2] == [{"size": 3, "place": 8}[what], 0]
+    # both ranks of that host read the size; the one that ends the call first may be all that the other finds
+    told, flaw = [report[:2] for report in reports_of(world)[1:]], [{"size": 3, "place": 8}[what], 0]
+    assert flaw in told
+    assert all(report == flaw or report[0] == PEER_GAVE_UP for report in told)
     check_that_all_calls_are_refused(world, given)
 
 

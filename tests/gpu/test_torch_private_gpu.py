@@ -41,8 +41,8 @@ def test_a_stream_waits_for_an_event_that_is_recorded_by_less() -> None:
     word.fill_(1)
     wait_on(second, recorded_on(first))
     with torch.cuda.stream(second):
-        seen = word.clone()
-    assert seen.item() == 1
+        seen = word.clone().item()  # on that stream: the first one does not wait for the copy
+    assert seen == 1
 
 
 def test_tensors_are_made_on_the_current_gpu() -> None:

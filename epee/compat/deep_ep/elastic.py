@@ -331,10 +331,10 @@ class ElasticBuffer(Experimental, PoolOwner):
     def _combine(
         self, x: torch.Tensor, known: EPHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
     ) -> Combined:
-        num_recv = known.core.num_recv
-        rows: Any = cut(x, num_recv, known.num_rows)
-        weights: Any = cut(topk_weights, num_recv, known.num_rows)
         core = known.core
+        num_recv, num_rows = core.num_recv, known.num_rows
+        rows: Any = cut(x, num_recv, num_rows)
+        weights: Any = None if topk_weights is None else cut(topk_weights, num_recv, num_rows)
         if known.do_expand and core.is_exact and not known.do_cpu_sync:  # the program may have cut off the padding
             rows, weights = (padded(given, core.num_read_rows, num_recv) for given in (rows, weights))
         if known.do_expand and self.num_rdma_ranks == 1:
@@ -342,7 +342,7 @@ class ElasticBuffer(Experimental, PoolOwner):
         elif not known.do_expand:
             if self.num_rdma_ranks == 1:
                 core = known.in_order(_LANE_ORDERS[bias is not None])
-            if has_memory(weights) and weights.device == device_of(x):
+            if weights is not None and has_memory(weights) and weights.device == device_of(x):
                 local = known.core.peek_topk_idx()
                 if local is not None and weights.shape[1:] == local.shape[1:] and weights.shape[0] <= len(local):
                     weights = weights.masked_fill(local[: len(weights)] < 0, 0)

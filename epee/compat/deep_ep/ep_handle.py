@@ -105,7 +105,7 @@ class EPHandle:
     def num_recv_tokens(self) -> int:
         """Tokens that arrived, each counted once; the worst case without CPU sync."""
         if not self.do_cpu_sync:
-            return self.num_max_tokens_per_rank * self.num_ranks
+            return self.num_max_tokens_per_rank * self.room.core.num_ranks
         return len(self._token_ids) if self.do_expand else self.core.num_recv
 
     @property

@@ -56,8 +56,9 @@ class PoolOwner:
         """Return the call, to be entered, that works on tensors of `device`."""
         pool = self._pool()
         is_gpu = pool.is_gpu(device)
-        # the event of a call that was not asynchronous is none
-        events = [found for event in previous_events if (found := cuda_event_of(event)) is not None]
+        events: list[torch.cuda.Event] = []
+        if any(previous_events):  # the event of a call that was not asynchronous is none
+            events = [found for event in previous_events if (found := cuda_event_of(event)) is not None]
         if not is_async and not events:
             return _AT_ONCE[is_gpu]
         return Running(is_gpu, pool.lane(device, is_async, events[0] if events else None), events[1:], is_async)

@@ -118,7 +118,7 @@ def cut(rows: object, num_rows: int, num_given: int) -> object:
 
     The call that uses them refuses anything else.
     """
-    if isinstance(rows, torch.Tensor) and rows.dim() and num_rows < len(rows) <= num_given:
+    if isinstance(rows, torch.Tensor) and rows.dim() and num_rows < rows.shape[0] <= num_given:
         return rows[:num_rows]
     return rows
 

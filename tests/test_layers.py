@@ -38,17 +38,6 @@ MAX_IN_CIRCLES = 11  # modules that import each other if imports for annotations
 # What drop-in layers import of other parts: front rooms, nothing behind them (`epee.ep.__all__` has the names).
 FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "values", "ep", "backend"}
 
-# What is left of the exchange of rows in inboxes, until the next part of the house: who may import it.
-_LANES = {f"ep.membership.{name}" for name in ("agreement", "birth", "inboxes", "path_lane", "synced")}
-_GPU_PATHS = {"ep.throughput.gpu_path", "ep.throughput.gpu.epochs", "ep.latency.gpu_path"}
-GPU_BUFFERS_ONLY = {
-    "ep.membership.synced": {*_LANES, *_GPU_PATHS, "ep.paths", "ep.base"},
-    "ep.membership.path_lane": {*_LANES, *_GPU_PATHS},
-    "ep.membership.group_view": _LANES,
-    "ep.membership.inboxes": _LANES,
-    "ep.membership.registry": _LANES,
-}
-
 
 def module_of(path: Path) -> str:
     """Return the dotted name of a source, without `epee.`."""
@@ -189,14 +178,6 @@ def circles(*, skips_owners: bool) -> set[frozenset[str]]:
         if name not in index:
             visit(name)
     return {group for group in found if len(group) > 1}
-
-
-def test_the_row_exchange_and_membership_of_gpu_buffers_serve_nobody_else() -> None:
-    for module, users in GPU_BUFFERS_ONLY.items():
-        found = {name for name, path in MODULES.items() if module in imports_of(path)}
-        assert found <= users, (
-            f"{module} is for GPU buffers alone until they have engines; it is imported by {found - users}"
-        )
 
 
 def test_no_modules_import_each_other() -> None:

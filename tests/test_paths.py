@@ -27,14 +27,14 @@ CEILINGS = {
         "all_reduce 16 MiB hosts": (32, 141),
     },
     "cuda": {
-        "dispatch cuda, first": (30, 143),
-        "combine cuda, first": (42, 200),
-        "dispatch cuda, repeated": (24, 90),
-        "combine cuda, repeated": (26, 82),
-        "latency dispatch cuda, first": (29, 100),
-        "latency combine cuda, first": (24, 80),
-        "latency dispatch cuda, repeated": (24, 60),
-        "latency combine cuda, repeated": (21, 55),
+        "dispatch cuda, first": (26, 129),
+        "combine cuda, first": (42, 191),
+        "dispatch cuda, repeated": (21, 82),
+        "combine cuda, repeated": (22, 68),
+        "latency dispatch cuda, first": (25, 85),
+        "latency combine cuda, first": (21, 70),
+        "latency dispatch cuda, repeated": (21, 46),
+        "latency combine cuda, repeated": (18, 45),
     },
     # 487 to 491, and 503 to 505 where the agent still sends to the peer: it has not learnt of the death yet. On a busy
     # machine that was so in five runs of five.

@@ -1,7 +1,7 @@
 """The common part of `Buffer` and `LatencyBuffer`: construction, closing, and the calls that move no rows.
 
-Construction is collective and has three rounds: the ranks compare their arguments (`membership/birth.py`), enter the
-first epoch of a group, and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
+Construction is collective and has three rounds: the ranks compare their arguments, make an engine (`hosts/birth.py`),
+and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
 part in the first round as a refusal. A crash in any of them is a death in a group; a rank that has not come that far is
 named.
 """
@@ -30,26 +30,23 @@ from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
-from .control.bootstrap import Born, bear, on_several_hosts, size_of, timeout_of, topology_of
+from .control.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.exchanging import RowExchange
 from .control.header import OP_DISPATCH, OP_GATHER, OP_SYNC
-from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .making import fits
-from .membership.birth import retire
-from .membership.synced import SyncedLane
-from .paths import Making, Path, PathOverHosts, begin_lane, platform_of, return_all, with_policy
+from .paths import Making, Path, PathOverHosts, platform_of, return_all, with_policy
 from .streams import Lanes
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
     from .hosts.direct import DirectExchange
+    from .hosts.epoch_members import MemberExchange
     from .hosts.exchange import HostsExchange
     from .hosts.notices import BufferNotice, OnOneHost
-    from .latency.one_host.members import MemberExchange
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
@@ -109,9 +106,7 @@ class SharedBuffer:
             self.config = with_policy(self.config, job_handle, fault_mode, on_stall)
         except expected(Exception) as error:  # raised by `refuse_birth`, after the peers have been notified of it
             told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
-            retire()
             refuse_birth(group, self.config, told)
-        retire()
         if alone is not None:
             # no rank is notified: the others are in that buffer's calls
             alone.require_here(type(self).__name__, self.rank)
@@ -121,16 +116,10 @@ class SharedBuffer:
         if running is not None:
             self.config = replace(self.config, num_hosts=running.num_hosts)
         spans = running is not None or self._topology.num_hosts > 1
-        if not (spans or self.config.is_cuda):
-            born = Born([], DeathWatch())
-            self._exchange = _exchange_here(group, job_handle, self.config, self._timeout, closing, alone)
-        elif not spans:
-            born = bear(self.config)
-            self._exchange = here = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
-            if self.config.is_lane:
-                begin_lane(group, job_handle, here, born.watch, self._timeout, closing.check)
+        watch = DeathWatch()
+        if not spans:
+            self._exchange = _exchange_here(group, job_handle, self.config, self._timeout, closing, alone, watch)
         else:
-            born = Born([], DeathWatch())
             self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
             self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
@@ -138,23 +127,21 @@ class SharedBuffer:
             with on_gpu(self.config.device.index):
                 self._path: Path
                 if not spans:
-                    making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
+                    making = Making(self.config, self.rank, self._control, self._id, watch, closing)
                     self._path = self._make_path(making, platform, poison)
-                    _tell_of_one_host(job_handle, self._exchange, self.config, alone)
                 else:
                     self._path = path = self._make_path_over_hosts(self._topology, job_handle, poison)
                     if running is not None:
                         path.come_in(time.monotonic() + self._timeout)
         except BaseException:
-            born.close()
+            watch.close()
             self._exchange.release()
             self._exchange.membership.close()
-            retire()
             raise
         self._exchange.membership.forget = self._path.close
         self._show_name(group)
-        # a buffer dropped without close() returns its memory as well; the job hears of a GPU buffer later (`retire`)
-        finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, is_dropped=True)
+        # a buffer dropped without close() returns its memory as well
+        finalizer = weakref.finalize(self, return_all, self._path, watch, self._exchange, is_dropped=True)
         finalizer.atexit = False
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
 
@@ -162,7 +149,7 @@ class SharedBuffer:
         """Number the buffer among those of its group, alike on all ranks, for errors and hang reports."""
         membership = self._exchange.membership
         if not membership.number:
-            return  # of one rank, or over several hosts
+            return  # over several hosts
         self._turns.label.text = text = f"{type(self).__name__} {membership.number} of {label_of(group)}"
         membership.call_it(text)
 
@@ -366,7 +353,7 @@ class SharedBuffer:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the last call ran; handles of other epochs are stale. 0 on GPUs of a single rank."""
+        """The epoch in which the last call ran; handles of other epochs are stale."""
         return self._exchange.epoch
 
     @property
@@ -376,7 +363,7 @@ class SharedBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory that this rank maps for others: its inbox and what calls have made so far."""
+        """Bytes of shared memory that this rank maps for others: its outbox and what calls have made so far."""
         if self._turns.is_closed:
             return 0
         return self._exchange.membership.inbox_bytes + self._path.nbytes
@@ -414,29 +401,27 @@ def _running_on_one_host(
     return find_on_one_host(group, job_handle, config, is_cuda, timeout_s)
 
 
-def _tell_of_one_host(
-    job_handle: GroupInView, exchange: RowExchange, config: BufferConfig, like: OnOneHost | None
-) -> None:
-    """Announce a GPU buffer to processes that join a group over several hosts: it stays on one."""
-    lane = exchange.membership
-    if not (job_handle.spans and job_handle.is_open) or not isinstance(lane, SyncedLane):
-        return
-    from .hosts.notices import tell_of_one_host
-
-    lane.is_told(
-        tell_of_one_host(job_handle, *lane.identity, config, None if like is None else like.notice, lane.first)
-    )
-
-
 def _running_here(
     group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float, alone: OnOneHost | None
 ) -> BufferNotice | None:
-    """Return the buffer of this host that this process has to join, if any; raises as `find_running`."""
+    """Return the buffer of this host that this process has to join, if any.
+
+    Raises:
+        UnsupportedError: there is one, which admits no process. As `find_running`.
+    """
     from .hosts.notices import find_running
 
     if alone is not None:
-        return alone.notice if fits(alone.notice.words, alone.rank, config, group.rank()) else None
-    return None if job_handle.spans else find_running(group, job_handle, config, timeout_s)
+        running = alone.notice if fits(alone.notice.words, alone.rank, config, group.rank()) else None
+    else:
+        running = None if job_handle.spans else find_running(group, job_handle, config, timeout_s)
+    if running is not None and not config.takes_replacements:
+        raise UnsupportedError(
+            "Buffer: a buffer of the group runs whose memory is lent by cudaIpc, which cannot be mapped where a lost "
+            "rank's was: this process cannot take part; close that buffer on all ranks and make it again with this "
+            "one, or leave EPEE_CUDA_SHARE unset on all of them"
+        )
+    return running
 
 
 def _exchange_here(
@@ -446,8 +431,13 @@ def _exchange_here(
     timeout_s: float,
     closing: Closing,
     alone: OnOneHost | None,
+    watch: DeathWatch,
 ) -> DirectExchange | MemberExchange:
-    """Make the engine of a CPU buffer of one host, and its membership, or join one that runs. Collective.
+    """Make the engine of a buffer of one host, and its membership, or join one that runs. Collective.
+
+    Args:
+        watch: for the processes of the ranks of a buffer of GPUs.
+        Others as of the buffer.
 
     Raises:
         As `create_here`, `find_running`, and the membership's `begin_first` and `join_running`.
@@ -456,8 +446,16 @@ def _exchange_here(
 
     rank, mode, interrupt = group.rank(), mode_of(config), closing.check
     exchange: DirectExchange | MemberExchange
-    if config.is_latency:
-        from .latency.one_host.members import EpochMembers, MemberExchange
+    if config.is_cuda:
+        from .hosts.epoch_members import MemberExchange
+        from .hosts.gpu_members import GpuMembers
+
+        exchange = MemberExchange(config, rank, interrupt)
+        handle = job_handle if config.takes_replacements else replace(job_handle, is_open=False)
+        exchange.membership = GpuMembers(exchange, mode, handle, timeout_s, interrupt, watch)
+    elif config.is_latency:
+        from .hosts.epoch_members import MemberExchange
+        from .latency.one_host.members import EpochMembers
 
         exchange = MemberExchange(config, rank, interrupt)
         exchange.membership = EpochMembers(exchange, mode, job_handle, timeout_s, interrupt)
@@ -477,11 +475,10 @@ def _exchange_here(
             exchange.tell = announcement(group, engine, config)
             members.begin_first(time.monotonic() + timeout_s)
     except BaseException:
+        watch.close()
         exchange.release()
         members.close()
         raise
-    finally:
-        retire()
     return exchange
 
 
@@ -512,8 +509,6 @@ def _exchange_over_hosts(
     except BaseException:
         exchange.release()
         raise
-    finally:
-        retire()
     return exchange
 
 
@@ -521,4 +516,3 @@ def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:
     if (found := finalizer.detach()) is not None:
         _, give_back, args, _ = found
         give_back(*args)
-    retire()

@@ -129,11 +129,6 @@ class BufferConfig:
             )
 
     @cached_property
-    def is_lane(self) -> bool:
-        """Whether the members come from a view: not for a single rank, nor over several hosts."""
-        return self.num_ranks > 1 and self.num_hosts == 1
-
-    @cached_property
     def is_synced(self) -> bool:
         """Whether epochs begin with `sync` alone; a lost rank is recorded in, or raised by, the calls that meet it."""
         return self.is_latency or self.is_cuda

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import CommTimeoutError, PeerError, context
+from ..errors import CommTimeoutError, PeerError, RankFailedError, context
 from ..view.awaited import kind_of_loss
 
 
@@ -40,3 +41,10 @@ def silent(told: str, rank: int) -> CommTimeoutError:
         "only slow",
         [rank],
     )
+
+
+def death(where: str, dead: Sequence[int], op: str, seq: int, epoch: int, remedy: str) -> RankFailedError:
+    """Return the error of call `seq` at `where`, for which ranks of the epoch are dead."""
+    names = ", ".join(str(rank) for rank in dead)
+    text = f"{where}: rank {names} is dead (its process ended); {remedy}"
+    return RankFailedError(text, tuple(dead), op, seq, epoch, "process ended")

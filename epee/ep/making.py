@@ -22,6 +22,7 @@ from functools import partial
 import torch.distributed as dist
 
 from ..errors import (
+    AbortedError,
     CommTimeoutError,
     EpeeError,
     MismatchError,
@@ -61,11 +62,8 @@ def ended_of(processes: Mapping[int, tuple[int, int]], told: Callable[[], Collec
 
 
 @contextlib.contextmanager
-def job_found(group: dist.ProcessGroup, config: BufferConfig, lane: int = 0) -> Iterator[GroupInView]:
+def job_found(group: dist.ProcessGroup, config: BufferConfig) -> Iterator[GroupInView]:
     """Find the job that the ranks of another backend's group share, or make one; held for what runs inside. Collective.
-
-    Args:
-        lane: as of `founding.find_place`.
 
     Raises:
         MismatchError: the ranks disagree about the buffer, or another one was refused. As `founding.find_place`.
@@ -73,7 +71,7 @@ def job_found(group: dist.ProcessGroup, config: BufferConfig, lane: int = 0) -> 
     """
     processes = _compare(group, config)
     with _naming_ended(processes):
-        place = find_place(group.rank(), len(processes), partial(all_gather_bytes, group), lane)
+        place = find_place(group.rank(), len(processes), partial(all_gather_bytes, group))
         try:
             yield job_handle_at(place, config.fault_mode, config.on_stall)
         finally:
@@ -112,6 +110,26 @@ def death_in_birth(dead: Sequence[int]) -> RankFailedError:
         _OP,
         cause=ENDED,
     )
+
+
+@contextlib.contextmanager
+def told_alike(death: Callable[[], PeerError | None]) -> Iterator[None]:
+    """Raise the same error on all ranks if a rank dies while the others make a buffer: each meets it in another step.
+
+    A refusal stays as it is: a rank that has announced why it cannot make its part may well have ended after that.
+
+    Args:
+        death: returns the error to raise if a rank has died since the ranks began.
+    """
+    try:
+        yield
+    except expected(MismatchError, AbortedError):
+        raise
+    except expected(Exception) as error:
+        found = death()
+        if found is not None:
+            raise found from error
+        raise
 
 
 class Reported:

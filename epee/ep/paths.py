@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, UnsupportedError
 from ..gpu.device import GpuDevice
@@ -17,15 +15,9 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
-from .control.bootstrap import Born
 from .control.exchanging import RowExchange
 from .control.header import OP_BARRIER, OPS_OF_CPUS
-from .control.inbox import Exchange
 from .control.messages import ControlPlaneOver
-from .control.words import inbox_layout
-from .membership.birth import Begun, begin, retire
-from .membership.memory import MAX_BLOB_BYTES
-from .membership.synced import SyncedLane
 
 
 class Path:
@@ -56,7 +48,7 @@ class Path:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank lends to others, its inbox not counted; pages never touched cost nothing."""
+        """Bytes that this rank lends to others, its outbox not counted; pages never touched cost nothing."""
         raise NotImplementedError
 
     @property
@@ -168,8 +160,9 @@ class GpuPath(Path):
         self.core.join()
 
     def abort(self) -> None:
-        """End the waits of the kernels in flight, from any thread."""
+        """End the waits of the kernels in flight, and a call of the CPUs, from any thread."""
         self.core.device.abort()
+        self.control.exchange.abort()
 
 
 class Making(NamedTuple):
@@ -203,35 +196,7 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
     return CudaPlatform(torch.device(device))
 
 
-def begin_lane(
-    group: dist.ProcessGroup,
-    job_handle: GroupInView,
-    exchange: Exchange,
-    watch: DeathWatch,
-    timeout_s: float,
-    interrupt: Callable[[], None],
-) -> None:
-    """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
-    config = exchange.config
-
-    def enter(begun: Begun) -> SyncedLane:
-        """Make the membership of this rank in a group that has begun, and give it to the exchange."""
-        nbytes = inbox_layout(config).nbytes + MAX_BLOB_BYTES + 8
-        exchange.membership = lane = SyncedLane(begun, exchange, timeout_s, interrupt, watch, nbytes)
-        return lane
-
-    try:
-        begun = begin(group, job_handle, config, timeout_s, enter)
-    except BaseException:
-        watch.close()
-        exchange.release()
-        retire()
-        raise
-    if not isinstance(getattr(exchange, "membership", None), SyncedLane):
-        enter(begun)  # a replacement: it enters with its first call
-
-
-def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool = False) -> None:
+def return_all(path: Path, watch: DeathWatch, exchange: RowExchange, is_dropped: bool = False) -> None:
     """Free everything that a buffer has.
 
     Args:
@@ -240,7 +205,7 @@ def return_all(path: Path, born: Born, exchange: RowExchange, is_dropped: bool =
     """
     exchange.is_dropped = is_dropped and has_groups()
     path.close()
-    born.close()
+    watch.close()
     exchange.release()
     exchange.membership.close()
 

@@ -19,8 +19,6 @@ import ctypes
 import os
 import platform
 import threading
-import time
-from collections.abc import Callable
 
 from ..errors import expected
 
@@ -107,36 +105,3 @@ def futex_error() -> str:
     if _syscall(_SYS_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1, None, None, 0) >= 0:
         return ""
     return os.strerror(ctypes.get_errno())
-
-
-def wait_equal(
-    words: memoryview, index: int, want: int, address: int, deadline: float, check: Callable[[], None]
-) -> bool:
-    """Wait until `words[index] == want`.
-
-    Args:
-        words: 64-bit words (`SharedRegion.words`).
-        index: index of the word.
-        want: the tag to wait for.
-        address: address of `words[0]`.
-        deadline: `time.monotonic()` value at which the wait ends.
-        check: called before each sleep, at least every `SLEEP_S`; raises to end the wait (a dead peer, an abort).
-    Returns:
-        False when the deadline passed first.
-    """
-    for _ in range(SPIN_LOADS):
-        if words[index] == want:
-            return True
-    yield_until = time.monotonic() + YIELD_S
-    while time.monotonic() < yield_until:  # looked at each time: beside computing processes a yield takes milliseconds
-        if words[index] == want:
-            return True
-        os.sched_yield()
-    while True:
-        seen = words[index]
-        if seen == want:
-            return True
-        check()
-        if time.monotonic() > deadline:
-            return words[index] == want
-        futex_sleep(address + 8 * index, seen)

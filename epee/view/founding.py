@@ -58,7 +58,7 @@ class GroupHandle(NamedTuple):
     incarnations: Sequence[int]
 
 
-def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupHandle:
+def find_place(rank: int, num_ranks: int, gather: Gather) -> GroupHandle:
     """Return this rank's handle of the youngest job that all ranks share, or of a new one. Collective.
 
     The ranks are known to run on one host.
@@ -68,7 +68,6 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
     Args:
         rank, num_ranks: of the group.
         gather: its all_gather.
-        lane: the id that rank 0 requests for the group; 0 for a new one.
 
     Raises:
         ResourceError: a rank has no memory, descriptor or folder; the same on all.
@@ -76,7 +75,7 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
     """
     held = hold_jobs()
     try:
-        told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
+        told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held)))]
         key = next((key for key in reversed(told[0].jobs) if _is_shared(key, told)), "")
         if not key:
             return GroupHandle(_found(rank, gather, told[0].lane), [1] * num_ranks)
@@ -91,7 +90,7 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
             job.release()
 
 
-def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
+def _own_presence(held: Sequence[Job]) -> dict[str, Any]:
     """Return the data that this rank sends in round 1; of many jobs the youngest that fit."""
     jobs: dict[str, Any] = {}
     room = TOLD_BYTES - MAX_TEXT
@@ -101,7 +100,7 @@ def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
         room -= len(json.dumps([job.key, standing])) + 8
         if room > 0:
             jobs = {job.key: standing, **jobs}
-    return {"jobs": jobs, "lane": lane or 1 + secrets.randbelow(LANE_LIMIT - 1)}
+    return {"jobs": jobs, "lane": 1 + secrets.randbelow(LANE_LIMIT - 1)}
 
 
 def _is_shared(key: str, told: Sequence[Presence]) -> bool:

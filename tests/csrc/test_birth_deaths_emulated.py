@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import epee
-from epee.ep.control.messages import ControlPlane
-from epee.ep.membership.synced import SyncedLane
+from epee.ep.control.messages import ControlPlaneOver as ControlPlane
+from epee.ep.hosts.gpu_members import GpuMembers
 from epee.errors import RankFailedError
 from epee.memory.shared import process_start_time
 from epee.view.process.detector import is_torn_down
@@ -56,18 +56,18 @@ def await_death(folder: str) -> None:
 
 
 def between_first_epochs(rank: int, folder: str) -> None:
-    """Rank 0 has mapped the victim's memory, rank 2 comes for it too late."""
-    comes = SyncedLane.come_in
+    """Rank 0 is in the first epoch with the victim, rank 2 comes too late for that."""
+    begins = GpuMembers.begin_first
 
-    def come_in(lane: SyncedLane, deadline: float) -> None:
+    def begin_first(members: GpuMembers, deadline: float) -> None:
         if rank == VICTIM:
             die(folder)
         if rank == BEHIND:
             await_death(folder)
-        comes(lane, deadline)
+        begins(members, deadline)
         stages.reach(folder, "ahead")
 
-    SyncedLane.come_in = come_in  # type: ignore[method-assign]
+    GpuMembers.begin_first = begin_first  # type: ignore[method-assign]
 
 
 def between_mappings(rank: int, folder: str) -> None:
@@ -75,7 +75,7 @@ def between_mappings(rank: int, folder: str) -> None:
     gather, attach = ControlPlane.all_gather_bytes, EmulatedPlatform.attach
     attached: list[bytes] = []
 
-    def all_gather_bytes(control: ControlPlane, data: bytes, deadline: float) -> list[bytes]:
+    def all_gather_bytes(control: ControlPlane[Any], data: bytes, deadline: float) -> list[bytes]:
         parts = gather(control, data, deadline)
         if rank == VICTIM:
             die(folder)
@@ -98,7 +98,7 @@ def before_a_gather(rank: int, folder: str) -> None:
     """All are in the first epoch, the victim has told nothing; rank 0 waits for it, rank 2 comes when it is dead."""
     gather = ControlPlane.all_gather_bytes
 
-    def all_gather_bytes(control: ControlPlane, data: bytes, deadline: float) -> list[bytes]:
+    def all_gather_bytes(control: ControlPlane[Any], data: bytes, deadline: float) -> list[bytes]:
         stages.reach(folder, "ahead")
         if rank == VICTIM:
             die(folder)

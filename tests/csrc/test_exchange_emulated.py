@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import epee
+from epee.engine import EngineMeeting
 from epee.ep.control.header import HEADER_NAMES
-from epee.ep.control.inbox import Exchange
-from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.registry import Registry
-from epee.ep.membership.synced import SyncedLane
+from epee.ep.hosts.gpu_members import GpuMembers
+from epee.ep.hosts.member_sync import MemberSync
+from epee.ep.hosts.rows import RowsPlan
 from epee.ep.throughput.gpu.epochs import Epochs
 from epee.errors import (
     CommTimeoutError,
@@ -29,13 +29,14 @@ from epee.errors import (
     InvalidArgument,
     InvalidState,
     MismatchError,
-    ProtocolError,
     RankFailedError,
     ResourceError,
 )
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.csrc.test_latency_buffer_emulated import emulated as emulated_latency
+from tests.ep import moments
+from tests.ep.test_latency_calls import closed_meanwhile, interrupted
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages
 
@@ -134,12 +135,12 @@ def test_who_comes_late_is_named_and_the_repeated_call_works_on_all(num_ranks: i
 # ---- interrupts
 
 
-def stopped(rank: int, num_ranks: int, folder: str, name: str, is_first: bool) -> None:
-    """Rank 1 is interrupted before the others can have its row, or while it waits for one that is not there."""
+def stopped(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 is interrupted when it has published its part of a call, and waits for one that is not there."""
     with make() as buffer:
         gather(buffer, "before")
         if rank == 1:
-            once(buffer._exchange, name, interrupt, is_first)
+            moments.after_publishing(buffer._exchange, RowsPlan, interrupt)
         if rank == 0:
             stages.wait_for(folder, "told-1")
         with pytest.raises(KeyboardInterrupt if rank == 1 else CommTimeoutError):
@@ -150,11 +151,8 @@ def stopped(rank: int, num_ranks: int, folder: str, name: str, is_first: bool) -
         step(buffer)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_first"), [("_store_own_row", False), ("_store_row", True), ("_store_row", False), ("_wait_rows", True)]
-)
-def test_a_call_that_an_interrupt_ends_on_one_rank_fails_on_all(name: str, is_first: bool, tmp_path: Path) -> None:
-    run_ranks(emulated, 3, stopped, str(tmp_path), name, is_first, timeout_s=200)
+def test_a_call_that_an_interrupt_ends_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    run_ranks(emulated, 3, stopped, str(tmp_path), timeout_s=200)
 
 
 def unmade(rank: int, num_ranks: int) -> None:
@@ -162,7 +160,7 @@ def unmade(rank: int, num_ranks: int) -> None:
     with make() as buffer:
         gather(buffer, "before")
         if rank == 1:
-            once(buffer._exchange.words, "pack", interrupt)
+            moments.before_its_row(buffer, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 gather(buffer, "unmade")
         for turn in range(3):
@@ -173,7 +171,7 @@ def test_an_interrupt_before_the_announcement_leaves_the_call_unmade() -> None:
     run_ranks(emulated, 3, unmade, timeout_s=200)
 
 
-def overtaken(rank: int, num_ranks: int, folder: str, part: str, name: str, is_first: bool) -> None:
+def overtaken(rank: int, num_ranks: int, folder: str) -> None:
     """Rank 1 is interrupted in its call when the others have the result: nobody goes on as if it had it, too."""
 
     def too_late() -> None:
@@ -184,7 +182,7 @@ def overtaken(rank: int, num_ranks: int, folder: str, part: str, name: str, is_f
     with make() as buffer:
         gather(buffer, "before")
         if rank == 1:
-            once(buffer._exchange.end if part == "end" else buffer._exchange, name, too_late, is_first)
+            moments.when_it_has_all_rows(buffer, too_late)
             with pytest.raises(KeyboardInterrupt):
                 buffer.all_gather_bytes(b"1")
         else:
@@ -203,86 +201,37 @@ def stand_apart(buffer: epee.Buffer, is_behind: bool) -> None:
     step(buffer)
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "is_first"),
-    [
-        ("exchange", "_wait_rows", True),
-        ("exchange", "_wait_rows", False),
-        ("end", "go_on", True),
-        ("end", "go_on", False),
-        ("exchange", "_checked", False),
-        ("end", "close", True),
-    ],
-)
-def test_who_is_interrupted_when_the_others_have_the_result_says_so_until_the_next_sync(
-    part: str, name: str, is_first: bool, tmp_path: Path
-) -> None:
-    run_ranks(emulated, 3, overtaken, str(tmp_path), part, name, is_first, timeout_s=200)
+def test_who_is_interrupted_when_the_others_have_the_result_says_so_until_the_next_sync(tmp_path: Path) -> None:
+    run_ranks(emulated, 3, overtaken, str(tmp_path), timeout_s=200)
 
 
-def undecided(rank: int, num_ranks: int, folder: str, dies: bool) -> None:
-    """Rank 1 has found all rows, and stops before it says so; then 0 is interrupted, and 2 hears that 0 has left."""
-
-    def stops() -> None:
-        stages.reach(folder, "found")
-        if dies:
-            die()
-        for other in (0, 2):
-            stages.wait_for(folder, f"told-{other}")
-
-    def leaves() -> None:
-        stages.wait_for(folder, "found")
-        interrupt()
-
-    with make() as buffer:
-        gather(buffer, "before")
-        if rank == 1:
-            once(buffer._exchange.end, "go_on", stops)
-            assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
-        elif rank == 0:
-            once(buffer._exchange, "_wait_rows", leaves)
-            with pytest.raises(KeyboardInterrupt):
-                buffer.all_gather_bytes(bytes([rank]))
-            stages.reach(folder, "told-0")
-        else:
-            once(buffer._exchange, "_wait_rows", lambda: stages.wait_for(folder, "told-0"), first=False)
-            what = "it is aborted on all ranks" if dies else r"rank\(s\) 1 may have completed.*the next call finds out"
-            with pytest.raises(CommTimeoutError, match=what):
-                buffer.all_gather_bytes(bytes([rank]))
-            stages.reach(folder, "told-2")
-        if not dies:
-            stages.meet(folder, "went on", rank, range(num_ranks))
-            stand_apart(buffer, rank != 1)
-            return
-        with pytest.raises(RankFailedError) as caught:
-            forever(lambda: buffer.all_gather_bytes(bytes([rank])))
-        assert caught.value.ranks == (1,)
-        assert buffer.sync().tolist() == [1, 0, 1]
-        gather(buffer, "rest", [0, 2])
+def interrupted_in_latency_mode(rank: int, num_ranks: int, folder: str) -> None:
+    emulated_latency(rank, num_ranks, interrupted, folder)
 
 
-def test_what_an_aborted_call_has_become_is_found_out_by_the_next_one(tmp_path: Path) -> None:
-    run_ranks(emulated, 3, undecided, str(tmp_path), False, timeout_s=200)
+def test_in_latency_mode_who_is_interrupted_when_the_others_have_the_result_says_so(tmp_path: Path) -> None:
+    run_ranks(interrupted_in_latency_mode, 3, str(tmp_path), timeout_s=200)
 
 
-def test_who_dies_before_it_says_that_it_goes_on_has_not(tmp_path: Path) -> None:
-    assert run_ranks(emulated, 3, undecided, str(tmp_path), True, timeout_s=200, dead={1}) == [None, DEAD, None]
+def closed_in_latency_mode(rank: int, num_ranks: int, folder: str) -> None:
+    emulated_latency(rank, num_ranks, closed_meanwhile, folder)
+
+
+def test_closing_in_another_thread_ends_a_gather(tmp_path: Path) -> None:
+    run_ranks(closed_in_latency_mode, 2, str(tmp_path), timeout_s=200)
 
 
 # ---- kills
 
 
-def killed(rank: int, num_ranks: int, name: str, is_first: bool) -> None:
-    """Rank 1 is killed in a call; what it has told all ranks counts, and the others go on without it."""
+def killed(rank: int, num_ranks: int, moment: str) -> None:
+    """Rank 1 is killed in a call, and the others go on without it."""
     buffer = make()
     gather(buffer, "before")
     if rank == 1:
-        once(buffer._exchange, name, die, is_first)
-    is_told = name == "_store_row" and not is_first
-    if is_told:
-        assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
-    with pytest.raises((RankFailedError, CommTimeoutError)) as caught:  # the latter, if the other heard of it first
-        gather(buffer, "lost")
+        getattr(moments, moment)(buffer, die)
+    with pytest.raises(RankFailedError) as caught:
+        forever(lambda: buffer.all_gather_bytes(bytes([rank])))  # what it has told all ranks counts
     assert caught.value.ranks == (1,)
     with pytest.raises(RankFailedError) as again:
         gather(buffer, "lost")
@@ -293,9 +242,9 @@ def killed(rank: int, num_ranks: int, name: str, is_first: bool) -> None:
     buffer.close()
 
 
-@pytest.mark.parametrize(("name", "is_first"), [("_store_own_row", True), ("_store_row", True), ("_store_row", False)])
-def test_who_is_killed_in_a_call_is_named_and_left_out_by_the_next_sync(name: str, is_first: bool) -> None:
-    assert run_ranks(emulated, 3, killed, name, is_first, timeout_s=200, dead={1}) == [None, DEAD, None]
+@pytest.mark.parametrize("moment", ["before_its_row", "when_it_waits", "when_it_has_all_rows"])
+def test_who_is_killed_in_a_call_is_named_and_left_out_by_the_next_sync(moment: str) -> None:
+    assert run_ranks(emulated, 3, killed, moment, timeout_s=200, dead={1}) == [None, DEAD, None]
 
 
 def killed_in_sync(rank: int, num_ranks: int, where: str) -> None:
@@ -314,13 +263,13 @@ def killed_in_sync(rank: int, num_ranks: int, where: str) -> None:
     buffer.close()
 
 
-@pytest.mark.parametrize("where", ["agree", "enter", "offer", "attach", "move", "begin", "use"])
+@pytest.mark.parametrize("where", ["meet", "enter", "prepare", "second call", "move", "begin"])
 def test_who_is_killed_in_a_sync_is_left_out_by_this_one_or_the_next(where: str) -> None:
     assert run_ranks(emulated, 3, killed_in_sync, where, timeout_s=200, dead={1}) == [None, DEAD, None]
 
 
 def apart(rank: int, num_ranks: int, folder: str, is_latency: bool) -> None:
-    """Rank 1 dies in its sync when it has lent its memory: 0 has mapped it, and 2 finds it dead."""
+    """Rank 1 dies in its sync when all are ready: 0 has mapped its memory, and 2 finds it dead."""
 
     def dies() -> None:
         (Path(folder) / "victim").write_text(str(os.getpid()))
@@ -335,30 +284,16 @@ def apart(rank: int, num_ranks: int, folder: str, is_latency: bool) -> None:
             while os.listdir(f"/proc/{(Path(folder) / 'victim').read_text()}/fd"):
                 os.sched_yield()
 
-    def stored() -> None:
-        """Let rank 2 make its call before this one finds that it waits in vain."""
-        stages.reach(folder, "stored")
-        stages.wait_for(folder, "heard-2")
-
     buffer = make_latency() if is_latency else make()
     gather(buffer, "before")
     owner: Any = buffer._path if is_latency else buffer._path._epochs  # type: ignore[union-attr]
-    if rank == 2:
-        once(buffer._exchange.membership._inboxes, "offer", await_death, first=False)  # type: ignore[attr-defined]
-    else:
-        once(owner, "move", dies if rank == 1 else lambda: stages.reach(folder, "mapped"))
+    act = {0: lambda: stages.reach(folder, "mapped"), 1: dies, 2: await_death}
+    once(owner, "move", act[rank])
     assert buffer.sync().tolist() == [1, 1, 1]
-    if rank == 0:
-        once(buffer._exchange, "_wait_rows", stored)
-    else:
-        stages.wait_for(folder, "stored")
     for turn in range(3):
-        try:
-            with pytest.raises((RankFailedError, CommTimeoutError)) as caught:  # the latter, if the other has given up
-                buffer.all_gather_bytes(bytes([rank]))
-        finally:
-            stages.reach(folder, f"heard-{rank}")
-        assert 1 in caught.value.ranks
+        with pytest.raises(RankFailedError) as caught:
+            buffer.all_gather_bytes(bytes([rank]))
+        assert caught.value.ranks == (1,)
         stages.meet(folder, f"told{turn}", rank, (0, 2))
     assert buffer.sync().tolist() == [1, 0, 1]
     gather(buffer, "rest", [0, 2])
@@ -392,18 +327,18 @@ def damaged(rank: int, num_ranks: int) -> list[list[str]]:
     told = []
     with make() as buffer:
         gather(buffer, "before")
-        words: Any = buffer._exchange.words
+        form: Any = buffer._exchange._format
         for word, name in enumerate(HEADER_NAMES):
             for bit in (0, 63):
                 if rank == 1:
-                    pack = words.pack
-                    words.pack = lambda *args, word=word, bit=bit, pack=pack: flipped(pack(*args), word, bit)
+                    pack = form.pack
+                    form.pack = lambda *args, word=word, bit=bit, pack=pack: flipped(pack(*args), word, bit)
                 try:
                     assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
                 except EpeeError as error:
                     told.append([name, str(bit), type(error).__name__])
                 if rank == 1:
-                    del words.pack
+                    del form.pack
                 gather(buffer, "again")
     return told
 
@@ -415,35 +350,6 @@ def test_a_flipped_bit_in_a_header_is_the_same_error_on_all_ranks() -> None:
     assert {error for _, bit, error in first if bit == "63"} == {"ProtocolError"}
     no_matter = {"arena_alignment", "num_tokens", "slot"}  # of a call that moves no rows
     assert {name for name, bit, _ in first if bit == "0"} == set(HEADER_NAMES) - no_matter
-
-
-def hit(rank: int, num_ranks: int, victim: int) -> None:
-    """What rank 1 stores is damaged in one inbox: whose that is says so, and the ranks' calls are still the same."""
-    with make() as buffer:
-        gather(buffer, "before")
-        words: Any = buffer._exchange.words
-        store = words.store
-
-        def damages(parity: int, mark: int, row: bytes, ranks: tuple[int, ...]) -> None:
-            for dst in ranks:
-                store(parity, mark, flipped(row, 0, 40) if dst == victim else row, (dst,))
-
-        if rank == 1:
-            words.store = damages
-        if rank == victim:
-            with pytest.raises(ProtocolError, match="own row was changed" if victim == 1 else "row of rank 1: op must"):
-                buffer.all_gather_bytes(bytes([rank]))
-        else:
-            assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
-        if rank == 1:
-            del words.store
-        gather(buffer, "again")
-        step(buffer)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_row_that_is_damaged_in_one_inbox_is_an_error_there(victim: int) -> None:
-    run_ranks(emulated, 3, hit, victim, timeout_s=200)
 
 
 # ---- refusals
@@ -493,9 +399,9 @@ def lacks() -> None:
 
 
 MAKING: dict[str, tuple[Any, str]] = {
-    "open": (Registry, "open"),
-    "offer": (Inboxes, "offer"),
-    "attach": (Inboxes, "_attach"),
+    "meet": (EngineMeeting, "meet"),
+    "attach": (EngineMeeting, "attach"),
+    "begin": (EngineMeeting, "begin"),
 }
 
 
@@ -530,14 +436,18 @@ def test_a_shortage_while_a_buffer_is_made_is_the_same_error_on_all_ranks() -> N
     assert others == [first] * 2
 
 
-ENTERING: dict[str, tuple[Any, str]] = {"move": (Epochs, "move"), "begin": (Exchange, "begin"), "use": (Inboxes, "use")}
+ENTERING: dict[str, tuple[Any, str]] = {
+    "prepare": (Epochs, "prepare"),
+    "second call": (GpuMembers, "_second_call"),
+    "move": (Epochs, "move"),
+    "begin": (GpuMembers, "_begin"),
+}
 
 
 SYNCING: dict[str, tuple[Any, str]] = {
-    **MAKING,
     **ENTERING,
-    "agree": (SyncedLane, "agree"),
-    "enter": (SyncedLane, "enter"),
+    "meet": (MemberSync, "meet"),
+    "enter": (GpuMembers, "_enter"),
 }
 
 

@@ -12,11 +12,22 @@ import pytest
 import torch
 
 import epee
-from epee.ep.membership.synced import SyncedLane
-from epee.errors import CommTimeoutError, EvictedError, NoQuorumError, PeerError, RankFailedError, StaleHandleError
+from epee.ep.hosts.gpu_members import GpuMembers
+from epee.ep.hosts.rows import RowsPlan
+from epee.errors import (
+    CommTimeoutError,
+    EvictedError,
+    InvalidState,
+    NoQuorumError,
+    PeerError,
+    RankFailedError,
+    ResourceError,
+    StaleHandleError,
+)
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.csrc.test_latency_buffer_emulated import emulated as emulated_latency
+from tests.ep import moments
 from tests.ep import test_latency_lane as latency_tests
 from tests.harness import DEAD, run_mortal, run_ranks
 from tests.survive import stages
@@ -124,15 +135,15 @@ def closes(rank: int, num_ranks: int, folder: str) -> Any:
 def taken_out(rank: int, num_ranks: int, folder: str) -> Any:
     """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
     _, buffer = begin(rank, folder)
-    enter = SyncedLane.enter
+    enter = GpuMembers._enter
 
     def fails(*args: Any) -> None:
-        SyncedLane.enter = enter  # type: ignore[method-assign]
+        GpuMembers._enter = enter  # type: ignore[method-assign]
         raise KeyboardInterrupt("in the midst of sync")
 
     old = buffer.dispatch(torch.ones(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, -1]]))
     if rank == 1:
-        SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+        GpuMembers._enter = fails  # type: ignore[method-assign, assign]
         with pytest.raises(KeyboardInterrupt):
             buffer.sync()
     else:
@@ -154,7 +165,7 @@ def never_enters(rank: int, num_ranks: int, folder: str) -> Any:
         raise KeyboardInterrupt("in the midst of sync")
 
     if rank == 1:
-        SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+        GpuMembers._enter = fails  # type: ignore[method-assign, assign]
         with pytest.raises(KeyboardInterrupt):
             buffer.sync()
         stages.wait_for(folder, "end-0")
@@ -213,6 +224,100 @@ def test_who_lives_and_is_left_out_is_an_error_of_calls_without_a_mask_on_gpus_a
 def test_in_latency_mode_who_is_taken_out_of_a_sync_enters_with_its_next_call() -> None:
     first, *others = run_ranks(latency, 3, "_taken_out", KeyboardInterrupt, timeout_s=200)
     assert others == [first] * 2
+
+
+def test_in_latency_mode_nobody_waits_for_ever_for_who_was_taken_out_of_its_sync(tmp_path: Path) -> None:
+    run_ranks(latency, 3, "_never_comes", str(tmp_path), timeout_s=200)
+
+
+def comes_late(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 enters an epoch when the others have gone on without it: no call of all has a result anywhere."""
+    with latency_tests.make(latency_tests.SHAPE, timeout=2) as buffer:
+        mask = torch.ones(3, dtype=torch.int32)
+        latency_tests.masked_round(buffer, mask, 0, [True] * 3)
+        enter = GpuMembers._enter
+
+        def fails(*args: Any) -> None:
+            GpuMembers._enter = enter  # type: ignore[method-assign]
+            raise ResourceError("in the midst of sync")
+
+        if rank == 1:
+            GpuMembers._enter = fails  # type: ignore[method-assign, assign]
+            with pytest.raises(ResourceError):
+                buffer.sync(mask)
+            for other in (0, 2):
+                stages.wait_for(folder, f"went on-{other}")
+        else:
+            assert buffer.sync(mask).tolist() == [1, 1, 1]
+            stages.reach(folder, f"went on-{rank}")
+        with pytest.raises(PeerError, match="it is not in this epoch"):
+            buffer.all_gather_bytes(bytes([rank]), timeout=60.0)
+        mask.fill_(1)
+        assert buffer.sync(mask, timeout=60.0).tolist() == [1, 1, 1]
+        latency_tests.masked_round(buffer, mask, 1, [True] * 3)
+        stages.meet(folder, "end", rank, range(3))
+
+
+def late_in_latency_mode(rank: int, num_ranks: int, folder: str) -> None:
+    emulated_latency(rank, num_ranks, comes_late, folder)
+
+
+def test_in_latency_mode_who_enters_late_is_lost_until_the_next_sync(tmp_path: Path) -> None:
+    run_ranks(late_in_latency_mode, 3, str(tmp_path), timeout_s=200)
+
+
+def interrupted_when_ready(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 is interrupted when it has published that it is ready: its next call repeats that, as the others do."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    _, buffer = begin(rank, folder)
+    if rank == 1:
+        second_call = GpuMembers._second_call
+
+        def interrupted(*args: Any) -> Any:
+            GpuMembers._second_call = second_call  # type: ignore[method-assign]
+            moments.after_publishing(buffer._exchange, RowsPlan, interrupt)
+            return second_call(*args)
+
+        GpuMembers._second_call = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            buffer.sync()
+    else:
+        assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "end", rank, range(3))
+
+
+def test_who_is_interrupted_when_it_is_ready_enters_with_its_next_call() -> None:
+    run_mortal(on_gpu, 3, "interrupted_when_ready", dead=set(), timeout_s=200)
+
+
+def outruns(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 has used more numbers than it has said: it cannot enter, and the others hear of that at once."""
+    _, buffer = begin(rank, folder)
+    numbers: Any = buffer._path._epochs._numbers  # type: ignore[union-attr]
+    used = numbers._used
+    if rank == 1:
+        numbers._used = lambda: 1 << 30
+        with pytest.raises(InvalidState, match="this rank has made calls"):
+            buffer.sync()
+        numbers._used = used
+    else:
+        assert buffer.sync().tolist() == [1, 1, 1]
+    for call in (lambda: step(buffer, [1, 1, 1]), lambda: buffer.all_gather_bytes(b"1")):
+        with pytest.raises(PeerError, match="it is not in this epoch"):
+            call()
+    assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "end", rank, range(3))
+
+
+def test_who_cannot_enter_is_lost_until_the_next_sync() -> None:
+    run_mortal(on_gpu, 3, "outruns", dead=set(), timeout_s=200)
 
 
 def lives(rank: int, num_ranks: int, times: int) -> Any:

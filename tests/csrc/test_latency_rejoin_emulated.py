@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from epee.ep.hosts.gpu_members import GpuMembers
 from epee.ep.latency import gpu_path as latency_gpu_path
 from epee.ep.latency.gpu.core import LatencyCore, LatencyMemory
 from epee.ep.latency.gpu.types import CoreOptions
-from epee.ep.membership.inboxes import Inboxes
 from epee.errors import ResourceError
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
@@ -135,13 +135,13 @@ def replays_before_it_enters(rank: int, num_ranks: int) -> list[list[int]]:
     with make(Shape()) as buffer:
         check_round(buffer, Shape(), (4, 3), 1)
         if rank == 1:
-            works = Inboxes.meet_those
+            works = GpuMembers._second_call
 
             def fails(*args: Any) -> Any:
-                Inboxes.meet_those = works  # type: ignore[method-assign]
+                GpuMembers._second_call = works  # type: ignore[method-assign]
                 raise ResourceError("no descriptors")
 
-            Inboxes.meet_those = fails  # type: ignore[method-assign]
+            GpuMembers._second_call = fails  # type: ignore[method-assign]
             with pytest.raises(ResourceError, match="no descriptors"):
                 buffer.sync()
             core: LatencyCore = buffer._path.core  # type: ignore[union-attr, assignment]

@@ -48,7 +48,7 @@ def test_who_cannot_enter_tells_nobody_and_its_replays_reach_nobody() -> None:
     assert results == ["ok", DEAD, "ok", "ok"]
 
 
-@pytest.mark.parametrize("point", ["fill", "move"])
+@pytest.mark.parametrize("point", ["prepare", "move"])
 def test_a_newcomer_whose_constructor_has_failed_comes_again(point: str) -> None:
     assert run_mortal(on_gpu, 4, "fails_and_comes_again", point, dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.engine.membership.group_membership import GroupMembership
 from epee.ep.control.membership import Agreed
-from epee.ep.membership.registry import Line
 from epee.ep.throughput.gpu import epochs as epochs_of_gpus
 from epee.ep.throughput.gpu.dispatch import plan_of
 from epee.ep.throughput.gpu.epochs import Epochs
@@ -408,25 +408,25 @@ def zombies_successor_dies(slot: int, num_processes: int, folder: str) -> str:
 def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str) -> str:
     """The newcomer's constructor fails behind the decision; its process lives and makes the buffer again.
 
-    It fails when it maps (`move`): rank 0 maps its memory when that has gone, rank 2 before. Or before it lends
-    (`fill`): the others look for its memory when it waits in `sync` again.
+    It fails when it maps (`move`): rank 0 maps its memory when that has gone, rank 2 before. Or before it is ready
+    (`prepare`): the others are when it asks to join again.
     """
     num_ranks, victim = 3, 1
     group, rank = begin(slot, num_ranks, folder, [victim])
-    works = {name: getattr(Epochs, name) for name in ("fill", "prepare", "move")}
+    works = {name: getattr(Epochs, name) for name in ("prepare", "move")}
     if slot == 3:
         setattr(Epochs, point, fails_when(folder, "moved-2" if point == "move" else ""))
         with pytest.raises(ResourceError, match="nothing left"):
             make(num_ranks)
         setattr(Epochs, point, works[point])
         stages.reach(folder, "failed")
-        comes = Line.come_to_sync
+        asks = GroupMembership.ask
 
-        def come(*args: Any) -> None:
-            comes(*args)
+        def ask(*args: Any) -> Any:
             stages.reach(folder, "again")
+            return asks(*args)
 
-        Line.come_to_sync = come  # type: ignore[method-assign]
+        GroupMembership.ask = ask  # type: ignore[method-assign]
     buffer = make(num_ranks)
     if slot < num_ranks:
         until_some_die(buffer, folder, victim)

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.hosts.rows import RowsPlan
 from epee.ep.latency.wire import SectionHeader
-from epee.errors import AbortedError, ForkError, InvalidState, ProtocolError, StaleHandleError
+from epee.errors import AbortedError, ForkError, InvalidState, MismatchError, ProtocolError, StaleHandleError
 from epee.reference import latency as oracle
+from tests.ep import moments
 from tests.ep.latency_cases import (
     BF16,
     Shape,
@@ -535,3 +537,48 @@ def _patient(rank: int, num_ranks: int) -> None:
 
 def test_a_rank_that_waits_for_another_is_not_silent() -> None:
     run_ranks(_patient, 4)
+
+
+def interrupted(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 is interrupted in a gather when the others have its result: nobody goes on as if it had it, too."""
+
+    def too_late() -> None:
+        for other in (0, 2):
+            stages.wait_for(folder, f"has-{other}")
+        raise KeyboardInterrupt
+
+    with make(Shape(num_experts=6)) as buffer:
+        if rank == 1:
+            moments.when_it_has_all_rows(buffer, too_late)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.all_gather_bytes(b"1")
+        else:
+            assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"1", b"\2"]
+            stages.reach(folder, f"has-{rank}")
+        for _ in range(2):
+            with pytest.raises(InvalidState if rank == 1 else MismatchError, match="others have completed it"):
+                buffer.all_gather_bytes(b"1")
+        assert buffer.sync().tolist() == [1] * num_ranks
+        assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
+
+
+def test_a_gather_that_has_no_result_on_one_rank_alone_is_no_other_one_of_the_others(tmp_path: Path) -> None:
+    run_ranks(interrupted, 3, str(tmp_path))
+
+
+def closed_meanwhile(rank: int, num_ranks: int, folder: str) -> None:
+    """Another thread of rank 0 closes the buffer while a gather of it waits for rank 1: that ends at once."""
+    buffer = make(Shape(num_experts=6), timeout=300)  # a wait of that length fails the test by its own time-out
+    if rank == 0:
+        closers = [threading.Thread(target=buffer.close)]
+        moments.after_publishing(buffer._exchange, RowsPlan, closers[0].start)
+        with pytest.raises(AbortedError):
+            buffer.all_gather_bytes(b"0")
+        closers[0].join()
+        stages.reach(folder, "closed")
+    stages.wait_for(folder, "closed")
+    buffer.close()
+
+
+def test_closing_in_another_thread_ends_a_gather(tmp_path: Path) -> None:
+    run_ranks(closed_meanwhile, 2, str(tmp_path))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.hosts.gpu_members import GpuMembers
 from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.latency.one_host.path import LatencyCpuPath
-from epee.ep.membership.synced import SyncedLane
 from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError, ResourceError, StaleHandleError
 from epee.view.report import look_at_job
 from tests.ep.latency_cases import Shape, check_round, dispatch, inputs, make
@@ -135,7 +135,7 @@ def test_who_does_not_come_to_sync_is_told_and_comes_back(tmp_path: Path) -> Non
 
 # before its memory is mapped (on GPUs, too), as it is handed to the path, and mapped; once all has begun
 STEPS: dict[str, list[tuple[Any, str]]] = {
-    "enter": [(EpochMembers, "_enter"), (SyncedLane, "enter")],
+    "enter": [(EpochMembers, "_enter"), (GpuMembers, "_enter")],
     "move": [(LatencyCpuPath, "move")],
     "begin": [(EpochMembers, "_attach")],
     "use": [(EpochMembers, "_close")],
@@ -187,7 +187,7 @@ def _never_comes(rank: int, num_ranks: int, folder: str) -> None:
             raise ResourceError("in the midst of sync")
 
         if rank == 1:
-            SyncedLane.enter = EpochMembers._enter = fails  # type: ignore[method-assign, assign]
+            EpochMembers._enter = GpuMembers._enter = fails  # type: ignore[method-assign]
             with pytest.raises(ResourceError):
                 buffer.sync(mask)
             stages.wait_for(folder, "went on-0")

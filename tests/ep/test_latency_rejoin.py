@@ -18,12 +18,9 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.membership.group_membership import GroupMembership
+from epee.ep.hosts.gpu_members import GpuMembers
 from epee.ep.hosts.member_sync import MemberSync
 from epee.ep.latency.one_host.members import EpochMembers
-from epee.ep.membership.agreement import Sync
-from epee.ep.membership.inboxes import Inboxes
-from epee.ep.membership.registry import Registry
-from epee.ep.membership.synced import SyncedLane
 from epee.errors import CommTimeoutError, EvictedError, PeerError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, expert_outputs, inputs
@@ -191,15 +188,15 @@ def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple
 
 POINTS = ("before its line", "its line", "first look", "hello", "decided", "offered")
 
-# On CPUs: before it asks to join the engine's group, and behind that; before it sees who has come, before the call that
-# ends the sync, behind that, and once the epoch is known. On GPUs the same steps. True: die behind that.
+# Before it asks to join the engine's group, and behind that; before it sees who has come, before the call that ends the
+# sync, behind that, and once the epoch is known. True: die behind that.
 STEPS: dict[str, list[tuple[Any, str, bool]]] = {
-    "before its line": [(GroupMembership, "ask", False), (Registry, "open", False)],
-    "its line": [(GroupMembership, "ask", True), (Registry, "open", True)],
-    "first look": [(MemberSync, "_read", False), (Sync, "_who_came", False)],
-    "hello": [(MemberSync, "_there", False), (Sync, "_go_on", False)],
-    "decided": [(EpochMembers, "_enter", False), (SyncedLane, "enter", False)],
-    "offered": [(EpochMembers, "_note", True), (Inboxes, "offer", True)],
+    "before its line": [(GroupMembership, "ask", False)],
+    "its line": [(GroupMembership, "ask", True)],
+    "first look": [(MemberSync, "_read", False)],
+    "hello": [(MemberSync, "_there", False)],
+    "decided": [(EpochMembers, "_enter", False), (GpuMembers, "_enter", False)],
+    "offered": [(EpochMembers, "_note", True), (GpuMembers, "_note", True)],
 }
 
 

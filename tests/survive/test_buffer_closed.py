@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.ep.membership.registry import MAX_BUFFERS, Registry
 from epee.errors import RankFailedError
 from tests.ep import moments
 from tests.harness import DEAD, run_mortal
@@ -69,17 +68,3 @@ def finishes_and_closes(rank: int, num_ranks: int, folder: str, mode: str) -> An
 @pytest.mark.parametrize("mode", ["raise", "mask"])
 def test_a_call_ends_well_that_a_rank_has_finished_and_closed_after(mode: str) -> None:
     assert run_mortal(finishes_and_closes, 3, mode, dead={1}) == [[1, 1, 1], DEAD, [1, 1, 1]]
-
-
-def test_the_line_of_the_buffer_closed_first_is_taken_first() -> None:
-    registry = Registry.make(78)
-    lines = {}
-    for number in range(1, MAX_BUFFERS + 1):
-        lines[number] = registry.open(number, [3])
-        lines[number].mark_closed()
-        assert lines[number].number == 0
-    registry.open(MAX_BUFFERS + 1, [3])
-    assert lines[1].number == MAX_BUFFERS + 1
-    assert lines[2].number == 0
-    assert registry.has_closed(1)
-    assert registry.has_closed(2)

@@ -3,7 +3,7 @@
 A round over the c10d group is an all_gather of fixed-size records (plain bytes, no pickle), so that all ranks have the
 same records and reach the same result. In the first one each sends its version, host and config, or why it cannot make
 its buffer (`refuse`): a rank with a bad argument takes part with its refusal. The following rounds belong to the
-membership (`membership/birth.py`). A rank that dies between two rounds is handled by the group: its own timeout ends
+engine (`hosts/birth.py`). A rank that dies between two rounds is handled by the group: its own timeout ends
 them.
 """
 
@@ -28,11 +28,9 @@ from ...errors import (
     expected,
 )
 from ...link.topology import Topology, one_host, placement
-from ...memory.shared import BLOB_BYTES, SharedRegion
-from ...view.process.detector import DeathWatch
+from ...memory.shared import BLOB_BYTES
 from ...view.process.machine import KEY_DIGITS, own_host_key
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
-from .words import inbox_layout
 
 _log = logging.getLogger(__name__)
 
@@ -154,20 +152,6 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-class Born:
-    """The initial state of a buffer: inboxes, if its membership provides none, and the watch on all processes."""
-
-    def __init__(self, inboxes: list[SharedRegion], watch: DeathWatch) -> None:
-        self.inboxes = inboxes
-        self.watch = watch
-
-    def close(self) -> None:
-        """Unmap and stop watching; idempotent."""
-        for inbox in self.inboxes:
-            inbox.close()
-        self.watch.close()
-
-
 def refuse(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError) -> NoReturn:
     """Notify the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
     gather_present(group, pack(config, bytes(KEY_DIGITS), b"", refusal))
@@ -186,16 +170,6 @@ def refuse_to_make(group: dist.ProcessGroup, refusal: Exception) -> None:
     except expected(EpeeError, RuntimeError) as problem:
         if problem is not reason:
             _log.warning("could not tell the peers about a refused buffer: %s", problem)
-
-
-def bear(config: BufferConfig) -> Born:
-    """Begin a buffer of GPUs: the only rank of a group has its inbox at once, others get theirs with their first epoch.
-
-    Raises:
-        ResourceError: no memory or descriptors.
-    """
-    inboxes = [] if config.is_lane else [SharedRegion.create(inbox_layout(config).nbytes, "inbox-0")]
-    return Born(inboxes, DeathWatch())
 
 
 def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | None) -> bytes:

@@ -16,34 +16,22 @@ import time
 from collections.abc import Collection
 from typing import Protocol
 
-from ...errors import CommTimeoutError, InvalidState, RankFailedError, context, is_own
+from ...errors import CommTimeoutError, RankFailedError, context, is_own
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
-from .header import REASON_BYTES, Moved
-from .membership import Membership
+from .header import REASON_BYTES
 from .withdrawal import EndWords
 
 _LOOK_S = 0.0005
 
 
-class Turned(Exception):
-    """The view has changed during a wait."""
-
-
-class Withdrawn(Exception):
-    """A peer has aborted the call."""
-
-
 class Caller(Protocol):
-    """The object that makes the calls (`inbox.Exchange`)."""
+    """The object that makes the calls (`latency/pending_call.py`)."""
 
     rank: int
     epoch: int
     gathered: int
     part: str  # the part that the others wait for, in messages
-    gone: Collection[int]  # members that have left the epoch
-    absent: Collection[int]  # ranks without a part in the call
-    membership: Membership
 
     @property
     def began(self) -> float:
@@ -100,11 +88,6 @@ class CallEnd:
     def _mark(self) -> int:
         return tag(self._caller.epoch, self._caller.seq)
 
-    def check(self) -> None:
-        """Raise `InvalidState` when an earlier call has ended otherwise here than on the other ranks."""
-        if self.lost:
-            raise InvalidState(self.lost)
-
     def open(self, seq: int) -> None:
         """Record that call `seq` is open from the moment in which it becomes the caller's last one."""
         self._opened = seq
@@ -137,20 +120,12 @@ class CallEnd:
         return [] if self._words.is_gathered(self._mark) else self.given_up_by(self._mark)
 
     def given_up_by(self, mark: int) -> list[int]:
-        """Return the peers that have aborted the call with this tag; a rank that has left no longer counts."""
-        found = self._words.withdrawn(mark)
-        gone = self._caller.gone if found else ()
-        return [rank for rank in found if rank not in gone]
+        """Return the peers that have aborted the call with this tag."""
+        return self._words.withdrawn(mark)
 
     def go_on(self) -> None:
-        """Publish that this rank has gathered the call.
-
-        Raises:
-            Turned: it has not, the view changes.
-        """
+        """Publish that this rank has gathered the call."""
         caller = self._caller
-        if caller.membership.has_turned:
-            raise Turned
         self._words.has_gathered(self._mark)
         caller.gathered = caller.seq
 
@@ -162,17 +137,11 @@ class CallEnd:
         Raises:
             cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call determines how it
                 ended.
-            Turned: the view has changed.
         """
         is_silence = cause is None or (isinstance(cause, (CommTimeoutError, RankFailedError)) and is_own(cause))
         if cause is not None and self._words.is_gathered(self._mark):
             raise cause  # the others may be following
-        try:
-            look = self._await_end()
-        except Turned:
-            if cause is None or is_silence:
-                raise
-            raise cause from None
+        look = self._await_end()
         if look.end is End.COMPLETES and is_silence:
             return
         if cause is not None and not (look.end is End.OPEN and is_silence and isinstance(cause, CommTimeoutError)):
@@ -184,17 +153,13 @@ class CallEnd:
 
         Raises:
             CommTimeoutError: it still is.
-            Moved: the view has changed.
         """
-        try:
-            if not self._words.is_gathered(self._mark):
-                look = self._await_end()
-                if look.end is End.FAILED:
-                    return
-                if look.end is End.OPEN:
-                    raise self._undecided(look)
-        except Turned:
-            raise Moved from None
+        if not self._words.is_gathered(self._mark):
+            look = self._await_end()
+            if look.end is End.FAILED:
+                return
+            if look.end is End.OPEN:
+                raise self._undecided(look)
         self.miss()
 
     def miss(self) -> None:
@@ -209,21 +174,17 @@ class CallEnd:
         self._words.give_up(self._mark)
         until = time.monotonic() + GRACE_S
         while (look := self._look()).end is End.OPEN and time.monotonic() < until:
-            if self._caller.membership.has_turned:
-                raise Turned from None
             time.sleep(_LOOK_S)
         return look
 
     def _look(self) -> Look:
-        """Determine how a call ends that this rank has aborted, and record it; raises `Turned`."""
+        """Determine how a call ends that this rank has aborted, and record it."""
         caller, mark = self._caller, self._mark
         dead = caller.dead()  # first: what they stored before counts
-        look = self._words.look(caller.seq & 1, mark, dead, caller.absent)
+        look = self._words.look(caller.seq & 1, mark, dead)
         if look.end is End.COMPLETES:
             self.go_on()
         if look.end is End.FAILED:
-            if caller.membership.has_turned:
-                raise Turned
             self._words.has_failed(mark)
             self.close()
         return look

@@ -1,4 +1,4 @@
-"""The interface of the exchange of rows, on one host (`inbox.py`) and over several (`hosts/exchange.py`)."""
+"""The interface of the exchange of rows (`hosts/direct.py`, `hosts/exchange.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The membership as used by a buffer's calls, for buffers whose members never change.
 
-For buffers whose ranks die, are voted out and rejoin, `hosts/member_sync.py` derives from it on CPUs, and
-`membership/synced.py` on GPUs.
+For buffers whose ranks die, are voted out and rejoin, `hosts/member_sync.py` derives from it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Membership:
     """The membership, as used by the calls of a buffer; this one is of the ranks it was made with, which never change.
 
     Args:
-        inbox_bytes: of this rank's inbox.
+        inbox_bytes: of this rank's outbox, or the memory that it lends to an epoch.
 
     Attributes:
         forget: called when an epoch is over: drops what belonged to it.
@@ -38,16 +37,15 @@ class Membership:
             then.
         raises: whether a loss is an error.
         takes_replacements: whether a process that replaces a lost rank is admitted.
-        inbox_bytes: of this rank's inbox.
+        inbox_bytes: as above.
         number: of the buffer, alike on all its ranks; 0: they have not agreed on one.
         has_shown: whether the ranks for which a call waits are published, so that `hide` has something to do.
-        has_turned: whether the view has changed since it was queried for the last call, or is about to.
         must_turn: whether `turn` has something to do before the next call.
     """
 
     raises = True
     takes_replacements = False
-    has_turned = must_turn = counts_entering = has_shown = False
+    must_turn = counts_entering = has_shown = False
     number = 0
 
     def __init__(self, inbox_bytes: int) -> None:

@@ -1,7 +1,6 @@
-"""The messages between the CPU sides of a buffer's ranks, through the inboxes, beside the movement of rows.
+"""The messages between the CPU sides of a buffer's ranks, beside the movement of rows.
 
-Bytes for all ranks (`all_gather_bytes`), that a call was refused (`refuse`), and why a GPU call was refused: the
-kernels carry only the refusal, the reason is in shared memory, written before the kernel that refuses is launched.
+Bytes for all ranks (`all_gather_bytes`), and that a call was refused (`refuse`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,7 +17,6 @@ from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchanging import RowExchange
 from .header import OP_GATHER, OP_SYNC, REASON_BYTES, REFUSED, Header, Moved
-from .inbox import Exchange
 
 _log = logging.getLogger(__name__)
 _BFLOAT16 = DTYPE_CODES.index(torch.bfloat16)  # of calls that move no rows
@@ -69,11 +67,8 @@ class ControlPlaneOver(Generic[SomeExchange]):
         return Header(op, 0, _BFLOAT16, rank=self.rank)
 
 
-ControlPlane = ControlPlaneOver[Exchange]  # of a buffer on one host
-
-
 @contextlib.contextmanager
-def refused_alike(control: ControlPlane, deadline: float) -> Iterator[None]:
+def refused_alike(control: ControlPlaneOver[Any], deadline: float) -> Iterator[None]:
     """Notify the peers of a `MismatchError` in the body: they are in another call, and get it there."""
     try:
         yield

@@ -1,4 +1,5 @@
-"""The common end of a call that a rank aborts before it has seen all rows; words as in `view/protocol/withdrawal.py`.
+"""The common end of a low-latency call that a rank aborts before it has seen all parts; words as in
+`view/protocol/withdrawal.py`. "Row" here is a rank's part of a call, "inbox" the memory that it lends to an epoch.
 
 The causes are a timeout and every other error that makes a caller leave the wait for the rows; after a call with two
 different ends each of its calls would meet the next one of the others.
@@ -18,11 +19,6 @@ is stored when all rows of the next have been seen: so GATHERED is still the cal
 has aborted the next call and has not gathered this one knows that it failed. A rank makes its next call only after it
 has stored one of the three words, so nothing is unreadable here, and a rank that knows that a call has failed publishes
 that (of a collective only a refusal does).
-
-A rank that has no part in the call any more (a view has excluded it, while the remaining ranks continue) is not
-checked. So that no rank takes its missing row for the end of a call that the others continue, a rank finds a call
-failed only while no agreement is under way whose end it has not received: what it aborted before that, the others see
-afterwards.
 
 If a call stays open the error says so, and the buffer does not continue before its end is known. A crash leaves the
 words as they were; the next epoch has inboxes of its own.
@@ -113,16 +109,14 @@ class EndWords:
         """Return whether this rank has published that it continues the call."""
         return self._words[self._rank][self._own_at + GATHERED] == mark
 
-    def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
+    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
         """Return how a call ends that this rank has aborted.
 
         Args:
             parity: of its number; `mark` is its tag.
             dead: peers that decide nothing more, as known before.
-            absent: peers without a part in it.
         """
-        parties = [(peer, at) for peer, at in self._peers if peer not in absent]
-        return end_of({peer: self._stance_of(peer, at, parity, mark) for peer, at in parties}, dead)
+        return end_of({peer: self._stance_of(peer, at, parity, mark) for peer, at in self._peers}, dead)
 
     def _stance_of(self, peer: int, at: int, parity: int, mark: int) -> Stance:
         """Return the state in a peer's words; each is loaded before those that were stored before it."""

@@ -17,7 +17,8 @@ do.
                     number: outboxes, mirrors of them on other hosts, links. All ranks of the group must be there.
 
 The engine's mode is the buffer's: the engine decides what becomes of a call that loses a rank (`exchange.py`). A
-`LatencyBuffer` uses it in `sync` alone, which continues with the remaining ranks.
+`LatencyBuffer` and a buffer of GPUs use it beside their calls, above all in `sync`, which continues with the remaining
+ranks (`epoch_members.py`).
 
 A process that replaces a lost rank in the group takes part in a running buffer (`notices.py`): it requests admission to
 the engine's group, with a memory that is cut as that of the others, and waits until they admit it (`assembly.py`). Each
@@ -51,7 +52,7 @@ from ..job import job_handle_of, process_of
 from ..making import ended_of, job_found, reported
 from .latency.region import latency_layout
 from .layout import staging_bytes
-from .member_sync import LINE_BYTES
+from .member_sync import extra_bytes
 from .notices import BufferNotice, require_slot, tell
 
 _NUMBER = struct.Struct("<Q")
@@ -89,10 +90,10 @@ def create_here(
         rank_of = {slot: peer for peer, slot in enumerate(job_handle.slots) if peer in records}
         members = {rank_of[one.slot]: one for one in job_handle.runtime.view().members if one.slot in rank_of}
         deaths = partial(ended_of, {peer: process_of(member) for peer, member in members.items()})
-        mode, extra_bytes = mode_of(config), _extra_of(config)
+        mode, num_extra = mode_of(config), _extra_of(config)
         with reported(group, deaths, _PART.size) as step:
             require_slot(job_handle)
-            meeting = EngineMeeting(job_handle.job, job_handle.slots, group_id, rank, mode, extra_bytes)
+            meeting = EngineMeeting(job_handle.job, job_handle.slots, group_id, rank, mode, num_extra)
             undo.callback(meeting.close)
             step.data = _PART.pack(meeting.epoch, meeting.region.blob)
         parts = {peer: _PART.unpack(data) for peer, data in step.found.items()}
@@ -104,7 +105,7 @@ def create_here(
                 try:
                     regions[peer] = region = meeting.attach(peer, parts[peer][1])
                 except expected(OwnerEndedError):
-                    if config.is_latency or config.fault_mode == "raise":
+                    if config.is_synced or config.fault_mode == "raise":
                         raise
                     continue  # the first call ends without it
                 undo.callback(region.close)
@@ -197,12 +198,12 @@ def announcement(
 
 def mode_of(config: BufferConfig) -> str:
     """Return the mode of a buffer's engine."""
-    return "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
+    return "mask/error" if config.is_synced else f"{config.fault_mode}/{config.on_stall}"
 
 
 def _extra_of(config: BufferConfig) -> int:
     if config.num_hosts == 1:
-        return LINE_BYTES
+        return extra_bytes(config)
     return latency_layout(config).nbytes if config.is_latency else 0
 
 

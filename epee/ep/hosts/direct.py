@@ -79,7 +79,6 @@ from ...errors import (
     CommTimeoutError,
     EpeeError,
     EvictedError,
-    InvalidState,
     NoQuorumError,
     PeerError,
     ProtocolError,
@@ -94,7 +93,6 @@ from ..control.header import (
     OP_COMBINE,
     OP_DISPATCH,
     OP_NAMES,
-    REASON_BYTES,
     TIMED_OUT,
     ExchangedRows,
     Header,
@@ -122,22 +120,6 @@ class DataPlan(Plan):
         super().__init__(OP_NAMES[OP_DISPATCH], _DATA_SIGNATURE)
 
 
-class LastResult:
-    """The end of the last call here: its caller has its result.
-
-    Attributes:
-        lost: why the buffer cannot be used any more; empty while it can.
-    """
-
-    def __init__(self, exchange: DirectExchange) -> None:
-        self.lost = ""
-        self._exchange = exchange
-
-    def close(self) -> None:
-        """Record that the caller of the last call has its result."""
-        self._exchange.engine.latest.op = None
-
-
 class DirectExchange(SyncExchange):
     """Row exchange through an engine, beside payload in shared memory.
 
@@ -161,7 +143,6 @@ class DirectExchange(SyncExchange):
 
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         super().__init__(config, rank, interrupt)
-        self.end = LastResult(self)
         self.pids: dict[int, int] = {}
         self._op, self._number = "none", 0  # of the buffer's last call, in messages
         self._begun: Operation | None = None  # the last exchange of rows
@@ -187,8 +168,8 @@ class DirectExchange(SyncExchange):
     def agree(self, number: int, peer_regions: PeerRegions) -> None:
         """Enter the epoch with which an agreement begins; all calls before are over. May be repeated."""
         self.membership.forget()
-        self.settled, self.num_agreed, self.end.lost = self.engine.seq, number, ""
-        self._refusal = self.engine.latest.op = None
+        self.settled, self.num_agreed, self._refusal = self.engine.seq, number, None
+        self.forget_results()
         self._bind(peer_regions)
 
     def _bind(self, peer_regions: PeerRegions) -> None:
@@ -217,9 +198,7 @@ class DirectExchange(SyncExchange):
         name, engine, membership = OP_NAMES[header.op], self.engine, self.membership
         row = self._row(header, counts, text, name, membership.mark)
         self._op, self._number = name, self._number + 1
-        self.settle_calls(deadline)
-        if self.end.lost:
-            raise InvalidState(self.end.lost)
+        self.require_results(deadline)
         done = self._run(row.plan, deadline)
         met = self._read(row, done)
         newest = row.newest_mark(met.members)
@@ -240,46 +219,6 @@ class DirectExchange(SyncExchange):
     def _goes_on(self, op: int, members: Sequence[int]) -> bool:
         """Return whether a call that has ended in a later epoch goes on among its members."""
         return op == OP_COMBINE and not self.membership.raises and set(members) <= set(self.members)
-
-    def settle_calls(self, deadline: float) -> None:
-        """Find out how the calls have ended whose results no caller has got.
-
-        Raises:
-            CommTimeoutError: the end of one is still open.
-        """
-        engine = self.engine
-        if engine.latest.op is None and not engine.unclaimed:
-            return
-        for op in (*engine.unclaimed, engine.latest.op):
-            if op is None or not isinstance(op.plan, RowsPlan):
-                continue
-            if not op.done:
-                try:
-                    engine.wait(op, max(1e-3, deadline - time.monotonic()))
-                except BaseException as error:
-                    if error is not op.error:  # that may be what a handler has raised in it
-                        raise
-            if op.plan.name == OP_NAMES[OP_DISPATCH]:
-                self._refuse_data(op)
-            elif self._has_worked(op):
-                where = context(op.plan.name, rank=self.rank, seq=op.seq, epoch=op.peer_regions.epoch)
-                self.end.lost = (
-                    f"{where}: this call has raised an error here, and others have completed it: the ranks stand "
-                    "before different calls; close this buffer on all ranks and make a new one"
-                )[:REASON_BYTES]
-        engine.unclaimed.clear()
-        engine.latest.op = None
-
-    def _has_worked(self, op: Operation) -> bool:
-        """Return whether an exchange of rows has ended well on all ranks."""
-        assert isinstance(op.plan, RowsPlan)
-        if not op.done or op.error is not None:
-            return False
-        try:
-            self._read(op.plan.own, op)
-        except expected(EpeeError):
-            return False
-        return True
 
     def _run(self, make: Make, deadline: float) -> Operation:
         """Run a call of the engine."""
@@ -367,6 +306,12 @@ class DirectExchange(SyncExchange):
         for op in (*self.engine.unclaimed, self.engine.latest.op, self._begun):
             if op is not None and isinstance(op.plan, RowsPlan) and op.plan.name == OP_NAMES[OP_DISPATCH]:
                 self._refuse_data(op)
+
+    def _settle(self, op: Operation) -> None:
+        if op.plan.name == OP_NAMES[OP_DISPATCH]:
+            self._refuse_data(op)
+        else:
+            super()._settle(op)
 
     def _refuse_data(self, op: Operation) -> None:
         """Refuse the data call of a dispatch whose rows are those of `op`, unless that has been made, or never will."""
@@ -479,8 +424,6 @@ class BufferMembers(MembersOfEngine):
             return True  # as `MembersOfEngine.must_turn`
         return exchange.engine.membership.runtime.view() is not self._seen
 
-    has_turned = must_turn
-
     def turn(self, op: str, deadline: float) -> None:
         """Enter the epoch of the next call, and admit processes that are named in the rows of the last one.
 
@@ -562,11 +505,6 @@ class BufferMembers(MembersOfEngine):
                 raise no_quorum(self._rank, started, (), "the others did not sync") from error
         return super().sync(counted, used, deadline)
 
-    def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
-        if not self._is_excluded():
-            self._exchange.settle_calls(deadline)
-        return super()._meet(counted, deadline)
-
     def _data(self) -> bytes:
         return _AGREED.pack(self._exchange.num_agreed, self._newest_join())
 
@@ -576,7 +514,7 @@ class BufferMembers(MembersOfEngine):
         self._met_to = max(self._met_to, joined)
         self._next = number + 1, tuple(sorted(found))
 
-    def _enter(self) -> Agreed:
+    def _enter(self, deadline: float) -> Agreed:
         assert self._next is not None
         number, ranks = self._next
         self._exchange.agree(number, self._sync.met)

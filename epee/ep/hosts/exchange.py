@@ -1,4 +1,4 @@
-"""The exchange of rows over several hosts: one collective call of the buffer's engine instead of inboxes.
+"""The exchange of rows over several hosts: one collective call of the buffer's engine.
 
 A call of the buffer begins as on one host (`direct.py`): every rank sends what it is about to do and how many
 rows go where, and all ranks reach the same result from the same rows. The engine carries the rows to every host once;
@@ -36,18 +36,10 @@ from ...engine.operation import Operation
 from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
 from ..config import BufferConfig
-from ..control.exchanging import LastCall
 from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
 from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
-
-
-class NothingOpen:
-    """The end of the last call, which the engine determines: nothing is open here."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Step:
@@ -98,13 +90,12 @@ class HostsExchange(RowsOverEngine):
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         super().__init__(config, rank, interrupt)
         self.membership = Membership(0)
-        self.end: LastCall = NothingOpen()
 
     def use(self, engine: Engine) -> None:
         """Run the next call with an engine: the first one, or that with which this rank has returned."""
         self.engine, self.has_engine = engine, True
         self.peer_regions = engine.members
-        if not self.config.is_latency:
+        if not self.config.is_synced:
             self.epoch = engine.members.epoch
 
     @property
@@ -114,13 +105,13 @@ class HostsExchange(RowsOverEngine):
 
     @property
     def seq(self) -> int:
-        """Number of the last call; equal on all ranks in the same call."""
-        return self.engine.seq
+        """Number of the last call; equal on all ranks in the same call. 0 while this rank joins."""
+        return self.engine.seq if self.has_engine else 0
 
     @property
     def num_calls(self) -> int:
         """Calls that are visible to the peers, or will be."""
-        return self.engine.seq
+        return self.seq
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; as
@@ -153,6 +144,6 @@ class HostsExchange(RowsOverEngine):
         self._interrupt()
         op = self.engine.run(make, patience)
         self.peer_regions = op.peer_regions
-        if not self.config.is_latency:
+        if not self.config.is_synced:
             self.epoch = op.peer_regions.epoch
         return op

@@ -1,6 +1,6 @@
 """The agreement on the members of a buffer that has an engine, in `sync`: ranks that arrive stay, others are excluded.
 
-For buffers of one host (`MembersOfEngine`: `direct.py`, `latency/one_host/members.py`). `assembly.py` is the meeting
+For buffers of one host (`MembersOfEngine`: `direct.py`, `epoch_members.py`). `assembly.py` is the meeting
 over several hosts, where no living rank is excluded.
 
 Each rank has a **line** of words in its outbox (`PeerRegions.extra`), which the others read: the engine call that it is
@@ -65,7 +65,8 @@ from ...memory.signals import SEQ_BITS
 from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
-from ..control.header import OP_SYNC, Header
+from ..config import BufferConfig
+from ..control.header import OP_SYNC, REASON_BYTES, Header
 from ..control.membership import Agreed, Membership
 from .notices import BufferNotice, present_ranks
 from .rows import CallPatience, OwnRow, RowsOverEngine, RowsPlan
@@ -78,9 +79,16 @@ ROUND_S = 1.0  # after a round that a timeout has ended: how long to wait for ot
 _POLL_S = 0.001
 _LINE_WORDS = 8
 LINE_BYTES = 8 * _LINE_WORDS
+BLOB_WORDS = 64  # of GPU buffers, behind the line: length of the blob by which their memory is mapped, and the blob
+NUM_REASONS, REASON_WORDS = 8, 1 + REASON_BYTES // 8  # behind that: why this rank has refused calls on the GPU
 _NUMBER, _COUNTED, _LATE, _RETURNS = range(4)
 _SEQ = (1 << SEQ_BITS) - 1
 _ROW = struct.Struct("<QQ")  # `SyncRow`
+
+
+def extra_bytes(config: BufferConfig) -> int:
+    """Return the extra bytes of the outboxes of a buffer of one host."""
+    return LINE_BYTES + 8 * (BLOB_WORDS + NUM_REASONS * REASON_WORDS) * config.is_cuda
 
 
 class SyncRow(NamedTuple):
@@ -118,7 +126,7 @@ class Arrivals(NamedTuple):
 class SyncExchange(RowsOverEngine):
     """An exchange of rows whose engine makes the calls of `sync` as well.
 
-    The engine has `LINE_BYTES` extra bytes.
+    The engine has `extra_bytes` extra bytes.
 
     Attributes:
         membership: set before the first call.
@@ -198,6 +206,7 @@ class MemberSync:
                 self.open_row = None  # it has failed on all
             raise
         self.open_row = None
+        self._exchange.end.close()
         return found
 
     def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
@@ -220,9 +229,8 @@ class MemberSync:
         (own, _), engine, found = self.open_row, self._engine, None
         latest = engine.latest.op
         for op in [op for op in (*engine.unclaimed, latest) if op is not None and _is_of(op, own)]:
-            if not op.done:
-                with ignored(EpeeError):
-                    engine.wait(op, max(1e-3, deadline - time.monotonic()))
+            with ignored(EpeeError):
+                self._exchange.await_end(op, deadline)
             if not op.done:
                 where = self._exchange.where("sync")
                 raise CommTimeoutError(f"{where}: the end of an interrupted sync is still open; repeat it")
@@ -552,7 +560,7 @@ class MembersOfEngine(Membership):
         """Enter the epoch that the last `sync` has agreed on, if it has."""
         self._settle(deadline)
         if self._next is not None:
-            self._enter()
+            self._enter(deadline)
         self._returned = self._exchange.num_agreed
 
     def _data(self) -> bytes:
@@ -563,8 +571,8 @@ class MembersOfEngine(Membership):
         """Record what the ranks have agreed on, as `_next`; from here on the epoch is to be entered."""
         raise NotImplementedError
 
-    def _enter(self) -> Agreed:
-        """Enter the epoch of `_next`, and return it as `_last`. May be repeated."""
+    def _enter(self, deadline: float) -> Agreed:
+        """Enter the epoch of `_next`, and return it as `_last`. May be repeated; `deadline` is for waits."""
         raise NotImplementedError
 
     def _settle(self, deadline: float) -> None:
@@ -584,7 +592,7 @@ class MembersOfEngine(Membership):
         """
         self._settle(deadline)
         if self._next is not None:  # an error has interrupted a sync here
-            return self._enter()
+            return self._enter(deadline)
         if self._returned < self._exchange.num_agreed:
             return self._last
         try:
@@ -592,7 +600,7 @@ class MembersOfEngine(Membership):
         finally:
             self.hide()
         self._note(found)
-        return self._enter()
+        return self._enter(deadline)
 
     def note_agreed(self, agreed: Agreed) -> None:
         """Record that the caller of `sync` has its result, and that the next one is another."""
@@ -601,6 +609,8 @@ class MembersOfEngine(Membership):
     def _meet(self, counted: int, deadline: float) -> dict[int, bytes]:
         """Agree on the members, after a return if this rank was excluded; return the data of each of them."""
         started = time.monotonic()
+        if not self._is_excluded():
+            self._exchange.settle_calls(deadline)
         while True:
             try:
                 if self._is_excluded():
@@ -623,7 +633,7 @@ class MembersOfEngine(Membership):
         self._sync.returns()
         try:
             wait_s = max(1e-3, deadline - started)
-            num_ranks, sizes = self._config.num_ranks, (LINE_BYTES, False)
+            num_ranks, sizes = self._config.num_ranks, (extra_bytes(self._config), False)
             engine = come_in(self._address, num_ranks, wait_s, self._mode, self._engine, *sizes)
         except expected(CommTimeoutError) as error:
             raise no_quorum(self._rank, started, (), "the others did not sync") from error

@@ -1,4 +1,4 @@
-"""Notices of the buffers that run on a group: published by members, read by joiners. All but GPU buffers of one host.
+"""Notices of the buffers that run on a group: published by members, read by joiners.
 
 A buffer has an engine with a group id of its own (`birth.py`). A process that has taken a lost rank in the
 group learns of the buffer by a **notice**: number of the buffer among those of the group, its group id, the sizes of
@@ -16,8 +16,7 @@ a notice removed before that is not sent to it.
 
 A buffer that was made while all its ranks were on one host stays on that host: a joiner on another host is refused
 before any call of the group, one on that host takes part in it. So such a buffer is announced with one host; a member
-on another host publishes no notice of it, and is not asked whether it has closed it. GPU buffers are announced for that
-alone (`tell_of_one_host`): who comes finds them in the registries of the members (`membership/birth.py`).
+on another host publishes no notice of it, and is not asked whether it has closed it.
 
 Each process writes its own rows, when its buffer is made (all ranks have theirs by then) or when it has joined a
 buffer, and when it closes it. Joiners read them. No order is needed; a notice is complete or not there. A crash removes
@@ -27,7 +26,6 @@ and the outboxes name their owner (`outbox.OutboxOwner`).
 
 from __future__ import annotations
 
-import logging
 import struct
 import threading
 import time
@@ -38,7 +36,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ...engine import Home, pack_home, parse_home
-from ...engine.limits import MIN_STAGING_BYTES, MODES
 from ...errors import CommTimeoutError, EpeeError, ResourceError, UnsupportedError, context, expected
 from ...view.group import GroupInView
 from ...view.process.board import MAX_TOLD_BYTES
@@ -48,8 +45,6 @@ from ...view.runtime import Runtime
 from ...view.transport.wire import LANE_LIMIT
 from ..config import CONFIG_NAMES, BufferConfig
 from ..making import fits
-
-logger = logging.getLogger("epee")
 
 MAX_NOTICES = 32  # of one process and group
 _TOO_MANY = f"a process has at most {MAX_NOTICES} buffers of one group at a time; close some"
@@ -111,16 +106,12 @@ def notice_lane(group_lane: int, place: int) -> int:
     return (group_lane ^ (place + 1) * _SALT) & ((1 << 62) - 1)
 
 
-class _NoSlotLeft(ResourceError):
-    """A process has published as many notices of a group as it can."""
-
-
 def require_slot(job_handle: GroupInView) -> None:
     """Raise `ResourceError` if this process has as many notices of a group as it can publish."""
     with _lock:
         is_full = len(_taken.get(job_handle.runtime, {}).get(job_handle.lane, ())) >= MAX_NOTICES
     if job_handle.is_open and is_full:
-        raise _NoSlotLeft(_TOO_MANY)
+        raise ResourceError(_TOO_MANY)
 
 
 def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
@@ -134,7 +125,7 @@ def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
         taken = _taken.setdefault(runtime, {}).setdefault(lane, set())
         place = next((place for place in range(MAX_NOTICES) if place not in taken), None)
         if place is None:
-            raise _NoSlotLeft(_TOO_MANY)
+            raise ResourceError(_TOO_MANY)
         taken.add(place)
         note_had(job_handle, notice)
     own = notice_lane(lane, place)
@@ -158,25 +149,6 @@ def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
             taken.discard(place)
         raise
     return take_back
-
-
-def tell_of_one_host(
-    job_handle: GroupInView, number: int, lane: int, config: BufferConfig, like: BufferNotice | None, first: int
-) -> Callable[[], None]:
-    """Publish the notice of a GPU buffer, which stays on its host; return the function that removes it.
-
-    Args:
-        number, lane: of the buffer.
-        like: the notice by which this process has joined the buffer, if it has.
-        first: the epoch in which all ranks have made it together; 0 otherwise.
-    """
-    epoch = like.epoch if like is not None else first or job_handle.runtime.view().epoch
-    home = Home(lane, config.num_ranks, MIN_STAGING_BYTES, MODES[0])
-    try:
-        return tell(job_handle, BufferNotice(number, 1, epoch, home, config.words()))
-    except _NoSlotLeft as error:  # the buffer works all the same; only a joiner from another host waits in vain
-        logger.info("a buffer of one host is not told to processes that come: %s", error)
-        return _nothing
 
 
 class OnOneHost(NamedTuple):
@@ -250,13 +222,13 @@ def find_running(
         MismatchError: `Buffer`: one runs that was made with other arguments.
         CommTimeoutError: the notices of a member have not arrived.
     """
-    if config.is_cuda or not job_handle.is_joiner:
+    if not job_handle.is_joiner:
         return None
     had = _had.get(job_handle.runtime, set())
     running = [
         (notice, rank)
         for notice, rank in _running(job_handle, group.rank(), timeout_s)
-        if (notice.num_hosts > 1) == job_handle.spans and notice.home.lane not in had
+        if (notice.num_hosts > 1) == job_handle.spans and notice.home.lane not in had and _is_of_kind(notice, config)
     ]
     for notice, rank in running:
         if fits(notice.words, rank, config, group.rank()):
@@ -264,9 +236,19 @@ def find_running(
     return None
 
 
+def _is_of_kind(notice: BufferNotice, config: BufferConfig) -> bool:
+    """Return whether a buffer is of the same kind, on the same kind of device; others do not concern a joiner's."""
+    own = config.words()
+    return all(notice.words[at] == own[at] for at in map(CONFIG_NAMES.index, ("kind of buffer", "device")))
+
+
 def awaited_room(group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float) -> int:
-    """As `membership.birth.awaited_bytes`, for buffers as of `find_running`; raises as that."""
-    if not job_handle.is_joiner or config.is_cuda:
+    """Return the memory size of a running buffer that this process, which replaces a lost rank, would join.
+
+    Of those that equal `config` except in their bytes, one with the same, or else the oldest; 0 if there is none.
+    Local. Buffers as of `find_running`; raises as that.
+    """
+    if not job_handle.is_joiner or not config.takes_replacements:
         return 0
     at, own = CONFIG_NAMES.index("room_bytes"), config.words()
     had = _had.get(job_handle.runtime, set())
@@ -347,7 +329,3 @@ def present_ranks(job_handle: GroupInView, view: Decision) -> list[int]:
         if job_handle.known.get(slot) == member.incarnation or job_handle.takes_part(member):
             found.append(rank)
     return found
-
-
-def _nothing() -> None:
-    """Do nothing: no notice was published."""

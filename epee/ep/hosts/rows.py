@@ -26,9 +26,9 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
-from ...errors import NoQuorumError, ProtocolError, context, ignored
+from ...errors import EpeeError, InvalidState, NoQuorumError, ProtocolError, context, expected, ignored
 from ..config import BufferConfig
-from ..control.header import ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
+from ..control.header import REASON_BYTES, ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
 from ..throughput.placement import Ints
 
 _BYTE = np.dtype(np.uint8)
@@ -142,6 +142,22 @@ class MemberRows(NamedTuple):
         return peer_regions.epoch == self.epoch and peer_regions.members == self.members
 
 
+class LastResult:
+    """The end of the last call here: its caller has its result.
+
+    Attributes:
+        lost: why the buffer cannot be used any more; empty while it can.
+    """
+
+    def __init__(self, exchange: RowsOverEngine) -> None:
+        self.lost = ""
+        self._exchange = exchange
+
+    def close(self) -> None:
+        """Record that the caller of the last call has its result."""
+        self._exchange.engine.latest.op = None
+
+
 class RowsOverEngine:
     """The rows of a buffer's calls, as calls of an engine carry them.
 
@@ -155,6 +171,7 @@ class RowsOverEngine:
         epoch: handles of another one are stale.
         is_dropped: the buffer ends without having been closed.
         take_back: removes this rank's notice of the buffer from the group.
+        end: the end of the last call.
     """
 
     engine: Engine
@@ -167,6 +184,7 @@ class RowsOverEngine:
         self.rank = rank
         self._interrupt = interrupt
         self.take_back: Callable[[], None] = _nothing
+        self.end = LastResult(self)
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
@@ -177,6 +195,62 @@ class RowsOverEngine:
     def seq(self) -> int:
         """Number of the last call; equal on all ranks in the same call."""
         raise NotImplementedError
+
+    def require_results(self, deadline: float) -> None:
+        """Raise `InvalidState` if an earlier call has ended otherwise here than on the other ranks."""
+        self.settle_calls(deadline)
+        if self.end.lost:
+            raise InvalidState(self.end.lost)
+
+    def forget_results(self) -> None:
+        """Begin an epoch: all calls before are over."""
+        self.end.lost, self.engine.latest.op = "", None
+
+    def settle_calls(self, deadline: float) -> None:
+        """Find out how the calls have ended whose results no caller has got.
+
+        Raises:
+            CommTimeoutError: the end of one is still open.
+        """
+        engine = self.engine
+        if engine.latest.op is None and not engine.unclaimed:
+            return
+        for op in (*engine.unclaimed, engine.latest.op):
+            if op is None or not isinstance(op.plan, RowsPlan):
+                continue
+            self.await_end(op, deadline)
+            self._settle(op)
+        engine.unclaimed.clear()
+        engine.latest.op = None
+
+    def await_end(self, op: Operation, deadline: float) -> None:
+        """Wait until a call has ended, well or not; raises as `settle_calls`."""
+        if not op.done:
+            try:
+                self.engine.wait(op, max(1e-3, deadline - time.monotonic()))
+            except BaseException as error:
+                if error is not op.error:  # that may be what a handler has raised in it
+                    raise
+
+    def _settle(self, op: Operation) -> None:
+        """Record what follows from a call that has ended, and whose result no caller has got."""
+        if self._has_worked(op):
+            where = context(op.plan.name, rank=self.rank, seq=op.seq, epoch=op.peer_regions.epoch)
+            self.end.lost = (
+                f"{where}: this call has raised an error here, and others have completed it: the ranks stand before "
+                "different calls; close this buffer on all ranks and make a new one"
+            )[:REASON_BYTES]
+
+    def _has_worked(self, op: Operation) -> bool:
+        """Return whether an exchange of rows has ended well on all ranks."""
+        assert isinstance(op.plan, RowsPlan)
+        if not op.done or op.error is not None:
+            return False
+        try:
+            self._read(op.plan.own, op)
+        except expected(EpeeError):
+            return False
+        return True
 
     def _row(self, header: Header, counts: Ints | None, text: bytes, name: str = _ROWS, mark: int = 0) -> OwnRow:
         """Return this rank's row; `mark`: what this rank knows, which is no part of the call."""

@@ -25,7 +25,6 @@ from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
 from ..control.header import OP_COMBINE, OP_DISPATCH
 from ..job import job_handle_of
-from ..membership.birth import awaited_bytes
 from ..paths import Making, Path, PathOverHosts
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCalls
@@ -168,8 +167,6 @@ class LatencyBuffer(SharedBuffer):
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         job_handle = job_handle_of(group, config.num_ranks)
-        if config.is_cuda:
-            return 0 if job_handle.spans else awaited_bytes(group, config)
         from ..hosts.notices import awaited_room
 
         return awaited_room(group, job_handle, config, timeout_of(group))

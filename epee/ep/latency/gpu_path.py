@@ -2,11 +2,11 @@
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the CPU side, which attaches memory
 at construction and agrees on the members (`sync`), which admits processes that replace lost ranks
-(`membership/synced.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal calls
+(`hosts/gpu_members.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal calls
 is found; small results are made when they are read (`gpu/results.py`).
 
-Replacements. A graph contains this rank's addresses, so its memory stays, and the inbox that it lends for an epoch is
-followed by the memory's blob. Before it lends that, all words that other ranks have stored are cleared, and the tags
+Replacements. A graph contains this rank's addresses, so its memory stays, and it shows the memory's blob in its
+outbox. Before it says that it is ready, all words that other ranks have stored are cleared, and the tags
 continue `TAG_JUMP` above all that any rank has used (`TAG_STEP` if all were in the previous epoch): what the old
 process still stores, should it be stopped and wake up, has older tags and is ignored. Its calls raise `EvictedError` as
 soon as it has received the view. Not guaranteed: rows and words that it stores into slots that a current call is just
@@ -34,6 +34,7 @@ from dataclasses import replace
 
 import torch
 
+from ...engine.outbox import PeerRegions
 from ...errors import (
     AbortedError,
     CommTimeoutError,
@@ -47,14 +48,14 @@ from ...errors import (
 from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
-from ...memory.shared import SharedRegion
 from ..config import BufferConfig
 from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
 from ..control.membership import Agreed
 from ..control.sync import sync
-from ..control.words import inbox_layout
-from ..membership import path_lane
-from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
+from ..epoch_memory import TAG_JUMP, CallNumbers, Memory
+from ..hosts.gpu_members import GpuMembers
+from ..losses import death
+from ..making import told_alike
 from ..paths import GpuPath, Making
 from ..streams import CURRENT, Lane
 from .checks import check_hook
@@ -121,7 +122,7 @@ class LatencyCudaPath(GpuPath, Memory):
         self.config, self.rank, self.control, _, self._watch, self._closing = making
         super().__init__(platform)
         self._timeout_ns = int(timeout * 1e9)
-        self._lane = path_lane.lane_of(self.control)
+        self._lane: GpuMembers = self.control.exchange.membership
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
         self._look_at = 0.0  # when a call checks again for dead ranks
@@ -146,7 +147,7 @@ class LatencyCudaPath(GpuPath, Memory):
         if not self._lane.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
-            with path_lane.told_alike(self._lane):
+            with told_alike(self._lane.death_in_birth):
                 return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
@@ -177,7 +178,8 @@ class LatencyCudaPath(GpuPath, Memory):
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
-        is_lost = isinstance(error, InvalidState) and bool(self._given_up)  # the peers may not know of it
+        # the peers may not know of it
+        is_lost = isinstance(error, InvalidState) and bool(self._given_up or self.control.exchange.end.lost)
         return not is_lost and (isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
@@ -397,15 +399,14 @@ class LatencyCudaPath(GpuPath, Memory):
         self.core.set_view(active, agreed.used + step)
         self._given_up = ""
 
-    def fill(self, region: SharedRegion) -> None:
-        """Lend this rank's memory on the GPU."""
-        lend_blob(region, inbox_layout(self.config).nbytes, self.core.memory.blob)
+    @property
+    def blob(self) -> bytes:  # type: ignore[override]
+        """The blob of this rank's memory on the GPU."""
+        return self.core.memory.blob
 
-    def move(self, regions: Mapping[int, SharedRegion]) -> None:
+    def move(self, blobs: Mapping[int, bytes]) -> None:
         """Map the memory of ranks that lend another than before; a rank without mappable memory is lost for now."""
-        at = inbox_layout(self.config).nbytes
-        for rank in regions.keys() - {self.rank}:
-            blob = lent_blob(regions[rank], at)
+        for rank, blob in blobs.items():
             if blob == self._blobs.get(rank):
                 continue
             try:
@@ -459,13 +460,16 @@ class LatencyCudaPath(GpuPath, Memory):
             raise InvalidState(self._given_up)
         if is_capturing:
             return
-        state, now = self._lane.state(), time.monotonic()
+        now = time.monotonic()
+        if is_strict and (now >= self._look_at or self._notifier.told):
+            self._look_at = now + LOOK_S
+            if dead := self._dead():
+                raise self._death(op, dead)
+        if self._lane.is_calm():
+            return
+        state = self._lane.state()
         self._lane.require_place(not is_strict)
         if is_strict:
-            if now >= self._look_at or self._notifier.told:
-                self._look_at = now + LOOK_S
-                if dead := self._dead():
-                    raise self._death(op, dead)
             self._lane.require_all(op, self.core.num_calls)
             self._note_calm(state)
         elif now >= self._masked_look_at:
@@ -475,7 +479,7 @@ class LatencyCudaPath(GpuPath, Memory):
                 self._lane.require_all(op, self.core.num_calls)
                 self._note_calm(state)
 
-    def _note_calm(self, state: object) -> None:
+    def _note_calm(self, state: tuple[int, PeerRegions]) -> None:
         """Record that nothing delays any call, strict or not (`quiet_stream`)."""
         if not self.control.exchange.membership.must_turn:
             self._lane.note_calm(state)
@@ -495,7 +499,7 @@ class LatencyCudaPath(GpuPath, Memory):
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self.core.num_calls, self.control.exchange.epoch
         where = context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)
-        return path_lane.death(where, dead, op, seq, epoch, "pass active_ranks= to continue without it")
+        return death(where, dead, op, seq, epoch, "pass active_ranks= to continue without it")
 
     def _interrupt(self) -> None:
         if self._closing.asked:

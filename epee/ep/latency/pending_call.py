@@ -41,7 +41,6 @@ from ...errors import (
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S
 from ..control.ending import CallEnd
-from ..control.membership import Membership
 from ..control.messages import reason_bytes
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
@@ -92,9 +91,6 @@ class PendingCall:
     is_received = False
 
     part = "part"
-    gone: Collection[int] = ()  # members stay in an epoch until it ends
-    absent: Collection[int] = ()
-    membership = Membership(0)  # an epoch does not end by itself: `sync` ends it, between calls
 
     def __init__(self, seq: int, head: SectionHeader, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq

@@ -19,7 +19,7 @@ from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...memory.fresh import Late
 from ..checks import DispatchCall
 from ..config import BufferConfig
-from ..control.inbox import Exchange
+from ..control.exchanging import RowExchange
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
 from .gpu.dispatch import DispatchPlan
 from .gpu.types import DispatchResult, ThroughputHandle, without_weights
@@ -278,7 +278,7 @@ class HandleMaker:
         config, rank, buffer_id, exchange: of the buffer.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, buffer_id: int, exchange: Exchange) -> None:
+    def __init__(self, config: BufferConfig, rank: int, buffer_id: int, exchange: RowExchange) -> None:
         self._config, self._rank, self._id, self._exchange = config, rank, buffer_id, exchange
 
     def made(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:

@@ -37,7 +37,8 @@ from ..control.messages import reason_bytes
 from ..control.sync import sync
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
-from ..membership import path_lane
+from ..hosts.gpu_members import GpuMembers
+from ..making import told_alike
 from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
 from ..streams import CURRENT, Lane, RunOptions
@@ -98,7 +99,7 @@ class CudaPath(GpuPath):
         self._exchange = control.exchange
         self._handles = HandleMaker(self.config, self.rank, buffer_id, control.exchange)
         super().__init__(platform)
-        self._lane = path_lane.lane_of(control)
+        self._lane: GpuMembers = control.exchange.membership
         self._timeout = timeout
         deadline = time.monotonic() + timeout
         config = throughput_config(self.config, self.rank)
@@ -107,7 +108,7 @@ class CudaPath(GpuPath):
         self._epochs = Epochs(making, self._lane, machine)
         self._notifier = self._epochs.notifier
         machine.interrupt = self._epochs.interrupt
-        machine.reason_of = lambda src, call: control.exchange.words.reason_of(src, call)
+        machine.reason_of = self._lane.reason_of
         try:
             self._epochs.begin(deadline)
         except BaseException:
@@ -120,7 +121,7 @@ class CudaPath(GpuPath):
             return Machine(self._platform, replace(config, room_expert_slot_bytes=0), self._all_gather)
         self._require_all()
         try:
-            with path_lane.told_alike(self._lane):
+            with told_alike(self._lane.death_in_birth):
                 return Machine(self._platform, config, self._all_gather)
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
@@ -130,8 +131,7 @@ class CudaPath(GpuPath):
 
     def _require_all(self) -> None:
         """Raise if the group has lost ranks: ranks that make a buffer together map all memory then."""
-        members = self._exchange.members
-        lost = [rank for rank in range(self.config.num_ranks) if rank not in members]
+        lost = [rank for rank in range(self.config.num_ranks) if rank not in self._lane.entered]
         if lost:
             raise RankFailedError(
                 f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
@@ -306,9 +306,9 @@ class CudaPath(GpuPath):
         elif isinstance(error, NoRoomError):
             refuse(self.shape, REFUSED_NO_ROOM, _seconds_to(deadline))
         else:
-            reason, exchange = reason_bytes(error), self.control.exchange
+            reason, members = reason_bytes(error), self._lane
             code, timeout_s = REFUSED_INVALID_ARGUMENT, _seconds_to(deadline)
-            refuse(self.shape, code, timeout_s, lambda call: exchange.words.post_reason(call, reason))
+            refuse(self.shape, code, timeout_s, lambda call: members.post_reason(call, reason))
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last check."""

@@ -103,15 +103,13 @@ class HostsEndWords(EndWords):
         super().give_up(mark)
         self._tell()
 
-    def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
+    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
         """As `EndWords.look`; a rank that has not answered, though it may be lost, may have completed the call."""
         self._since = self._since or time.monotonic()
         is_over = time.monotonic() - self._since >= GRACE_S
         answers = {peer: self._answer_of(peer, mark) for peer in self._topology.elsewhere}
         stances: dict[int, Stance | None] = {}
         for peer, at in self._peers:  # words of this host are loaded behind all answers
-            if peer in absent:
-                continue
             stances[peer] = (
                 super()._stance_of(peer, at, parity, mark)
                 if self._topology.is_here(peer)

@@ -9,12 +9,8 @@ that it could end. The engine serves what the ranks do together beside that:
     sync           They agree on the members (`hosts/member_sync.py`). The call with which that ends carries the number
                    of each rank's epoch, and the blob of the region that it lends to the next one, which is numbered
                    above all of them. Who completes the call knows the epoch; it maps the others' regions and enters.
-    bytes          `all_gather_bytes` and `barrier` are calls of the engine, which need all members of the epoch
-                   (`MemberExchange`).
 
-A rank that is dead, has closed the buffer, was excluded, or has joined after the epoch began is lost in all calls of
-the epoch (`gone`). So are all others for a rank that was excluded, and for one that an error has kept from entering the
-epoch that its `sync` has agreed on: its next call enters it (`turn`).
+`hosts/epoch_members.py` says who is lost in an epoch.
 
 Memory: a region is made for one epoch, written by all of its members, and unmapped when its owner enters the next one.
 So what a stale writer stores reaches memory that no rank reads. A rank whose region cannot be mapped, because its
@@ -32,63 +28,24 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ....engine.outbox import STATE_WORDS, has_exited, has_left
-from ....errors import (
-    EpeeError,
-    PeerError,
-    ProtocolError,
-    RankFailedError,
-    ResourceError,
-    context,
-    expected,
-)
+from ....errors import EpeeError, ProtocolError, ResourceError, expected
 from ....memory.claim import OwnerEndedError
 from ....memory.shared import BLOB_BYTES, SharedRegion
-from ....view.awaited import kind_of_loss
 from ....view.group import GroupInView
-from ....view.protocol.messages import PUT_OUT
-from ...control.header import OP_NAMES, REASON_BYTES, ExchangedRows, Header
+from ...control.header import REASON_BYTES
 from ...control.membership import Agreed
+from ...epoch_memory import Memory
 from ...hosts.birth import announcement, come_into
-from ...hosts.exchange import HostsExchange
-from ...hosts.member_sync import MembersOfEngine, SyncExchange, SyncRow
+from ...hosts.epoch_members import EpochMembersOfEngine, MemberExchange
+from ...hosts.member_sync import SyncRow
 from ...hosts.notices import BufferNotice
 from ...making import death_in_birth
-from ...membership.memory import Memory
-from ...throughput.placement import Ints
 from ..region import region_layout
 
 logger = logging.getLogger("epee")
 
 _ROW = struct.Struct("<QQ")  # `SyncRow`
 _DATA = struct.Struct(f"<Q{BLOB_BYTES}s")  # epoch, region
-
-
-class MemberExchange(HostsExchange, SyncExchange):
-    """Row exchange through an engine, for calls that need all members of the buffer's epoch. As `HostsExchange`."""
-
-    membership: EpochMembers
-
-    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
-        """As `HostsExchange.call`.
-
-        Raises:
-            RankFailedError, PeerError: a member of the epoch is lost; the same on all.
-            EvictedError: this rank was excluded.
-        """
-        members = self.membership
-        members.require_place(is_masked=False)
-        rows = super().call(header, counts, text, deadline)
-        missing = sorted({*members.entered}.difference(rows.parties))
-        if missing:
-            raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
-        return rows
-
-    def release(self) -> None:
-        """As `HostsExchange.release`; a replacement that has not entered an epoch may try again."""
-        if not self.epoch and self.has_engine:
-            self.membership.returns()
-        super().release()
 
 
 class NextEpoch(NamedTuple):
@@ -105,24 +62,16 @@ class NextEpoch(NamedTuple):
     since: Mapping[int, int]
 
 
-class EpochMembers(MembersOfEngine):
+class EpochMembers(EpochMembersOfEngine):
     """The membership of a `LatencyBuffer` on CPUs.
 
     Args:
-        exchange: over the engine.
-        mode: of the engine.
-        job_handle: job handle of the group; of one in no view `NO_VIEW`.
-        timeout_s: of the buffer's calls.
-        interrupt: called while waiting; raises to end the wait.
+        As of `EpochMembersOfEngine`.
 
     Attributes:
         regions: the regions of the epoch by rank, this one's included; without those of lost ranks.
-        memory: of the path, once the path is made.
-        entered: the members of the epoch that this rank is in, and since when they take part.
     """
 
-    raises = False
-    _exchange: MemberExchange
     _next: NextEpoch | None
 
     def __init__(
@@ -136,8 +85,6 @@ class EpochMembers(MembersOfEngine):
         super().__init__(exchange, mode, job_handle, timeout_s, interrupt)
         self._nbytes = region_layout(exchange.config).nbytes  # of the region that a rank lends to an epoch
         self.regions: dict[int, SharedRegion] = {}
-        self.memory = Memory()
-        self.entered: dict[int, int] = {}
         self._own: SharedRegion | None = None  # for the next epoch
 
     @property
@@ -168,7 +115,7 @@ class EpochMembers(MembersOfEngine):
         self._note(found)
         try:
             if not problem:
-                self._enter()
+                self._enter(deadline)
         except expected(EpeeError) as error:
             problem = f"{type(error).__name__}: {error}"
         width = REASON_BYTES - _ROW.size
@@ -193,21 +140,7 @@ class EpochMembers(MembersOfEngine):
         self._exchange.tell = announcement(group, engine, self._config, running)
         self.number = running.number
 
-    @property
-    def is_in(self) -> bool:
-        """Whether this rank has entered an epoch; a replacement has not before its first `sync`."""
-        return self._exchange.epoch > 0
-
-    def join(self, deadline: float) -> None:
-        """Enter, as a replacement that the members of the engine have admitted in their `sync`; raises as `sync`."""
-        self.note_agreed(self.sync((1 << self._config.num_ranks) - 1, 0, deadline))
-        self._exchange.announce()
-
     # ---- in a call
-
-    def dead(self) -> Collection[int]:
-        """Return the ranks whose processes have ended."""
-        return self._engine.watch.dead()
 
     def gone(self) -> Collection[int]:
         """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will arrive."""
@@ -217,34 +150,8 @@ class EpochMembers(MembersOfEngine):
         dead, since = self.dead(), self._engine.membership.admission.since()
         return [rank for rank in others if rank in dead or self._has_left(rank, since)]
 
-    def _has_left(self, rank: int, since: Mapping[int, int]) -> bool:
-        if rank not in self.regions or since.get(rank) != self.entered.get(rank):
-            return True
-        return self._sync.has_left(rank)
-
-    def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
-        """Return why a rank is lost: the type of the error to raise, and the reason as text."""
-        engine = self._engine
-        if engine.peer_regions.regions and rank in self.entered:
-            with engine.peer_regions.regions[rank].words(0, STATE_WORDS) as words:
-                if has_exited(words):
-                    return RankFailedError, "its process has ended, or it has dropped the buffer without closing it"
-                is_closed = has_left(words)
-            cause = engine.membership.admission.cause_of_loss(rank, self.entered[rank])
-            if cause != PUT_OUT and (cause or is_closed):
-                return kind_of_loss([cause]) if cause else (PeerError, "it has closed the buffer")
-        return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
-
-    def loss(self, rank: int, op: str, seq: int) -> PeerError:
-        """Return the error of a call that needs a lost rank."""
-        epoch = self._exchange.epoch
-        kind, why = self.why_gone(rank)
-        where = context(op, rank=self._rank, peer=rank, seq=seq, epoch=epoch)
-        what = f"{where}: rank {rank}: {why}; call buffer.sync(), then calls run without it"
-        return kind(what, [rank], op, seq, epoch, why)
-
-    def _excluded_when(self) -> tuple[str, int]:
-        return "after", self._exchange.epoch
+    def _has_lent(self, rank: int) -> bool:
+        return rank in self.regions
 
     # ---- epochs
 
@@ -264,7 +171,7 @@ class EpochMembers(MembersOfEngine):
     def _new_region(self) -> SharedRegion:
         return SharedRegion.create(self._nbytes, f"latency-{self._rank}")
 
-    def _enter(self) -> Agreed:
+    def _enter(self, deadline: float) -> Agreed:
         """Map what the others lend for the epoch agreed on, and make it that of the calls. May be repeated.
 
         Raises:
@@ -287,6 +194,7 @@ class EpochMembers(MembersOfEngine):
         self.entered = dict(following.since)
         self._last = following.agreed
         self._exchange.epoch = self._exchange.num_agreed = following.agreed.epoch
+        self._exchange.forget_results()
         self._next = None  # last: up to here all may be repeated
         self._close(old, regions)
         return following.agreed

@@ -48,7 +48,7 @@ from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
 from ...control.sync import sync
-from ...membership.memory import Memory
+from ...epoch_memory import Memory
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..cpu import CpuLatencyHandle, LatencyCalls
@@ -273,6 +273,10 @@ class LatencyCpuPath(LatencyCalls, Memory):
     def take_sizes(self, config: BufferConfig) -> SectionCut:
         """Return how sections are cut for calls of these sizes; raises `InvalidArgument` if they do not fit."""
         return checked_cut(config, self._layout["payload"].shape[-1], self._layout.nbytes)
+
+    def abort(self) -> None:
+        """End a CPU-side call in progress in another thread; others check by themselves."""
+        self.control.exchange.abort()
 
     def close(self) -> None:
         """Drop all views of memory; results of the user are their own. Idempotent."""

@@ -10,16 +10,16 @@ older handles are stale.
 
 Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a joiner's memory is
 mapped at the addresses of the previous process's memory, and an older graph stays usable. The steps follow
-`membership/synced.py`:
+`hosts/gpu_members.py`:
 
     joiner              makes its memory, with placeholders where the others' will be (`gpu/lent.py`), and waits in
                         `sync`
     every member        prepares: its GPU is idle; it clears the words that others have stored for a rank which has
                         another process now, and continues `TAG_JUMP` above all call numbers that any rank has used
                         (`REMEMBERED_CALLS` if no member is new); from here on its memory serves the new epoch
-    every member        lends: its inbox is followed by the blobs of the two regions that it has had from the beginning
-    every member        waits for the others' inboxes, maps what differs from what it has, and enters; its kernels run
-                        only then, and reach only prepared ranks
+    every member        shows in its outbox the blobs of the two regions that it has had from the beginning
+    every member        waits until all are ready, maps what differs from what it has, and enters; its kernels run only
+                        then, and reach only prepared ranks
     expert layout       its memory is lent at the first combine; the first one of an epoch maps it with joiners, too
                         (`place.py`)
 
@@ -43,13 +43,11 @@ from collections.abc import Collection, Mapping, Sequence
 from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context, expected
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.params import REMEMBERED_CALLS
-from ....memory.shared import SharedRegion
 from ....view.process.detector import DeathWatch, is_leaving
 from ...control.membership import Agreed
-from ...control.words import inbox_layout
-from ...membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
-from ...membership.path_lane import LoneLane, death
-from ...membership.synced import SyncedLane
+from ...epoch_memory import TAG_JUMP, CallNumbers, Memory
+from ...hosts.gpu_members import GpuMembers
+from ...losses import death
 from ...paths import Making
 from .machine import Machine
 from .slots import FIRST_GHOST
@@ -69,7 +67,7 @@ class Epochs(Memory):
         notifier: notifies kernels of deaths.
     """
 
-    def __init__(self, making: Making, lane: SyncedLane | LoneLane, machine: Machine) -> None:
+    def __init__(self, making: Making, lane: GpuMembers, machine: Machine) -> None:
         self._config, self._rank, self._control, _, self._watch, self._closing = making
         self._lane, self._machine = lane, machine
         self._ghosts = DeathWatch()  # evicted processes, whose rank another process has now
@@ -125,19 +123,18 @@ class Epochs(Memory):
         """
         self._machine.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
 
-    def fill(self, region: SharedRegion) -> None:
-        """Lend this rank's memory on the GPU."""
-        lend_blob(region, inbox_layout(self._config).nbytes, b"".join(self._machine.blobs))
+    @property
+    def blob(self) -> bytes:  # type: ignore[override]
+        """The blobs of what this rank has lent from the beginning, both in one."""
+        return b"".join(self._machine.blobs)
 
-    def move(self, regions: Mapping[int, SharedRegion]) -> None:
+    def move(self, blobs: Mapping[int, bytes]) -> None:
         """Map the memory of ranks that lend another than before, at the same addresses.
 
         Raises:
             EpeeError: that of a rank that lives, and lends it still, cannot be mapped.
         """
-        at = inbox_layout(self._config).nbytes
-        for rank in sorted(regions.keys() - {self._rank}):
-            blob = lent_blob(regions[rank], at)
+        for rank, blob in blobs.items():
             half = len(blob) // 2
             try:
                 self._machine.replace_peer(rank, (blob[:half], blob[half:]))
@@ -152,10 +149,8 @@ class Epochs(Memory):
     @property
     def lost(self) -> tuple[int, ...]:
         """Ranks that the view excludes."""
-        exchange = self._control.exchange
-        if exchange.reduced_members is None:
-            return ()
-        return tuple(rank for rank in range(self._config.num_ranks) if rank not in exchange.members)
+        members = self._control.exchange.reduced_members
+        return () if members is None else tuple(rank for rank in range(self._config.num_ranks) if rank not in members)
 
     def dead(self) -> tuple[int, ...]:
         """Return the ranks of the view that are dead."""
@@ -168,11 +163,13 @@ class Epochs(Memory):
         """Refuse a call once a rank is dead or, if it `needs_all`, has left the epoch in another way."""
         if is_capturing:
             return
-        state = self._lane.state()
         # read before the kernel of the system reports it; what kernels were notified of stays true
         told = self.notifier.told
         if dead := self.dead() or tuple(rank for rank in told if rank in self._machine.members):
             raise self._death(op, dead)
+        if self._lane.is_calm():
+            return
+        state = self._lane.state()
         self._lane.require_place(is_masked=False)
         if needs_all:
             self._lane.require_members(op, self._machine.num_calls)

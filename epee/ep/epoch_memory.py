@@ -1,27 +1,33 @@
-"""The interface by which a path prepares its memory for an epoch (`synced.py` documents when, and what orders it)."""
+"""The interface by which a path prepares its memory for an epoch that a `sync` begins.
+
+`latency/one_host/members.py` and `hosts/gpu_members.py` define when it is called, and what orders it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-import torch
+from ..errors import InvalidState
+from .control.membership import Agreed
 
-from ...errors import InvalidState
-from ...memory.shared import SharedRegion
-from ..control.membership import Agreed
-
-MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; followed by its length
 TAG_JUMP = 1 << 20  # between the calls of two epochs on GPUs: an excluded process may continue for so many
 
 
 class Memory:
-    """The interface; does nothing, for a path without such memory."""
+    """The interface; does nothing, for a path without such memory.
+
+    Attributes:
+        blob: by which other ranks map this rank's memory on the GPU; the same as long as the path lives.
+    """
+
+    blob = b""
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
         """Watch another process (number, start time) for the death of `rank`."""
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Prepare the memory that the others access as soon as this rank lends it.
+        """Prepare the memory that the others access as soon as this rank has reported that it is ready.
 
         Args:
             agreed: the epoch.
@@ -32,28 +38,12 @@ class Memory:
             InvalidState: not now: a graph is recorded.
         """
 
-    def fill(self, region: SharedRegion) -> None:
-        """Write into this rank's new region the data that the others read there."""
-
-    def move(self, regions: Mapping[int, SharedRegion]) -> None:
-        """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated.
+    def move(self, lent: Mapping[int, Any]) -> None:
+        """Let calls use what the ranks lend for an epoch, by rank: on CPUs regions, on GPUs blobs. May be repeated.
 
         Raises:
             EpeeError: it cannot; then this rank has not entered, and tries again with its next call.
         """
-
-
-def lend_blob(region: SharedRegion, at: int, blob: bytes) -> None:
-    """Write at byte `at` of this rank's region the blob by which its memory on the GPU is mapped."""
-    mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
-    region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
-
-
-def lent_blob(region: SharedRegion, at: int) -> bytes:
-    """Return the blob that a peer has written there."""
-    size = region.words(at + MAX_BLOB_BYTES, 1)[0]
-    return bytes(region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
 
 
 class CallNumbers:

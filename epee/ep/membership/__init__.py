@@ -1,1 +1,0 @@
-"""The membership of a buffer: the view of its ranks, losses, rejoins."""

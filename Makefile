@@ -1,5 +1,5 @@
-# The commands to know: make demo, make test, make test-all, make smoke, make check, make bench, make docs. All of them
-# make .venv first if it is missing. Needs Python >= 3.10 and make; no compiler.
+# The commands to know: make demo, make test, make test-all, make smoke, make check, make bench, make docs,
+# make release. All of them make .venv first if it is missing. Needs Python >= 3.10 and make; no compiler.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-defaults smoke check bench docs install clean
+.PHONY: help demo test test-all test-defaults smoke check bench docs release install clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 22
@@ -55,6 +55,10 @@ bench: $(STAMP)  ## measure epee against gloo on this machine
 docs: $(STAMP)  ## build the site of the documentation, without a network
 	@echo "==> building the site; it goes to site/, begin with site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: $(STAMP)  ## build and check wheel and sdist, use the wheel in a fresh venv; both go to dist/
+	@echo "==> building the release; it goes to dist/"
+	scripts/release --torch "$(TORCH)"
 
 clean:  ## remove .venv and everything that was generated
 	rm -rf $(VENV) demo-out bench-out build dist site *.egg-info

@@ -13,7 +13,7 @@ from ..gpu.layout import count_layout, load_counter
 from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.report import NoRoomError
 from .buffer import Buffer
-from .control.bootstrap import group_of, hosts_of, timeout_of
+from .control.bootstrap import group_device, group_failures, group_of, hosts_of, timeout_of
 from .handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
@@ -55,6 +55,8 @@ __all__ = [
     "count_layout",
     "current_stream",
     "dense_weights",
+    "group_device",
+    "group_failures",
     "group_of",
     "hosts_of",
     "is_capturing",

@@ -20,7 +20,7 @@ from epee.compat.deep_ep.domain import get_physical_domain_size, logical_domain_
 from epee.compat.deep_ep.ep_handle import EPHandle, HandleForm
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, no_event
 from epee.compat.deep_ep.experimental import Experimental
-from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     check_counters,
@@ -76,7 +76,7 @@ class _Options:
 
 
 @untraced_methods
-class ElasticBuffer(Experimental, PoolOwner):
+class ElasticBuffer(Experimental):
     """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered consecutively.
 
     Args:

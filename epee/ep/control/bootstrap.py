@@ -9,9 +9,10 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -114,26 +115,33 @@ def _torch_timeout_s(group: dist.ProcessGroup) -> float:
     return float(seconds)
 
 
+@contextlib.contextmanager
+def group_failures(op: str) -> Iterator[None]:
+    """Raise failures of another backend's group as `PeerError`, cause `GROUP_FAILED`."""
+    try:
+        yield
+    except expected(RuntimeError) as error:
+        if isinstance(error, EpeeError):
+            raise
+        raise PeerError(
+            f"{op}: the ranks' exchange over the process group has failed: {str(error).splitlines()[0]}; a rank has "
+            "ended or is silent: see the output of all, and make the group again",
+            op=op,
+            cause=GROUP_FAILED,
+        ) from error
+
+
 def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     """Gather equally long byte strings from all ranks of `group`, in rank order.
 
     Raises:
         PeerError: another backend's group could not do it, as a rank has ended or is silent (cause `GROUP_FAILED`).
     """
-    device = _group_device(group)
+    device = group_device(group)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = [torch.empty_like(mine) for _ in range(size_of(group))]
-    try:
+    with group_failures("Buffer"):
         dist.all_gather(parts, mine, group=group)
-    except expected(RuntimeError) as error:
-        if isinstance(error, EpeeError):
-            raise
-        raise PeerError(
-            f"Buffer: the ranks' exchange over the process group has failed: {str(error).splitlines()[0]}; a rank has "
-            "ended or is silent: see the output of all, and make the group again",
-            op="Buffer",
-            cause=GROUP_FAILED,
-        ) from error
     return [part.cpu().numpy().tobytes() for part in parts]
 
 
@@ -144,7 +152,7 @@ def gather_present(group: dist.ProcessGroup, data: bytes) -> dict[int, bytes]:
     return {rank: parts[rank] for rank in (range(len(parts)) if contributors is None else contributors())}
 
 
-def _group_device(group: dist.ProcessGroup) -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
     """Return a device whose tensors the group can gather: the CPU unless only CUDA is served (nccl)."""
     kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
     if kinds == {"cuda"}:

@@ -178,7 +178,7 @@ class BufferPool:
             MismatchError: the requests do not fit together, or a rank was refused; the same text on all others.
             InvalidArgument: `num_worst_tokens` is too small for some rank; the same text on all.
         """
-        return agreement.conclude(self._share(agreement.pack_wish(wish)))
+        return agreement.conclude(self.share(agreement.pack_wish(wish)))
 
     def refuse_wish(self, error: Exception, is_gpu: bool = False) -> None:
         """Take part in the peers' `agree` as the rank whose arguments are wrong; `error` is what the caller raises.
@@ -216,7 +216,7 @@ class BufferPool:
     def sum_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `counts`, `[n]` integers, as `[n]` int64 on the CPU. Collective."""
         mine = counts.to("cpu", torch.int64).contiguous()
-        parts = self._share(array_of(mine).tobytes())
+        parts = self.share(array_of(mine).tobytes())
         return sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
 
     def most(self, *numbers: int) -> list[int]:
@@ -225,7 +225,7 @@ class BufferPool:
         Raises:
             MismatchError: a rank was refused; the same text on all others.
         """
-        return agreement.most_of(self._share(agreement.pack_numbers(numbers, None)), len(numbers))
+        return agreement.most_of(self.share(agreement.pack_numbers(numbers, None)), len(numbers))
 
     def refuse_most(self, count: int, error: Exception) -> None:
         """Take part in the peers' `most` of `count` numbers as the rank whose arguments are wrong."""
@@ -245,7 +245,13 @@ class BufferPool:
 
     def cpu_barrier(self) -> None:
         """Let the ranks' CPU threads meet. Collective."""
-        self._share(b"b")
+        self.share(b"b")
+
+    def share(self, data: bytes) -> list[bytes]:
+        """Return the `data` of all ranks (equally long, not empty), in rank order. Collective."""
+        self._check_open()
+        lane = self._rooms.lane
+        return all_gather_bytes(self.group, data) if lane is None else lane.all_gather_bytes(data)
 
     def check(self) -> None:
         """Raise errors on this rank's GPU since the last call."""
@@ -289,12 +295,6 @@ class BufferPool:
 
     def _send_refusal(self, record: bytes) -> None:
         try:
-            self._share(record)
+            self.share(record)
         except expected(EpeeError) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
-
-    def _share(self, data: bytes) -> list[bytes]:
-        """Return the `data` of all ranks (equally long, not empty), in rank order. Collective."""
-        self._check_open()
-        lane = self._rooms.lane
-        return all_gather_bytes(self.group, data) if lane is None else lane.all_gather_bytes(data)

@@ -1,7 +1,12 @@
-"""V2's messages between pipeline stages and its sessions of all-gathers, on CPU tensors: contents by formula, misuse."""
+"""V2's messages between pipeline stages and sessions of all-gathers: contents by formula, misuse, a rank that dies.
+
+Functions without "misuse" make tensors on the current default device (`tests/gpu/test_sessions_gpu.py`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +15,7 @@ import torch
 
 import epee.compat.deep_ep as deep_ep
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.errors import InvalidArgument, InvalidState, MismatchError, UnsupportedError
+from epee.errors import InvalidArgument, InvalidState, MismatchError, PeerError, UnsupportedError
 from tests.compat.deep_ep_cases import world
 from tests.harness import run_ranks
 
@@ -30,7 +35,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bytes_of)
 
 
-def _messages(rank: int, num_ranks: int) -> None:
+def messages(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.ElasticBuffer(world(), explicitly_destroy=True)
     buffer.pp_set_config(1 << 22, 4)
     behind, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
@@ -43,7 +48,7 @@ def _messages(rank: int, num_ranks: int) -> None:
             buffer.pp_recv(got, before)
             assert same(got, filled(before, 1, shape, dtype))
     # both directions, as many as may be under way, larger than any socket's buffer; then in the order of each
-    large = 1 << 20
+    large = 1 << (20 if torch.get_default_device().type == "cpu" else 21)  # on GPUs larger than a pair's ring
     for index in range(4):
         buffer.pp_send(filled(rank, index, (large,)), behind)
         if num_ranks > 2:
@@ -56,30 +61,27 @@ def _messages(rank: int, num_ranks: int) -> None:
             buffer.pp_recv(got, behind)
             assert same(got, filled(behind, 10 + index, (large,)))
     buffer.pp_set_config(64, 1)  # another one, by all
-    buffer.pp_send(filled(rank, 0, (16,)), behind)
-    last = torch.empty(16)
     if rank == 0:
-        buffer.pp_recv(last, before)
-        buffer.destroy()
-    else:
-        buffer.destroy() if num_ranks == 1 else None
-        buffer.pp_recv(last, before)
-        buffer.destroy()
-    assert same(last, filled(before, 0, (16,)))
+        buffer.pp_send(filled(rank, 0, (16,)), behind)
+    if rank == 1:
+        got = torch.empty(16)
+        buffer.pp_recv(got, before)
+        assert same(got, filled(before, 0, (16,)))
+    buffer.destroy()  # waits until rank 1 has received
 
 
 @BACKENDS
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_messages_arrive_in_order_in_both_directions(num_ranks: int, backend: str) -> None:
-    run_ranks(_messages, num_ranks, backend=backend)
+    run_ranks(messages, num_ranks, backend=backend)
 
 
-def _chain(rank: int, num_ranks: int) -> None:
+def chain(rank: int, num_ranks: int) -> None:
     """Rank 0 sends more than may be under way; each stage adds one and passes on."""
     buffer = deep_ep.ElasticBuffer(world())
     buffer.pp_set_config(400, 2)
     for index in range(9):
-        t = torch.full((100,), float(index))
+        t = torch.full((100,), float(index))  # on GPUs it is used on one stream without a wait of the CPU
         if rank > 0:
             buffer.pp_recv(t, rank - 1)
             assert torch.equal(t, torch.full((100,), float(index + rank)))
@@ -90,7 +92,7 @@ def _chain(rank: int, num_ranks: int) -> None:
 
 @BACKENDS
 def test_stages_pass_on_more_than_may_be_under_way(backend: str) -> None:
-    run_ranks(_chain, 3, backend=backend)
+    run_ranks(chain, 3, backend=backend)
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -154,6 +156,22 @@ def test_misuse_of_messages_is_an_error_on_the_rank_that_meets_it(backend: str) 
     assert there[-1].startswith(sent + "8 bytes of torch.float32, got 16 bytes of torch.float32")
 
 
+def _dies(rank: int, num_ranks: int) -> str:
+    buffer = deep_ep.ElasticBuffer(world())
+    buffer.pp_set_config(64, 1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as caught:
+        buffer.pp_recv(torch.ones(1), 1)
+    return str(caught.value)
+
+
+@BACKENDS
+def test_a_dead_stage_is_an_error_of_the_receive(backend: str) -> None:
+    text = run_ranks(_dies, 2, backend=backend, dead={1})[0]
+    assert {"gloo": "pp_recv: the ranks' exchange over the process group has failed", "epee": "peer=1"}[backend] in text
+
+
 def _alone(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.ElasticBuffer(world())
     buffer.pp_set_config(64, 1)
@@ -174,7 +192,7 @@ def gathered(num_ranks: int, index: int, shape: tuple[int, ...], dtype: torch.dt
     return torch.stack([filled(rank, index, shape, dtype) for rank in range(num_ranks)])
 
 
-def _sessions(rank: int, num_ranks: int) -> None:
+def sessions(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.ElasticBuffer(world(), explicitly_destroy=True)
     shapes = [(4, 3), (5,), (), (0, 2)]
     num_bytes = sum(buffer.get_agrs_num_max_session_bytes(world(), shapes, dtype) for dtype in DTYPES)
@@ -206,10 +224,10 @@ def _sessions(rank: int, num_ranks: int) -> None:
 @BACKENDS
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sessions_gather_in_rank_order(num_ranks: int, backend: str) -> None:
-    run_ranks(_sessions, num_ranks, backend=backend)
+    run_ranks(sessions, num_ranks, backend=backend)
 
 
-def _inplace(rank: int, num_ranks: int) -> None:
+def inplace(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.ElasticBuffer(world())
     buffer.agrs_set_config(1 << 12, 8)
     buffer.create_agrs_session()
@@ -237,7 +255,7 @@ def _inplace(rank: int, num_ranks: int) -> None:
 
 @BACKENDS
 def test_an_in_place_tensor_is_the_ranks_row(backend: str) -> None:
-    run_ranks(_inplace, 2, backend=backend)
+    run_ranks(inplace, 2, backend=backend)
 
 
 def _session_misuse(rank: int, num_ranks: int) -> list[str]:

@@ -150,7 +150,7 @@ class Experimental(PoolOwner):
         """
         self._check_message("pp_recv", t, "src_rank_idx", src_rank_idx)
         recv = functools.partial(dist.recv, group=self.group, group_src=src_rank_idx, tag=_TAG)
-        header = torch.empty(_HEADER.size, dtype=torch.uint8)
+        header = torch.empty(_HEADER.size, dtype=torch.uint8, device="cpu")
         with group_failures("pp_recv"):
             recv(header)
             nbytes, *names = _HEADER.unpack(header.numpy().tobytes())

@@ -43,9 +43,9 @@ class EngramBuffer(_Absent):
 
 
 class PPBuffer(_Absent):
-    """Raises `UnsupportedError`: tensors do not pass between pipeline stages."""
+    """Raises `UnsupportedError`: messages between pipeline stages are calls of `ElasticBuffer`."""
 
-    _why = "epee's buffers do not pass tensors between pipeline stages; use torch.distributed.send and recv"
+    _why = "epee has these messages in ElasticBuffer; use its pp_set_config, pp_send and pp_recv"
 
 
 __all__ = [

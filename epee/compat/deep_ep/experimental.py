@@ -38,13 +38,13 @@ _TAG = 0x5050  # of these messages; the program's own have others
 _Sent: TypeAlias = tuple[Any, torch.Tensor]  # a call under way, and the tensor that it reads
 
 
+@dataclass
 class _Pipeline:
     """The configuration of PP, and messages to each rank that may be under way."""
 
-    def __init__(self, num_max_bytes: int, num_max_inflight: int) -> None:
-        self.num_max_bytes = num_max_bytes
-        self.num_max_inflight = num_max_inflight
-        self.sent: dict[int, deque[list[_Sent]]] = {}
+    num_max_bytes: int
+    num_max_inflight: int
+    sent: dict[int, deque[list[_Sent]]]
 
 
 @dataclass
@@ -109,8 +109,7 @@ class Experimental(PoolOwner):
         sizes = {"num_max_tensor_bytes": num_max_tensor_bytes, "num_max_inflight_tensors": num_max_inflight_tensors}
         self._agree("pp_set_config", sizes, functools.partial(_check_sizes, **sizes))
         sent = {} if self._pipeline is None else self._pipeline.sent
-        self._pipeline = _Pipeline(num_max_tensor_bytes, num_max_inflight_tensors)
-        self._pipeline.sent = sent
+        self._pipeline = _Pipeline(num_max_tensor_bytes, num_max_inflight_tensors, sent)
 
     def pp_send(self, t: torch.Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
         """Send a copy of `t` to the rank before or behind this one; returns before it is received.
@@ -184,7 +183,7 @@ class Experimental(PoolOwner):
         """Return the bytes of a session that gathers such tensors: each result's, rounded up to 32."""
         num_ranks = group_of(group).size()
         return sum(
-            _gathered_bytes(num_ranks * math.prod(shape) * dtype.itemsize) for shape in _shapes(shapes, dtype)[0]
+            align_up(num_ranks * math.prod(shape) * dtype.itemsize, _LINE) for shape in _shapes(shapes, dtype)[0]
         )
 
     @staticmethod
@@ -271,13 +270,15 @@ class Experimental(PoolOwner):
         """
         session = self._in_session("all_gather")
         tensors: list[Any] = list(t) if isinstance(t, (list, tuple)) else [t]
-        given = [(tuple(each.shape), str(each.dtype)) for each in tensors if isinstance(each, torch.Tensor)]
+        given = [
+            (tuple(each.shape), str(each.dtype), each.device.type) for each in tensors if isinstance(each, torch.Tensor)
+        ]
         self._agree("all_gather", given, functools.partial(self._check_gathered, session, tensors))
         session.num_calls += 1
         results, works = [], []
         with group_failures("all_gather"):
             for each in tensors:
-                session.num_bytes += _gathered_bytes(each.nbytes * self.num_ranks)
+                session.num_bytes += align_up(each.nbytes * self.num_ranks, _LINE)
                 result = session.inplace.pop(each.data_ptr(), None) if each.numel() else None
                 if result is None or result[0].nbytes != each.nbytes:
                     result = torch.empty(self.num_ranks, each.numel(), dtype=each.dtype, device=each.device)
@@ -299,15 +300,12 @@ class Experimental(PoolOwner):
     def _agree(self, op: str, given: object, check: Callable[[], None]) -> None:
         """Check arguments and compare them with all ranks'. Collective."""
         pool = self._pool()
+        _check_not_recorded(op)
         mine, error = bytes(16), None
         try:
-            if is_capturing():
-                raise InvalidState(
-                    f"{op} must not be called while a CUDA graph is recorded: the CPU waits for all ranks"
-                )
             check()
             mine = hashlib.blake2b(repr((op, given)).encode(), digest_size=16).digest()
-        except expected(InvalidArgument, InvalidState) as exc:
+        except expected(InvalidArgument) as exc:
             error = exc
         others = [rank for rank, theirs in enumerate(pool.share(mine)) if theirs != mine]
         if error is not None:
@@ -328,7 +326,7 @@ class Experimental(PoolOwner):
         if not tensors:
             raise InvalidArgument("t must be a tensor or a sequence of at least one, got none")
         for t in tensors:
-            _check_tensor("t", t)
+            _check_tensor(t)
             if t.device.type == "cpu" != group_device(self.group).type:
                 raise InvalidArgument("t must be a CUDA tensor, the group serves no others, got a CPU tensor")
         self._check_room(session, [t.nbytes for t in tensors])
@@ -337,7 +335,7 @@ class Experimental(PoolOwner):
         """Check that a session has room for one more call, on tensors of these bytes."""
         assert self._limits is not None
         max_bytes, max_calls = self._limits
-        num_bytes = session.num_bytes + sum(_gathered_bytes(size * self.num_ranks) for size in sizes)
+        num_bytes = session.num_bytes + sum(align_up(size * self.num_ranks, _LINE) for size in sizes)
         if num_bytes > max_bytes or session.num_calls >= max_calls:
             raise InvalidArgument(
                 f"t must fit into the session of num_max_session_bytes={max_bytes} and "
@@ -350,13 +348,12 @@ class Experimental(PoolOwner):
         self._pool()
         if self._pipeline is None:
             raise InvalidState(f"{op} needs a configuration; call pp_set_config on all ranks first")
-        if is_capturing():
-            raise InvalidState(f"{op} must not be called while a CUDA graph is recorded: the CPU waits for headers")
+        _check_not_recorded(op)
         neighbours = sorted({(self.rank_idx + step) % self.num_ranks for step in (-1, 1)} - {self.rank_idx})
         if not is_whole(peer, 0, _MAX) or peer not in neighbours:
             raise InvalidArgument(f"{name} must be a neighbour in the ring, one of {neighbours}, got {shown(peer)}")
         limit = self._pipeline.num_max_bytes
-        _check_tensor("t", t)
+        _check_tensor(t)
         if t.nbytes > limit:
             raise InvalidArgument(
                 f"t must have at most num_max_tensor_bytes={limit} bytes, got {t.nbytes}; raise it in pp_set_config"
@@ -379,20 +376,25 @@ def _bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.detach().reshape(-1).view(torch.uint8)
 
 
-def _gathered_bytes(size: int) -> int:
-    return align_up(size, _LINE)
-
-
 def _check_sizes(**sizes: object) -> None:
     for name, value in sizes.items():
         if not is_whole(value, 1, _MAX):
             raise InvalidArgument(f"{name} must be a whole number of at least 1, got {shown(value)}")
 
 
-def _check_tensor(name: str, t: object) -> None:
-    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or not t.is_contiguous():
-        what = f"a tensor of strides {t.stride()}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise InvalidArgument(f"{name} must be a contiguous tensor, got {what}; call .contiguous()")
+def _check_not_recorded(op: str) -> None:
+    if is_capturing():
+        raise InvalidState(f"{op} must not be called while a CUDA graph is recorded: the CPU waits; call it outside")
+
+
+def _check_tensor(t: object) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise InvalidArgument(f"t must be a tensor, got {type(t).__name__}")
+    if t.layout is not torch.strided or not t.is_contiguous() or t.is_conj() or t.is_neg():
+        what = f"strides {t.stride()}, is_conj {t.is_conj()}" if t.layout is torch.strided else str(t.layout)
+        raise InvalidArgument(
+            f"t must be contiguous, its memory its values, got {what}; call .contiguous(), .resolve_conj(), to_dense()"
+        )
 
 
 def _shapes(shapes: Sequence[Any], dtype: object) -> tuple[list[torch.Size], bool]:

@@ -76,7 +76,9 @@ def sync_gradients(
 
     Call it once between the last `backward()` and the optimiser's step, with gradient accumulation also only once.
     Gradients of experts are divided by the number of ranks. All others are averaged over the ranks, unless DDP or FSDP
-    has done so: a model without them needs nothing but this call.
+    has done so: a model without them needs nothing but this call. A group of the backend "epee" that has lost ranks
+    counts those in the call; DDP and FSDP divide by the group's size, and so does this call of experts beside them
+    alone.
 
     Args:
         module: the model: plain, wrapped by DDP, or sharded by FSDP.
@@ -99,11 +101,12 @@ def sync_gradients(
     with torch.no_grad():
         own = [(name, parameter) for name, parameter in named if id(parameter) in experts]
         if replicas is not None:
-            _add_up(own, replicas, 1)
+            _combine(own, replicas, is_mean=False)
+        shared = [pair for pair in named if id(pair[1]) not in experts and id(pair[1]) not in done]
+        num_present = _combine(shared, group, is_mean=True)
         gradients = [parameter.grad for _, parameter in own if parameter.grad is not None]
         if gradients:
-            foreach_div(gradients, float(num_ranks))
-        _add_up([pair for pair in named if id(pair[1]) not in experts and id(pair[1]) not in done], group, num_ranks)
+            foreach_div(gradients, float(num_present))
 
 
 def _check_sizes(module: nn.Module, num_ranks: int, num_replicas: int) -> None:
@@ -151,10 +154,15 @@ def _is_a(value: object, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _add_up(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, divisor: int) -> None:
-    """Replace gradients by their sum over the ranks of a group, divided; a parameter without one counts as zeros."""
+def _combine(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, is_mean: bool) -> int:
+    """Replace gradients by their sum or mean over the ranks of a group; a parameter without one counts as zeros.
+
+    Returns:
+        How many ranks took part; the group's size if there are no gradients to combine.
+    """
+    num_ranks = dist.get_world_size(group)
     if not named:
-        return
+        return num_ranks
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UnsupportedError(f"the gradient of {name!r} is sparse; wrap the model with DDP, or use sparse=False")
@@ -162,8 +170,14 @@ def _add_up(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | No
     device = named[0][1].device
     present = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.int32, device=device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    are_present = present.tolist()
+    # of the backend "epee", whose AVG divides by the ranks in the call; others lose none
+    contributors = getattr(dist.group.WORLD if group is None else group, "last_contributors", None)
+    if contributors is not None:
+        num_ranks = len(contributors())
+    op = dist.ReduceOp.AVG if is_mean and contributors is not None else dist.ReduceOp.SUM
     alike: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for (_, parameter), is_present in zip(named, present.tolist(), strict=True):
+    for (_, parameter), is_present in zip(named, are_present, strict=True):
         if is_present:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -171,10 +185,12 @@ def _add_up(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | No
     for parameters in alike.values():
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        flat /= divisor
+        dist.all_reduce(flat, op=op, group=group)
+        if is_mean and contributors is None:
+            flat /= num_ranks
         for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(part.view(gradient.shape))
+    return num_ranks
 
 
 @functools.cache

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import epee.compat.deep_ep as deep_ep
+from epee.compat.deep_ep.experimental import _HEADER, _TAG
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.errors import InvalidArgument, InvalidState, MismatchError, PeerError, UnsupportedError
+from epee.errors import InvalidArgument, InvalidState, MismatchError, PeerError, ProtocolError, UnsupportedError
 from tests.compat.deep_ep_cases import world
 from tests.harness import run_ranks
 
@@ -154,6 +156,29 @@ def test_misuse_of_messages_is_an_error_on_the_rank_that_meets_it(backend: str) 
     sent = "MismatchError: pp_recv: t must be what rank 0 sent, "
     assert there[-2].startswith(sent + "16 bytes of torch.float32, got 16 bytes of torch.int32")
     assert there[-1].startswith(sent + "8 bytes of torch.float32, got 16 bytes of torch.float32")
+
+
+def _forged(rank: int, num_ranks: int) -> str:
+    buffer = deep_ep.ElasticBuffer(world())
+    buffer.pp_set_config(64, 1)
+    if rank == 0:
+        for nbytes, kind in ((-1, b"cpu"), (1 << 40, b"cpu"), (16, b"meta")):
+            header = bytearray(_HEADER.pack(nbytes, b"torch.float32", kind))
+            dist.send(torch.frombuffer(header, dtype=torch.uint8), 1, tag=_TAG)
+        buffer.pp_send(torch.full((4,), 7.0), 1)
+        dist.barrier()
+        return ""
+    for _ in range(3):
+        with pytest.raises(ProtocolError, match="a header of rank 0 must say 0 to 64 bytes on cpu or cuda, got"):
+            buffer.pp_recv(torch.empty(4), 0)
+    got = torch.empty(4)
+    buffer.pp_recv(got, 0)
+    dist.barrier()
+    return str(got.tolist())
+
+
+def test_a_header_of_others_is_no_size() -> None:
+    assert run_ranks(_forged, 2, backend="gloo") == ["", "[7.0, 7.0, 7.0, 7.0]"]
 
 
 def _dies(rank: int, num_ranks: int) -> str:

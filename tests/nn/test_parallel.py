@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epee
 from epee.nn import MoELayer, expert_parameters, mark_experts, sync_gradients
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_mortal, run_ranks
+from tests.survive import stages
+from tests.survive.buffer_rounds import start
 
 from . import parallel_cases as cases
 
@@ -218,3 +222,23 @@ def _mixed_precision(rank: int, num_ranks: int) -> list[torch.dtype]:
 def test_mixed_precision_of_fsdp2_computes_in_its_dtype() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     assert run_ranks(_mixed_precision, 2, backend="epee") == [[bf16, f32, f32, f32]] * 2
+
+
+def _after_a_loss(rank: int, num_ranks: int, folder: str) -> list[float]:
+    group = start(rank, num_ranks, folder, "mask", on_stall="error")
+    model = nn.ModuleDict({"router": nn.Linear(1, 1, bias=False), "experts": nn.Linear(1, 1, bias=False)})
+    mark_experts(model["experts"], num_ranks)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while len(group.last_contributors()) == num_ranks or not group.last_contributors():
+        dist.barrier(group)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    sync_gradients(model, group)
+    stages.meet(folder, "end", rank, (0, 2))
+    return [parameter.grad.item() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_after_a_loss_the_mean_is_that_of_the_ranks_that_are_left() -> None:
+    """The router's is the mean of 1 and 3, that of each rank's own experts a half of what it has."""
+    assert run_mortal(_after_a_loss, 3, dead={1}) == [[2.0, 0.5], DEAD, [2.0, 1.5]]

@@ -25,7 +25,7 @@ from epee.compat.deep_ep.low_latency import unsupported
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.owner import PoolOwner
 from epee.ep import group_device, group_failures, group_of, is_capturing
-from epee.errors import InvalidArgument, InvalidState, MismatchError, UnsupportedError, expected
+from epee.errors import InvalidArgument, InvalidState, MismatchError, ProtocolError, UnsupportedError, expected
 from epee.untraced import untraced_methods
 from epee.values import is_whole, shown
 
@@ -40,11 +40,16 @@ _Sent: TypeAlias = tuple[Any, torch.Tensor]  # a call under way, and the tensor 
 
 @dataclass
 class _Pipeline:
-    """The configuration of PP, and messages to each rank that may be under way."""
+    """The configuration of PP, and messages to each rank that may be under way.
+
+    Attributes:
+        largest: of this and earlier configurations, whose messages may be under way.
+    """
 
     num_max_bytes: int
     num_max_inflight: int
     sent: dict[int, deque[list[_Sent]]]
+    largest: int
 
 
 @dataclass
@@ -108,8 +113,10 @@ class Experimental(PoolOwner):
             )
         sizes = {"num_max_tensor_bytes": num_max_tensor_bytes, "num_max_inflight_tensors": num_max_inflight_tensors}
         self._agree("pp_set_config", sizes, functools.partial(_check_sizes, **sizes))
-        sent = {} if self._pipeline is None else self._pipeline.sent
-        self._pipeline = _Pipeline(num_max_tensor_bytes, num_max_inflight_tensors, sent)
+        before = self._pipeline
+        sent, largest = ({}, 0) if before is None else (before.sent, before.largest)
+        largest = max(largest, num_max_tensor_bytes)
+        self._pipeline = _Pipeline(num_max_tensor_bytes, num_max_inflight_tensors, sent, largest)
 
     def pp_send(self, t: torch.Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
         """Send a copy of `t` to the rank before or behind this one; returns before it is received.
@@ -146,14 +153,20 @@ class Experimental(PoolOwner):
 
         Raises:
             MismatchError: another dtype or size was sent; that tensor is lost, the next one can be received.
+            ProtocolError: the header that came is none of `pp_send`.
         """
-        self._check_message("pp_recv", t, "src_rank_idx", src_rank_idx)
+        pipeline = self._check_message("pp_recv", t, "src_rank_idx", src_rank_idx)
         recv = functools.partial(dist.recv, group=self.group, group_src=src_rank_idx, tag=_TAG)
         header = torch.empty(_HEADER.size, dtype=torch.uint8, device="cpu")
         with group_failures("pp_recv"):
             recv(header)
             nbytes, *names = _HEADER.unpack(header.numpy().tobytes())
-            dtype, kind = (name.rstrip(b"\0").decode() for name in names)
+            dtype, kind = (name.rstrip(b"\0").decode("ascii", "replace") for name in names)
+            if not 0 <= nbytes <= pipeline.largest or kind not in ("cpu", "cuda"):
+                raise ProtocolError(
+                    f"pp_recv: a header of rank {src_rank_idx} must say 0 to {pipeline.largest} bytes on cpu or cuda, got "
+                    f"{nbytes} on {kind!r}; only pp_send may send with tag {_TAG:#x}"
+                )
             fits = (nbytes, dtype) == (t.nbytes, str(t.dtype))
             place = own = _bytes_of(t)
             if not fits or kind != t.device.type:

@@ -162,7 +162,8 @@ def come_into(
     except expected(CommTimeoutError) as error:
         raise CommTimeoutError(
             f"Buffer (rank={rank}): the members of the running buffer have not admitted this process within "
-            f"{timeout_s:.1f} s; all of them must call buffer.sync() while this one makes its buffer",
+            f"{timeout_s:.1f} s; all of them must call buffer.sync(), or (`Buffer` on CPUs) make a call of the buffer, "
+            "while this one makes its own; if they have closed theirs, make a new one on all ranks",
             has_job=True,
         ) from error
     engine.timeout_s = timeout_s

@@ -63,7 +63,8 @@ class LatencyBuffer(SharedBuffer):
         timeout: seconds that a call waits for a silent peer by default. None: the group's `op_timeout`, else
             EPEE_TIMEOUT_S, else torch's `timeout` of the group.
 
-    After an error the buffer stays usable. `sync` brings the ranks together again.
+    After an error the buffer stays usable. `sync` brings the ranks together again; calls without a mask need all of
+    them.
 
     Attributes:
         again: makes cached calls (`attempt.py`); None on CPUs.

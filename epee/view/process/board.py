@@ -340,7 +340,7 @@ def find_board(pid: int) -> BoardView:
         if isinstance(exc, EpeeError):
             raise
         raise ResourceError(f"cannot look into process {pid}: {exc}; it must be yours and alive") from exc
-    raise ResourceError(f"process {pid} is no rank of a job of epee: it has no board")
+    raise ResourceError(f"process {pid} is no rank of a job of epee; give the PID of a rank, not of its launcher")
 
 
 def read_board_of(pid: int) -> BoardState | None:

@@ -164,8 +164,8 @@ class Experimental(PoolOwner):
             dtype, kind = (name.rstrip(b"\0").decode("ascii", "replace") for name in names)
             if not 0 <= nbytes <= pipeline.largest or kind not in ("cpu", "cuda"):
                 raise ProtocolError(
-                    f"pp_recv: a header of rank {src_rank_idx} must say 0 to {pipeline.largest} bytes on cpu or cuda, got "
-                    f"{nbytes} on {kind!r}; only pp_send may send with tag {_TAG:#x}"
+                    f"pp_recv: a header of rank {src_rank_idx} must say 0 to {pipeline.largest} bytes on cpu or cuda, "
+                    f"got {nbytes} on {kind!r}; only pp_send may send with tag {_TAG:#x}"
                 )
             fits = (nbytes, dtype) == (t.nbytes, str(t.dtype))
             place = own = _bytes_of(t)

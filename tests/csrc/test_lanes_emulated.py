@@ -340,3 +340,31 @@ def many(rank: int, num_ranks: int, times: int) -> Any:
 def test_many_lives_leave_nothing() -> None:
     latency_tests.check_lives(run_ranks(many, 2, 12, timeout_s=200))
     latency_tests.check_lives(run_ranks(latency, 2, "_lives", 12, timeout_s=200))
+
+
+def is_not_ready(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 does not prepare its memory, and rank 2 closes the buffer: the others use the memory of neither."""
+    with latency_tests.make(latency_tests.SHAPE, timeout=2) as buffer:
+        members: Any = buffer._exchange.membership
+
+        def fails(*args: Any) -> None:
+            if rank == 2:
+                buffer._exchange.engine.close()
+            raise ResourceError("in the midst of sync")
+
+        if rank in (1, 2):
+            members._enter = fails
+            with pytest.raises(ResourceError):
+                buffer.sync()
+        else:
+            buffer.sync()
+            assert members._ready == {0, 3}
+        stages.meet(folder, "end", rank, range(4))
+
+
+def not_ready_in_latency_mode(rank: int, num_ranks: int, folder: str) -> None:
+    emulated_latency(rank, num_ranks, is_not_ready, folder)
+
+
+def test_in_latency_mode_the_memory_of_who_has_not_prepared_it_is_not_used(tmp_path: Path) -> None:
+    run_ranks(not_ready_in_latency_mode, 4, str(tmp_path), timeout_s=100)

@@ -20,7 +20,7 @@ The second call ends alike on all ranks:
     it fails             A rank has closed the buffer, or is silent. A `LatencyBuffer` enters without such a rank. So
                          does a `Buffer` if the rank has closed; its calls raise until the next `sync`. Where it is
                          silent, `sync` raises that; the next call of each rank makes the second call again, the next
-                         `sync` agrees anew.
+                         `sync` agrees anew. Others are ready if their lines say so.
     a rank has left it   An exception of a handler has come out of it, or has come before it: the next call of that rank
                          finds out how it has ended, and makes it again, as the others do meanwhile in their `sync`.
 
@@ -73,7 +73,7 @@ from ..losses import silent
 from ..making import death_in_birth, ended_of
 from .birth import announcement, come_into
 from .epoch_members import EpochMembersOfEngine, MemberExchange
-from .member_sync import BLOB_WORDS, LINE_BYTES, NUM_REASONS, REASON_WORDS, ROUND_S, SyncRow
+from .member_sync import BLOB_WORDS, LINE_BYTES, NUM_REASONS, PREPARED, REASON_WORDS, ROUND_S, SyncRow
 from .notices import BufferNotice
 
 _DATA = struct.Struct("<QQQ")  # last agreement, last epoch entered, last number that calls have used
@@ -401,7 +401,7 @@ class GpuMembers(EpochMembersOfEngine):
                 self._sync.gather(SyncRow(0, 0), _NOT_READY, time.monotonic() + self._timeout_s)
             self._drop()
             raise
-        self._prepared = agreed.epoch
+        self._sync.words_of(self._rank)[PREPARED] = self._prepared = agreed.epoch
 
     def _second_call(self, agreed: Agreed, deadline: float) -> frozenset[int]:
         """Report that this rank is ready, and return the ranks that are.
@@ -428,7 +428,10 @@ class GpuMembers(EpochMembersOfEngine):
                     self._is_given_up = True
                     rank = min(missing)
                     raise silent(f"{error}; rank {rank} does not come into epoch {agreed.epoch}", rank) from error
-                return frozenset(agreed.ranks) - missing
+                # it was made by some alone: what a rank has prepared for, its line says
+                return frozenset(
+                    rank for rank in agreed.ranks if self._sync.words_of(rank)[PREPARED] == agreed.epoch
+                ).difference(missing)
 
     # ---- what a rank shows in its outbox
 

@@ -81,7 +81,7 @@ _LINE_WORDS = 8
 LINE_BYTES = 8 * _LINE_WORDS
 BLOB_WORDS = 64  # of GPU buffers, behind the line: length of the blob by which their memory is mapped, and the blob
 NUM_REASONS, REASON_WORDS = 8, 1 + REASON_BYTES // 8  # behind that: why this rank has refused calls on the GPU
-_NUMBER, _COUNTED, _LATE, _RETURNS = range(4)
+_NUMBER, _COUNTED, _LATE, _RETURNS, PREPARED = range(5)  # PREPARED: of GPU buffers, the last epoch prepared for
 _SEQ = (1 << SEQ_BITS) - 1
 _ROW = struct.Struct("<QQ")  # `SyncRow`
 

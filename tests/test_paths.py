@@ -40,7 +40,7 @@ CEILINGS = {
     # machine that was so in five runs of five.
     "kill": {"all_reduce, peer killed": (45, 505)},
 }
-MAX_CODE_LINES = 49_708
+MAX_CODE_LINES = 49_717
 ATTEMPTS = 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from epee.errors import (
     InvalidState,
     NoQuorumError,
     PeerError,
+    ProtocolError,
     RankFailedError,
     ResourceError,
     StaleHandleError,
@@ -202,6 +204,25 @@ def test_who_is_taken_out_of_a_sync_that_was_decided_enters_with_its_next_call()
 
 def test_who_never_enters_what_was_agreed_is_left_out_by_the_next_sync() -> None:
     run_mortal(on_gpu, 3, "never_enters", dead=set(), timeout_s=200)
+
+
+def forges(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 gives numbers that cannot be: an error on all, and the next sync is right."""
+    _, buffer = begin(rank, folder)
+    data = GpuMembers._data
+    for numbers in ((1 << 62, 0, 0), (0, 1 << 62, 0), (0, 0, 1 << 62)):
+        if rank == 1:
+            GpuMembers._data = lambda _, numbers=numbers: struct.pack("<QQQ", *numbers)  # type: ignore[method-assign]
+        with pytest.raises(ProtocolError, match="rank 1 says that its last agreement, epoch and call are numbers"):
+            buffer.sync()
+    GpuMembers._data = data  # type: ignore[method-assign]
+    assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "end", rank, range(3))
+
+
+def test_numbers_of_a_peer_are_no_epoch_before_they_are_checked() -> None:
+    run_mortal(on_gpu, 3, "forges", dead=set(), timeout_s=200)
 
 
 def latency(rank: int, num_ranks: int, name: str, *args: Any) -> Any:

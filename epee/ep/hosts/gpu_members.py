@@ -331,11 +331,12 @@ class GpuMembers(EpochMembersOfEngine):
 
     def _note(self, found: Mapping[int, bytes]) -> None:
         rows = {rank: _DATA.unpack(data) for rank, data in found.items()}
-        for rank, (_, _, used) in sorted(rows.items()):
-            if used >= FOREVER:
+        for rank, numbers in sorted(rows.items()):
+            if max(numbers) >= FOREVER:
                 where = self._exchange.where("sync")
                 raise ProtocolError(
-                    f"{where}: rank {rank} says that its last call is number {used}; less than {FOREVER} can be"
+                    f"{where}: rank {rank} says that its last agreement, epoch and call are numbers {numbers}; less "
+                    f"than {FOREVER} can be"
                 )
         number = 1 + max(agreed for agreed, _, _ in rows.values())
         is_fresh = len({entered for _, entered, _ in rows.values()}) > 1

@@ -56,6 +56,7 @@ from ...errors import (
     MismatchError,
     NoQuorumError,
     PeerError,
+    ProtocolError,
     context,
     expected,
     ignored,
@@ -214,6 +215,11 @@ class MemberSync:
         assert self.open_row is not None
         own, length = self.open_row
         texts = self._exchange.texts_of(own, op)
+        for rank, text in sorted(texts.items()):
+            if len(text) < _ROW.size + length:
+                where = self._exchange.where("sync")
+                rule = f"must have at least {_ROW.size + length} bytes, has {len(text)}"
+                raise ProtocolError(f"{where}: the row of rank {rank} {rule}")
         self.met = op.peer_regions
         found = {rank: SyncRow(*_ROW.unpack_from(text)) for rank, text in texts.items()}
         return found, {rank: text[_ROW.size : _ROW.size + length] for rank, text in texts.items()}

@@ -105,7 +105,7 @@ def lose_while_telling(rank: int, num_ranks: int, folder: str) -> list[tuple[int
             return tell(*args)
 
         survivor._failure = tell_late
-        while not survivor.has_turned and time.monotonic() < deadline:
+        while len(known.ranks) == num_ranks and time.monotonic() < deadline:
             time.sleep(0.01)
         told = []
         for _ in range(2):

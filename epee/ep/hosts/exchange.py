@@ -35,6 +35,7 @@ from ...engine import Engine
 from ...engine.operation import Operation
 from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
+from ...errors import AbortedError, expected
 from ..config import BufferConfig
 from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
@@ -142,7 +143,11 @@ class HostsExchange(RowsOverEngine):
     def run(self, make: Make, patience: CallPatience) -> Operation:
         """Run a call of the engine to its end."""
         self._interrupt()
-        op = self.engine.run(make, patience)
+        try:
+            op = self.engine.run(make, patience)
+        except expected(AbortedError):
+            self._interrupt()  # the engine knows only that it was closed
+            raise
         self.peer_regions = op.peer_regions
         if not self.config.is_synced:
             self.epoch = op.peer_regions.epoch

@@ -28,7 +28,8 @@ CEILINGS = {
     },
     "cuda": {
         "dispatch cuda, first": (26, 129),
-        "combine cuda, first": (42, 191),
+        # 42 and 163 where the other rank is as quick: the first one exchanges bytes by the engine, and waits for them
+        "combine cuda, first": (50, 227),
         "dispatch cuda, repeated": (21, 82),
         "combine cuda, repeated": (22, 68),
         "latency dispatch cuda, first": (25, 85),
@@ -40,7 +41,7 @@ CEILINGS = {
     # machine that was so in five runs of five.
     "kill": {"all_reduce, peer killed": (45, 505)},
 }
-MAX_CODE_LINES = 49_717
+MAX_CODE_LINES = 49_722
 ATTEMPTS = 5
 
 

@@ -35,7 +35,7 @@ from ..config import CONFIG_NAMES, BufferConfig, describe_word
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 TEXT_BYTES = 400
 GROUP_FAILED = "the process group failed"
 _RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{KEY_DIGITS}s{BLOB_BYTES}s{TEXT_BYTES}s")

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -530,6 +531,7 @@ def _error_behind_deaths(
     """Call without a mask behind deaths; ranks that are not `knowing` find them in the others' abort alone. Ranks of
     `closing` have closed the buffer by then."""
     torch.set_num_threads(1)
+    store: Any = dist.distributed_c10d._get_default_store()
     if rank not in knowing:
         setattr(LatencyHostsPath, "_ended", lambda _: set())  # noqa: B010 - mypy
     with make(SHAPE, timeout=15.0) as buffer:
@@ -539,9 +541,9 @@ def _error_behind_deaths(
             os.kill(os.getpid(), signal.SIGKILL)
         if rank in closing:
             buffer.close()
-            with contextlib.suppress(EpeeError):
-                dist.barrier()
-                dist.barrier()
+            others = set(range(num_ranks)).difference(victims, closing)
+            # it stays in the job until then: a barrier ends with the victim, and a rank that leaves may be named as well
+            store.wait([f"told {other}" for other in others], timedelta(seconds=60))
             return "closed", ()
         path: Any = buffer._path
         while rank in knowing and not path._ended().issuperset(victims):
@@ -553,6 +555,7 @@ def _error_behind_deaths(
         with pytest.raises(EpeeError) as caught:
             dispatch(buffer, inputs(SHAPE, NUM_TOKENS, 2, "random")[rank])
         found = type(caught.value).__name__, tuple(getattr(caught.value, "ranks", ()))
+        store.set(f"told {rank}", "")
         with contextlib.suppress(EpeeError):
             dist.barrier()  # the end of a rank is no further loss
             dist.barrier()

@@ -542,7 +542,7 @@ def _error_behind_deaths(
         if rank in closing:
             buffer.close()
             others = set(range(num_ranks)).difference(victims, closing)
-            # it stays in the job until then: a barrier ends with the victim, and a rank that leaves may be named as well
+            # it stays in the job until then: a barrier ends with the victim, and who leaves may be named as well
             store.wait([f"told {other}" for other in others], timedelta(seconds=60))
             return "closed", ()
         path: Any = buffer._path

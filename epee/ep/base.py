@@ -366,7 +366,7 @@ class SharedBuffer:
         """Bytes of shared memory that this rank maps for others: its outbox and what calls have made so far."""
         if self._turns.is_closed:
             return 0
-        return self._exchange.membership.inbox_bytes + self._path.nbytes
+        return self._exchange.membership.lent_bytes + self._path.nbytes
 
     @property
     def max_num_sms(self) -> int:

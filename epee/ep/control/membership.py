@@ -29,7 +29,7 @@ class Membership:
     """The membership, as used by the calls of a buffer; this one is of the ranks it was made with, which never change.
 
     Args:
-        inbox_bytes: of this rank's outbox, or the memory that it lends to an epoch.
+        lent_bytes: of this rank's outbox, or the memory that it lends to an epoch.
 
     Attributes:
         forget: called when an epoch is over: drops what belonged to it.
@@ -37,7 +37,7 @@ class Membership:
             then.
         raises: whether a loss is an error.
         takes_replacements: whether a process that replaces a lost rank is admitted.
-        inbox_bytes: as above.
+        lent_bytes: as the argument.
         number: of the buffer, alike on all its ranks; 0: they have not agreed on one.
         has_shown: whether the ranks for which a call waits are published, so that `hide` has something to do.
         must_turn: whether `turn` has something to do before the next call.
@@ -48,8 +48,8 @@ class Membership:
     must_turn = counts_entering = has_shown = False
     number = 0
 
-    def __init__(self, inbox_bytes: int) -> None:
-        self.inbox_bytes = inbox_bytes
+    def __init__(self, lent_bytes: int) -> None:
+        self.lent_bytes = lent_bytes
         self.forget: Callable[[], None] = self.close
 
     def check(self, src: int) -> None:

@@ -32,7 +32,7 @@ from ...memory.signals import fence
 from ...view.protocol.withdrawal import Look, Stance, end_of
 
 LINE_WORDS = 8  # of a rank in an inbox: one cache line
-# offsets in the rank's own line of its inbox, after the two of a source
+# offsets in the rank's own line of its inbox; the first two words are free
 GAVE_UP, GATHERED, FAILED, LOST = 2, 3, 4, 5
 
 

@@ -385,7 +385,7 @@ class BufferMembers(MembersOfEngine):
         self._raised_to, self._put_out_in = engine.members.epoch, 0
 
     @property
-    def inbox_bytes(self) -> int:  # type: ignore[override]
+    def lent_bytes(self) -> int:  # type: ignore[override]
         """Bytes of this rank's outbox; pages never touched cost nothing."""
         regions = self._engine.peer_regions.regions if self._exchange.has_engine else ()
         return regions[self._rank].mapped_bytes if regions else 0

@@ -140,7 +140,7 @@ class GpuMembers(EpochMembersOfEngine):
         self._words: list[memoryview] = []  # of the others' outboxes then
 
     @property
-    def inbox_bytes(self) -> int:  # type: ignore[override]
+    def lent_bytes(self) -> int:  # type: ignore[override]
         """Bytes of this rank's outbox; pages never touched cost nothing."""
         regions = self._engine.peer_regions.regions if self._exchange.has_engine else ()
         return regions[self._rank].mapped_bytes if regions else 0

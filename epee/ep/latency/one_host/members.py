@@ -88,7 +88,7 @@ class EpochMembers(EpochMembersOfEngine):
         self._own: SharedRegion | None = None  # for the next epoch
 
     @property
-    def inbox_bytes(self) -> int:  # type: ignore[override]
+    def lent_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the memory that this rank lends."""
         own = self.regions.get(self._rank)
         return 0 if own is None else own.mapped_bytes

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 
-def facts_of(pid: int) -> tuple[str, int]:
+def checked_of(pid: int) -> tuple[str, int]:
     """Return the state of a process and its parent's number; ("X", 0) when it has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -33,7 +33,7 @@ def facts_of(pid: int) -> tuple[str, int]:
 def is_fork_of_server(pid: int) -> bool:
     """Return whether a process is a rank: forked by a fork server, which has the same command line."""
     try:
-        own, parent = (Path(f"/proc/{who}/cmdline").read_bytes() for who in (pid, facts_of(pid)[1]))
+        own, parent = (Path(f"/proc/{who}/cmdline").read_bytes() for who in (pid, checked_of(pid)[1]))
     except OSError:
         return False
     return b"forkserver" in own and b"forkserver" in parent
@@ -41,7 +41,7 @@ def is_fork_of_server(pid: int) -> bool:
 
 def ranks_below(root: int) -> list[int]:
     """Return the ranks that a process has started, directly or not."""
-    parents = {int(path.name): facts_of(int(path.name))[1] for path in Path("/proc").glob("[0-9]*")}
+    parents = {int(path.name): checked_of(int(path.name))[1] for path in Path("/proc").glob("[0-9]*")}
     found = {root}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
@@ -50,9 +50,9 @@ def ranks_below(root: int) -> list[int]:
 
 def stop_some(root: int, longest_s: float) -> None:
     """Stop one rank after the other until `root` has ended; short stops are more frequent than long ones."""
-    while facts_of(root)[0] not in "XZ":
+    while checked_of(root)[0] not in "XZ":
         for pid in random.choices(ranks_below(root) or [0], k=20):
-            if not pid or facts_of(pid)[0] in "TXZ":  # stopped by its test, perhaps
+            if not pid or checked_of(pid)[0] in "TXZ":  # stopped by its test, perhaps
                 time.sleep(0.002)
                 continue
             with contextlib.suppress(ProcessLookupError):

@@ -203,4 +203,4 @@ def test_the_doctor_names_groups_and_buffers(tmp_path: Any) -> None:
     assert '"name": "group experts"' in found[1]
     assert re.search(r"^  Buffer \d+ of group default_pg: dispatch seq ", found[2], re.MULTILINE), found[2]
     assert re.search(r"^  LatencyBuffer \d+ of group default_pg: dispatch seq ", found[4], re.MULTILINE), found[4]
-    assert not any(re.search(r"lane \d", text) for text in found)
+    assert not any(re.search(r"group \d", text) for text in found)

@@ -55,14 +55,14 @@ NO_SIZES: list[Any] = [
 
 @pytest.mark.parametrize("value", NO_TIMES, ids=lambda value: values.shown(value)[:20])
 def test_what_is_no_time_is_refused_in_words(value: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"patience must be .* got"):
-        values.seconds(value, "patience")
+    with pytest.raises(InvalidArgument, match=r"timeouts must be .* got"):
+        values.seconds(value, "timeouts")
 
 
 @pytest.mark.parametrize("value", [1, 2.5, 1e-6, 1e9, 10**9, timedelta(seconds=3)])
 def test_times_may_be_given_in_any_form(value: Any) -> None:
-    assert values.seconds(value, "patience") == (value.total_seconds() if isinstance(value, timedelta) else value)
-    assert type(values.seconds(value, "patience")) is float
+    assert values.seconds(value, "timeouts") == (value.total_seconds() if isinstance(value, timedelta) else value)
+    assert type(values.seconds(value, "timeouts")) is float
 
 
 def test_options_refuse_every_bad_value_in_words() -> None:

@@ -164,7 +164,7 @@ class PaddedCalls:
             when_received: called after the receive phase.
         """
         try:
-            known = self._handles.facts(handle)
+            known = self._handles.checked(handle)
         except expected(InvalidArgument) as error:
             self.refuse(error, topk_weights if options.zero_copy else x)
             raise
@@ -258,7 +258,7 @@ class PaddedCalls:
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` reads."""
-        known = self._handles.facts(handle)
+        known = self._handles.checked(handle)
         known.combine_buffer = known.core.combine_input(known.handle)
         return known.combine_buffer
 

@@ -91,7 +91,7 @@ def _in_different_calls(ranks: Sequence[RankReport]) -> list[int]:
     for rank in ranks:
         for row in rank.rows:
             for slot in row.waits_for if row.op else ():
-                waits.setdefault((rank.slot, slot), set()).add((row.lane, row.seq))
+                waits.setdefault((rank.slot, slot), set()).add((row.group_id, row.seq))
     return sorted(
         {rank for rank, peer in waits if waits[rank, peer].isdisjoint(waits.get((peer, rank), waits[rank, peer]))}
     )
@@ -174,7 +174,7 @@ def as_json(report: JobReport) -> str:
             "calls": [
                 {
                     "name": row.name,
-                    "lane": row.lane,
+                    "group_id": row.group_id,
                     "op": row.op,
                     "seq": row.seq,
                     "epoch": row.epoch,

@@ -100,11 +100,11 @@ class Entry:
         """Release the lock that `stop_calls` took."""
         self._lock.release()
 
-    def enter_if_free(self, patience_s: float) -> bool:
-        """Take the lock as `enter`, but only when no thread is inside a call, or leaves within `patience_s` seconds."""
+    def enter_if_free(self, wait_limit_s: float) -> bool:
+        """Take the lock as `enter`, but only when no thread is inside a call, or leaves in `wait_limit_s` seconds."""
         if self._engine.flags & ENDED:
             self._engine.await_flags()
-        if not self._lock.acquire(patience_s > 0, patience_s or -1):
+        if not self._lock.acquire(wait_limit_s > 0, wait_limit_s or -1):
             return False
         try:
             may_go_on = not self._engine.flags or self._engine.may_go_on()

@@ -8,11 +8,11 @@ gets new outboxes, so a late reader of the old ones still finds the data that be
     state      words that describe the rank: progress, sleepers, life; the owner of the outbox
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
     verdicts   per source rank: the outcome of its point-to-point messages (a ring, and a count of freed slots)
-    lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
+    channels      per destination rank: headers of NUM_CHANNEL_SLOTS point-to-point slots
     mirrors    per rank of another host: the mirror that this rank keeps of it, for the ranks of its host (`MIRROR_*`)
     extra      words and bytes of a client of the group's engine (`ep/hosts/latency`)
     staging    payload of collective calls, handed out by `StagingRing`
-    lane_data  payload of the point-to-point slots, LANE_SLOT_BYTES each
+    channel_data  payload of the point-to-point slots, CHANNEL_SLOT_BYTES each
 
 Order: a writer stores the payload, then the header's words, then the tag (x86-64 keeps that order), then wakes the
 sleepers. A crash before the tag leaves an old tag, so a partial contribution is never read. A cell or slot is written
@@ -77,11 +77,11 @@ LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN = 0, 0x
 LIFE_EXITED = 0xF00000  # the process ends without having destroyed the group
 _GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED, LIFE_BROKEN, LIFE_EXITED))
 
-NUM_LANE_SLOTS = 256
-LANE_SLOT_BYTES = 64 << 10
-LANE_BYTES = NUM_LANE_SLOTS * LANE_SLOT_BYTES
-LANE_SLOT_WORDS = 8
-LANE_WORDS = NUM_LANE_SLOTS * LANE_SLOT_WORDS
+NUM_CHANNEL_SLOTS = 256
+CHANNEL_SLOT_BYTES = 64 << 10
+CHANNEL_BYTES = NUM_CHANNEL_SLOTS * CHANNEL_SLOT_BYTES
+CHANNEL_SLOT_WORDS = 8
+CHANNEL_WORDS = NUM_CHANNEL_SLOTS * CHANNEL_SLOT_WORDS
 # words of a channel slot
 SLOT_TAG, SLOT_MESSAGE, SLOT_USER_TAG, SLOT_SIGNATURE, SLOT_TOTAL_BYTES, SLOT_BYTES, SLOT_KIND = range(7)
 # not a word of the slot that it lies in: number of an aborted message, in slot (number - 1) modulo the slots
@@ -114,11 +114,11 @@ def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0, has_m
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
-        Field("lanes", torch.uint64, (num_channels, LANE_WORDS)),
+        Field("channels", torch.uint64, (num_channels, CHANNEL_WORDS)),
         Field("mirrors", torch.uint64, (capacity, MIRROR_WORDS)),
         Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
-        Field("lane_data", torch.uint8, (num_channels, LANE_BYTES), align_bytes=4096),
+        Field("channel_data", torch.uint8, (num_channels, CHANNEL_BYTES), align_bytes=4096),
     )
 
 
@@ -127,12 +127,12 @@ class OutboxOwner(NamedTuple):
 
     Attributes:
         nonce: of the process; it stands for its job and its incarnation.
-        lane: of the group.
+        group_id: of the group.
         slot: of the process in the job.
     """
 
     nonce: bytes
-    lane: int
+    group_id: int
     slot: int
 
     def pack(self) -> bytes:
@@ -311,7 +311,7 @@ class PeerRegions:
     """All outboxes of one epoch, mapped: this rank's own and every peer's.
 
     Attributes:
-        words: per rank, its header words (state, cells, verdicts, lanes) as unsigned 64-bit.
+        words: per rank, its header words (state, cells, verdicts, channels) as unsigned 64-bit.
         address: per rank, the address of its word 0.
         own: `words[rank]`.
         peers: the other ranks, ascending; `peer_words` are their words in that order.
@@ -385,8 +385,8 @@ class PeerRegions:
         self.first_cell = layout.offset("cells") // 8
         self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(capacity)]
         # without messages there is nothing at these, and nobody asks
-        self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(capacity)]
-        self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(capacity)]
+        self.channel_base = [layout.offset("channels") // 8 + CHANNEL_WORDS * peer for peer in range(capacity)]
+        self.channel_data = [layout.offset("channel_data") + CHANNEL_BYTES * peer for peer in range(capacity)]
         self.mirror_base = [layout.offset("mirrors") // 8 + MIRROR_WORDS * peer for peer in range(capacity)]
         self.extra = layout.offset("extra")
         self.sites: dict[int, tuple[int, ...]] = {}

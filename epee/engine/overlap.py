@@ -49,7 +49,7 @@ def _has_ended(call: Driven) -> bool:
     return call.done
 
 
-def _is_in_lane(message: Message) -> bool:
+def _is_in_group(message: Message) -> bool:
     return message.done or message.written
 
 
@@ -113,7 +113,7 @@ class CallOrder:
             if is_read or meet(written, writes):
                 edges.append(Edge(message, _has_ended, is_read))
             elif meet(read, writes) and not message.written:
-                edges.append(Edge(message, _is_in_lane, False))
+                edges.append(Edge(message, _is_in_group, False))
         self._written.add(writes, op.seq, retired)
         op.before = edges
 
@@ -151,7 +151,7 @@ class CallOrder:
             if is_written or (meet(read, writes) and not earlier.written):
                 mates = batch_mates() if mates is None else mates
                 if not any(mate is earlier for mate in mates):
-                    edges.append(Edge(earlier, _has_ended if is_written else _is_in_lane, is_read))
+                    edges.append(Edge(earlier, _has_ended if is_written else _is_in_group, is_read))
         message.before = edges
         if message.is_early and not edges:
             read_again(message)

@@ -337,9 +337,9 @@ class Helper:
         """
         if time.monotonic() < self._not_before:
             return
-        patience_s = (SLICE_S if is_alone else SHARED_SLICE_S) if self._misses >= MAX_MISSES else 0.0
+        wait_limit_s = (SLICE_S if is_alone else SHARED_SLICE_S) if self._misses >= MAX_MISSES else 0.0
         try:
-            if not self._engine.entry.enter_if_free(patience_s):
+            if not self._engine.entry.enter_if_free(wait_limit_s):
                 self._misses += 1
                 return
         except ResourceError:  # decisions cannot be applied now; the program's calls raise this, the thread continues
@@ -406,7 +406,7 @@ class Helper:
     def _look(self, block: Block, head: Driven) -> None:
         """Examine failures from the second check on at which a call has not advanced."""
         now = head.start_clock()
-        if head.patience or now > head.deadline:
+        if head.timeouts or now > head.deadline:
             on_peer = block.rank >= 0 and block.word != BELL
             examine(self._engine, block if on_peer else None, head, head, None)
-        head.patience = 1
+        head.timeouts = 1

@@ -131,8 +131,8 @@ class Withdrawal:
         # whether the checks ask once more because the abort had arrived everywhere; one other host answers about all
         # its ranks at once, and the words of this host are read behind its answer
         self._is_repeated = len(peer_regions.sites) <= 2
-        patience_s = call.deadline - call.started if call.deadline else GRACE_S
-        self._grace_s = min(GRACE_S, patience_s)
+        wait_limit_s = call.deadline - call.started if call.deadline else GRACE_S
+        self._grace_s = min(GRACE_S, wait_limit_s)
         self._until = time.monotonic() + self._grace_s
         peer_regions.exports.publish(peer_regions, at.cell + GAVE_UP, at.tag)
         peer_regions.exports.publish(peer_regions, at.cell, 0)

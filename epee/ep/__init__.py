@@ -18,12 +18,12 @@ from .handle import Combined, CpuHandle, Dispatched, Handle, Payload
 from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle
-from .plans import NO_FACTS, topk_facts
+from .plans import NO_FACTS, checked_topk
 from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, num_left_out, topk_of_map
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
 from .pool.throughput import MemoryBytes, Room, memory_for
-from .streams import Lane, is_capturing
+from .streams import CallStream, is_capturing
 from .throughput.order import CombineOrder
 from .throughput.placement import check_topk_idx
 
@@ -32,12 +32,12 @@ __all__ = [
     "PAYLOAD_DTYPES",
     "Buffer",
     "BufferPool",
+    "CallStream",
     "CombineOrder",
     "Combined",
     "CpuHandle",
     "Dispatched",
     "Handle",
-    "Lane",
     "LatencyBuffer",
     "LatencyCombined",
     "LatencyDispatched",
@@ -51,6 +51,7 @@ __all__ = [
     "Wish",
     "check_map",
     "check_topk_idx",
+    "checked_topk",
     "clipped_counts",
     "count_layout",
     "current_stream",
@@ -69,7 +70,6 @@ __all__ = [
     "num_left_out",
     "recorded_on",
     "timeout_of",
-    "topk_facts",
     "topk_of_map",
     "wait_on",
 ]

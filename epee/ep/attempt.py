@@ -45,7 +45,7 @@ from .checks import check_timeout
 from .control.exchanging import RowExchange
 from .control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
 from .paths import GpuPath, Path
-from .streams import Lanes, RunOptions
+from .streams import CallStreams, RunOptions
 
 _log = logging.getLogger(__name__)
 
@@ -133,17 +133,17 @@ class CallAttempt:
         call has a number.
         """
         try:
-            patience = check_timeout(self._timeout, self._default_s)
+            timeouts = check_timeout(self._timeout, self._default_s)
         except expected(InvalidArgument):
-            patience = self._default_s  # it is refused once this rank is in the epoch
+            timeouts = self._default_s  # it is refused once this rank is in the epoch
         membership = self._exchange.membership
         try:
-            membership.turn(OP_NAMES[self._op], self._now + patience)
+            membership.turn(OP_NAMES[self._op], self._now + timeouts)
         except expected(Moved):
             raise
         except expected(Exception) as error:
             if membership.counts_entering and not self._path.is_told(error):
-                self._refuse(error, self._now + patience)
+                self._refuse(error, self._now + timeouts)
             raise
 
 
@@ -151,7 +151,7 @@ class CallsAgain:
     """Makes the cached calls of one buffer.
 
     Args:
-        turns, exchange, path, lanes: of the buffer.
+        turns, exchange, path, call_streams: of the buffer.
         timeout_s: of calls that name none.
         dispatch, combine: find a call's plan and start it, or return None; called with the arguments of the attributes,
             and with the stream of the call, last, if that is not the current one.
@@ -170,13 +170,13 @@ class CallsAgain:
         turns: Turns,
         exchange: RowExchange,
         path: GpuPath,
-        lanes: Lanes,
+        call_streams: CallStreams,
         timeout_s: float,
         dispatch: Callable[..., Any],
         combine: Callable[..., Any],
     ) -> None:
         self._turns, self._closing, self._exchange, self._path = turns, turns.closing, exchange, path
-        self._core, self._lanes, self._timeout_s = path.core, lanes, timeout_s
+        self._core, self._call_streams, self._timeout_s = path.core, call_streams, timeout_s
         self.dispatch: Callable[..., Any] = partial(self.make, OP_DISPATCH, dispatch)
         self.combine: Callable[..., Any] = partial(self.make, OP_COMBINE, combine)
         self.dispatch_async: Callable[..., Any] = partial(self.make, OP_DISPATCH, self._on_own_stream, dispatch)
@@ -216,8 +216,8 @@ class CallsAgain:
 
     def _on_own_stream(self, call: Callable[..., Any], previous_event: object, *given: Any) -> Any:
         """Make a cached call on the buffer's own stream, with the lock."""
-        with self._lanes.lane(RunOptions(async_op=True, previous_event=previous_event)) as lane:
-            return call(*given, lane)
+        with self._call_streams.call_stream(RunOptions(async_op=True, previous_event=previous_event)) as call_stream:
+            return call(*given, call_stream)
 
     def receive(self, phase: Any) -> bool:
         """Make the receive phase of a call with a hook; return False without side effects if the fast path is not

@@ -39,7 +39,7 @@ from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .making import fits
 from .paths import Making, Path, PathOverHosts, platform_of, return_all, with_policy
-from .streams import Lanes
+from .streams import CallStreams
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
@@ -123,7 +123,7 @@ class SharedBuffer:
             self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
             self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
-            self._lanes = Lanes(self.config.device)
+            self._call_streams = CallStreams(self.config.device)
             with on_gpu(self.config.device.index):
                 self._path: Path
                 if not spans:

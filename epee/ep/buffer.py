@@ -276,7 +276,7 @@ class Buffer(SharedBuffer):
         """Enable the fast path for cached calls."""
         self._known = known = KnownPlans(path.shape, self._checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
-        self.again = CallsAgain(self._turns, self._exchange, path, self._lanes, self._timeout, *calls)
+        self.again = CallsAgain(self._turns, self._exchange, path, self._call_streams, self._timeout, *calls)
 
     def dispatches_like(
         self,
@@ -389,14 +389,14 @@ class Buffer(SharedBuffer):
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
-                with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
+                with attempt as deadline, self._call_streams.call_stream(check_run(run)) as call_stream:
                     if carries_gradient(x, others[0]):
                         warn_of_gradients("Buffer.dispatch")
                     if routing.handle is not None:
                         check_handle(routing.handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
                     call = self._checked.dispatch(x, routing, others, members)
-                    return self._rows.dispatch(call, deadline, lane, run)
+                    return self._rows.dispatch(call, deadline, call_stream, run)
 
     def combine(
         self,
@@ -457,13 +457,13 @@ class Buffer(SharedBuffer):
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeout)
             while True:
-                with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
+                with attempt as deadline, self._call_streams.call_stream(check_run(run)) as call_stream:
                     if carries_gradient(y, topk_weights, bias):
                         warn_of_gradients("Buffer.combine")
                     known = check_handle(handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
                     call = self._checked.combine(y, known, others, members)
-                    return self._rows.combine(call, deadline, lane, run)
+                    return self._rows.combine(call, deadline, call_stream, run)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.

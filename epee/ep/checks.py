@@ -480,7 +480,7 @@ def check_combine(
     if len(biases) > 2:
         raise InvalidArgument(f"bias must be one tensor or a pair, got {len(biases)} tensors; add them first")
     kinds = (rows.dtype,) if rows.dtype == torch.float32 else (rows.dtype, torch.float32)
-    checked = tuple(
+    biases = tuple(
         [_check_whole("bias", check_tensor("bias", item, shape, kinds, config.device), config) for item in biases]
     )
     target = None if out is None else check_tensor("out", out, shape, (rows.dtype,), config.device)
@@ -488,16 +488,16 @@ def check_combine(
         _check_out(target, rows, weights)
         _check_whole("out", target, config)
         # out is written while biases are still to be read
-        checked = tuple(item.clone() if overlap(target, item) else item for item in checked)
+        biases = tuple(item.clone() if overlap(target, item) else item for item in biases)
     wanted = check_order(handle.order, handle.layout)
     lanes = None
     if handle.layout == "rank" and wanted.by == "last_k":
         lanes = _check_lanes(config, handle, wanted, members)
     # on GPUs the use of an order must not depend on arguments that only this rank has
-    if is_own_order(wanted, config.num_ranks, 2 if config.is_cuda else len(checked)):
+    if is_own_order(wanted, config.num_ranks, 2 if config.is_cuda else len(biases)):
         wanted = RANKS_THEN_BIAS
     _check_whole("y", rows, config)
-    return CombineCall(rows.contiguous(), handle, weights, checked, target, wanted, lanes)
+    return CombineCall(rows.contiguous(), handle, weights, biases, target, wanted, lanes)
 
 
 def _check_lanes(

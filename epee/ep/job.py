@@ -26,7 +26,7 @@ def job_handle_at(place: GroupHandle, fault_mode: str, on_stall: str) -> GroupIn
     job_handle = place.job_handle
     return GroupInView(
         job_handle.job.runtime,
-        job_handle.lane,
+        job_handle.group_id,
         tuple(job_handle.slots),
         fault_mode == "raise",
         on_stall,

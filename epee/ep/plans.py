@@ -3,7 +3,7 @@
 `latency/plans.py` has the same for `LatencyBuffer`.
 
 A call on a GPU costs the CPU little more than its launch, so checking each argument would be noticeable. Everything
-that the rules of `checks.py` read, except addresses, is the call's *cache key* (`facts`): shapes, strides, dtypes,
+that the rules of `checks.py` read, except addresses, is the call's *cache key* (`checked`): shapes, strides, dtypes,
 devices, options. Keys that have passed are stored with what the path has planned for them (`CheckedCalls`). A call with
 the same key is only checked for what the key does not contain: the alignment of rows; of a combine, whether rows and
 weights are contiguous, and how many there are. Calls whose arguments had to be changed (made contiguous), or may
@@ -64,9 +64,9 @@ class CheckedCalls:
         topk_weights, layout, expert_alignment = others
         routed = routing.is_token_in_rank, routing.handle, routing.capacity
         given = x, routing.topk_idx, topk_weights, routed, layout, expert_alignment
-        facts = self._facts(dispatch_facts, *given)
-        if facts is not None and _are_whole(routing.topk_idx, routing.is_token_in_rank, topk_weights):
-            return call._replace(memo=self._note(facts))
+        checked = self._checked(checked_dispatch, *given)
+        if checked is not None and _are_whole(routing.topk_idx, routing.is_token_in_rank, topk_weights):
+            return call._replace(memo=self._note(checked))
         return call
 
     def combine(
@@ -76,33 +76,33 @@ class CheckedCalls:
         call = check_combine(self._config, y, handle, others, members)
         topk_weights, bias, out = others
         is_plain = bias is None and out is None and len(call.y) == handle.num_recv  # fewer rows are checked each time
-        facts = self._facts(combine_facts, y, handle, topk_weights) if is_plain else None
-        if facts is not None and _are_whole(y, topk_weights):
-            return call._replace(memo=self._note(facts))
+        checked = self._checked(checked_combine, y, handle, topk_weights) if is_plain else None
+        if checked is not None and _are_whole(y, topk_weights):
+            return call._replace(memo=self._note(checked))
         return call
 
-    def memo_of(self, facts: object) -> dict[Any, Any] | None:
+    def memo_of(self, checked: object) -> dict[Any, Any] | None:
         """Return the memo of calls with this cache key, None if none has passed the checks.
 
         The alignment of rows is not in the key and is still to be checked.
         """
-        return self._passed.get(facts)
+        return self._passed.get(checked)
 
-    def _note(self, facts: tuple[object, ...]) -> dict[Any, Any]:
+    def _note(self, checked: tuple[object, ...]) -> dict[Any, Any]:
         if len(self._passed) >= _MOST_FACTS:
             self._passed.clear()
-        return self._passed.setdefault(facts, {})
+        return self._passed.setdefault(checked, {})
 
-    def _facts(self, facts_of: Callable[..., tuple[object, ...]], *given: Any) -> tuple[object, ...] | None:
+    def _checked(self, checked_of: Callable[..., tuple[object, ...]], *given: Any) -> tuple[object, ...] | None:
         """Return the cache key of a call; None if only the rules can determine the error, or on CPUs."""
         if not self._config.is_cuda:
             return None
         try:
-            facts = facts_of(*given)
-            hash(facts)
+            checked = checked_of(*given)
+            hash(checked)
         except expected(*NO_FACTS):
             return None
-        return facts
+        return checked
 
 
 class _Like(NamedTuple):
@@ -144,7 +144,7 @@ class KnownPlans:
     ) -> DispatchPlan | None:
         """Return the plan of dispatches whose arguments have the properties of these, if there is one.
 
-        It is valid while the properties of these tensors stay the same (`topk_facts`).
+        It is valid while the properties of these tensors stay the same (`checked_topk`).
 
         Args:
             others: the mask, the handle and the capacity.
@@ -181,8 +181,8 @@ class KnownPlans:
             key = _key_of(x, topk_idx, topk_weights, others, options)
             plan = self._dispatches.get(key)
             if plan is None or plan.max_sms != max_sms:
-                facts = dispatch_facts(x, topk_idx, topk_weights, others, *how)
-                memo = self._checked.memo_of(facts)
+                checked = checked_dispatch(x, topk_idx, topk_weights, others, *how)
+                memo = self._checked.memo_of(checked)
                 plan = None if memo is None else memo.get(short_key(self._machine, is_exact, num_sms))
                 if plan is None:
                     return None
@@ -218,16 +218,16 @@ class KnownPlans:
             if topk_weights is not None:
                 if not topk_weights.is_contiguous():
                     return None
-                weights = _weights_facts(topk_weights, num_rows)
+                weights = _checked_weights(topk_weights, num_rows)
             looks = num_rows == handle.num_rows, hidden, dtype, y.device, is_negative, weights
             key = looks, handle.form, num_sms, is_copied, number
             plan = self._combines.get(key)
             if plan is not None and plan.max_sms == self._machine.max_sms:
                 return plan, slot
-            facts = combine_facts(y, handle, topk_weights)
+            checked = checked_combine(y, handle, topk_weights)
         except expected(*NO_FACTS):
             return None
-        memo = self._checked.memo_of(facts)
+        memo = self._checked.memo_of(checked)
         plan = None if memo is None else memo.get((is_copied, number, num_sms, self._machine.max_sms))  # as `combine`
         if plan is None:
             return None
@@ -236,17 +236,17 @@ class KnownPlans:
 
 
 def _key_of(x: Any, topk_idx: Any, topk_weights: Any, others: tuple[Any, Any, Any], options: Any) -> object:
-    """Return the key of `dispatch_facts` and the options; faster for frequent kinds of calls."""
+    """Return the key of `checked_dispatch` and the options; faster for frequent kinds of calls."""
     mask, handle, capacity = others
     if mask is None and capacity is None:
         if handle is None and topk_weights is not None:
-            return topk_facts(x, topk_idx, topk_weights), options
+            return checked_topk(x, topk_idx, topk_weights), options
         if handle is not None and topk_idx is None and topk_weights is None:
-            return _facts_of(x) if isinstance(x, torch.Tensor) else tuple(map(_facts_of, x)), handle.form, options
-    return dispatch_facts(x, topk_idx, topk_weights, others, *options[0]), options
+            return _checked_of(x) if isinstance(x, torch.Tensor) else tuple(map(_checked_of, x)), handle.form, options
+    return checked_dispatch(x, topk_idx, topk_weights, others, *options[0]), options
 
 
-def dispatch_facts(
+def checked_dispatch(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
@@ -262,11 +262,11 @@ def dispatch_facts(
     """
     mask, handle, capacity = others
     return (
-        _facts_of(x) if isinstance(x, torch.Tensor) else tuple(map(_facts_of, x)),
-        None if topk_idx is None else _facts_of(topk_idx),
-        None if topk_weights is None else _facts_of(topk_weights),
-        None if mask is None else _facts_of(mask),
-        None if handle is None else _facts_of_handle(handle),
+        _checked_of(x) if isinstance(x, torch.Tensor) else tuple(map(_checked_of, x)),
+        None if topk_idx is None else _checked_of(topk_idx),
+        None if topk_weights is None else _checked_of(topk_weights),
+        None if mask is None else _checked_of(mask),
+        None if handle is None else _checked_of_handle(handle),
         layout,
         expert_alignment,
         type(expert_alignment),  # True is no 1
@@ -275,14 +275,14 @@ def dispatch_facts(
     )
 
 
-def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
-    """Return what the rules read of the tensors of a dispatch by `topk_idx`, as `dispatch_facts`."""
+def checked_topk(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
+    """Return what the rules read of the tensors of a dispatch by `topk_idx`, as `checked_dispatch`."""
     kind = None
     if isinstance(x, torch.Tensor):
         kind = x.dtype
         rows: tuple[object, ...] = x.shape, x.stride(), x.device, kind in _MAY_BE_NEGATED and x.is_neg()
     else:
-        rows = tuple(map(_facts_of, x))
+        rows = tuple(map(_checked_of, x))
     return (
         rows,
         kind,
@@ -298,33 +298,33 @@ def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
     )
 
 
-def combine_facts(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ...]:
-    """Return what the rules of a combine read, as `dispatch_facts`; the number of rows follows from no shape.
+def checked_combine(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ...]:
+    """Return what the rules of a combine read, as `checked_dispatch`; the number of rows follows from no shape.
 
     Nor do strides stand there, which of one row say nothing: `y` and `topk_weights` are contiguous.
     """
     num_rows, *others = y.shape
-    weights = None if topk_weights is None else _weights_facts(topk_weights, num_rows)
+    weights = None if topk_weights is None else _checked_weights(topk_weights, num_rows)
     order = handle.order  # whose ids are not checked on GPUs
     sums = None if order is None else (order.by, order.bias_first, order.round_partials)
     dtype = y.dtype
     looks = dtype, y.device, dtype in _MAY_BE_NEGATED and y.is_neg()
-    return num_rows == handle.num_recv, *others, looks, weights, _facts_of_handle(handle), sums
+    return num_rows == handle.num_recv, *others, looks, weights, _checked_of_handle(handle), sums
 
 
-def _weights_facts(weights: Any, num_rows: int) -> tuple[object, ...]:
+def _checked_weights(weights: Any, num_rows: int) -> tuple[object, ...]:
     """Return the checked properties of the contiguous weights of so many rows."""
     count, *others = weights.shape
     return count == num_rows, *others, weights.dtype, weights.device, weights.is_neg()
 
 
-def _facts_of(value: Any) -> tuple[object, ...]:
+def _checked_of(value: Any) -> tuple[object, ...]:
     """Return the checked properties of a tensor; raises for a value that is no dense tensor."""
     dtype = value.dtype
     return value.shape, value.stride(), dtype, value.device, dtype in _MAY_BE_NEGATED and value.is_neg()
 
 
-def _facts_of_handle(handle: Handle) -> tuple[object, ...]:
+def _checked_of_handle(handle: Handle) -> tuple[object, ...]:
     return handle.layout, handle.expert_alignment, handle.num_tokens, handle.with_topk, handle.capacity
 
 

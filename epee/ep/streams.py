@@ -35,7 +35,7 @@ class RunOptions(NamedTuple):
     sync: bool = True
 
 
-class Lane:
+class CallStream:
     """The stream of one call that runs on the CPU, or on a GPU's current stream.
 
     What is put on the current stream inside of it (`with`) is the call's work.
@@ -46,7 +46,7 @@ class Lane:
 
     is_own = False
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> CallStream:
         return self
 
     def __exit__(
@@ -68,17 +68,17 @@ class Lane:
         return Event(device, stream) if device.index is not None else DONE  # of CPUs there is one
 
 
-CURRENT = Lane()
+CURRENT = CallStream()
 
 
-class _OwnLane(Lane):
+class _OwnLane(CallStream):
     is_own = True
 
     def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
         self._caller, self._own = caller, own
         self._index = own.device_index
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> CallStream:
         # as `torch.cuda.stream`, which takes five times as long: it asks for both streams once more
         self._index = current_index()
         torch.cuda.set_stream(self._own)
@@ -107,7 +107,7 @@ class _OwnLane(Lane):
         return Event(device, stream, recorded_on(self._own))
 
 
-class Lanes:
+class CallStreams:
     """The streams of one buffer.
 
     Args:
@@ -125,7 +125,7 @@ class Lanes:
             self._own = torch.cuda.Stream(self._device)
         return self._own
 
-    def lane(self, run: RunOptions) -> Lane:
+    def call_stream(self, run: RunOptions) -> CallStream:
         """Return the stream of a call, after the event that it has to wait for.
 
         Raises:

@@ -139,8 +139,8 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
         return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so no rank made it: {reason}")
     if code == REFUSED and got == GAVE_UP:
-        facts = context(name, rank=rank, peer=src, seq=seq)
-        return MismatchError(f"{facts}: rank {src} aborted this call after an error of its own; see its message")
+        checked = context(name, rank=rank, peer=src, seq=seq)
+        return MismatchError(f"{checked}: rank {src} aborted this call after an error of its own; see its message")
     if code == MISMATCH and is_of_losses(where, expected, got):
         or_else = "" if name != "combine" else " (or they combine by handles of dispatches 32 calls apart)"
         return MismatchError(
@@ -179,8 +179,8 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
-    expected, got, where = facts
+def _describe(code: int, head: str, peer: int, checked: tuple[int, int, int]) -> EpeeError:
+    expected, got, where = checked
     if code == TIMEOUT:
         waited = _WAITS.get(where, f"wait {where}")
         seen = f"expected call {untag(expected)[1]}, got {untag(got)[1]}"

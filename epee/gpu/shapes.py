@@ -158,7 +158,7 @@ class ThroughputConfig:
 
     @cached_property
     def lanes_per_token(self) -> int:
-        """Lanes of a warp that share a token in the layout kernel: a power of two, at least num_topk."""
+        """CallStreams of a warp that share a token in the layout kernel: a power of two, at least num_topk."""
         return 1 << (self.num_topk - 1).bit_length()
 
     @cached_property

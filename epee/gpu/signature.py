@@ -66,7 +66,7 @@ def dispatch_signature(
     has_weights: bool,
 ) -> int:
     """Return the second word of a dispatch."""
-    facts = (
+    checked = (
         LAYOUTS.index(layout),
         expert_alignment,
         DTYPE_CODES.index(dtype),
@@ -75,7 +75,7 @@ def dispatch_signature(
         int(has_topk),
         int(has_weights),
     )
-    return _pack(_DISPATCH_FIELDS, facts)
+    return _pack(_DISPATCH_FIELDS, checked)
 
 
 @lru_cache(maxsize=1024)
@@ -107,9 +107,9 @@ def is_of_losses(where: int, mine: int, other: int) -> bool:
     return where == WHERE_LOSSES or (mine ^ other) & ((1 << 16 - _LOSS_BITS) - 1) == 0
 
 
-def _pack(fields: tuple[tuple[str, int], ...], facts: tuple[int, ...]) -> int:
+def _pack(fields: tuple[tuple[str, int], ...], checked: tuple[int, ...]) -> int:
     word = at = 0
-    for (name, bits), fact in zip(fields, facts, strict=True):
+    for (name, bits), fact in zip(fields, checked, strict=True):
         assert 0 <= fact < 1 << bits, (name, fact)
         word |= fact << at
         at += bits

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import PeerError, RankFailedError
-from .process.board import LaneRow
+from .process.board import GroupRow
 from .protocol.messages import DEAD, EXITED, LEFT, PUT_OUT, STALLED, UNREACHABLE
 from .runtime import Runtime
 
@@ -53,14 +53,14 @@ class Awaited:
     def __init__(self, runtime: Runtime, on_stall: str) -> None:
         self._runtime = runtime
         self._on_stall = on_stall
-        self._lane = 0
-        self._row: LaneRow | None = None
+        self._group_id = 0
+        self._row: GroupRow | None = None
         self._shown: tuple[str, int, int, int] | None = None
         self._accused_at = self._warned_at = 0.0
 
-    def begin(self, lane: int, row: LaneRow) -> None:
-        """Report for group `lane`, which has `row` of this process's board."""
-        self._lane, self._row = lane, row
+    def begin(self, group_id: int, row: GroupRow) -> None:
+        """Report for group `group_id`, which has `row` of this process's board."""
+        self._group_id, self._row = group_id, row
 
     def call_it(self, name: str) -> None:
         """Show the name of the group or buffer in hang reports."""
@@ -115,5 +115,5 @@ class Awaited:
         if now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now
             for slot in slots.values():
-                self._runtime.accuse(slot, self._lane, seq, epoch)
+                self._runtime.accuse(slot, self._group_id, seq, epoch)
         return True

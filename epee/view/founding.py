@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from ..errors import EpeeError, ProtocolError, ResourceError, expected
 from .job import Job, JobHandle, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
 from .transport.directory import JobDirectory
-from .transport.wire import LANE_LIMIT, MAX_MEMBERS
+from .transport.wire import GROUP_ID_LIMIT, MAX_MEMBERS
 
 Gather = Callable[[bytes], Sequence[bytes]]  # equally long byte strings of all ranks, in rank order
 TOLD_BYTES = 8192
@@ -48,7 +48,7 @@ class Presence(NamedTuple):
     """The data of a rank in round 1: id of a job -> its standing there; the group id that rank 0 requests."""
 
     jobs: dict[str, Standing]
-    lane: int
+    group_id: int
 
 
 class GroupHandle(NamedTuple):
@@ -78,12 +78,12 @@ def find_place(rank: int, num_ranks: int, gather: Gather) -> GroupHandle:
         told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held)))]
         key = next((key for key in reversed(told[0].jobs) if _is_shared(key, told)), "")
         if not key:
-            return GroupHandle(_found(rank, gather, told[0].lane), [1] * num_ranks)
+            return GroupHandle(_found(rank, gather, told[0].group_id), [1] * num_ranks)
         job = next(job for job in held if job.key == key)
         held.remove(job)
         slots = [each.jobs[key].slot for each in told]
         return GroupHandle(
-            JobHandle(job, slots, told[0].lane, False, False), [each.jobs[key].incarnation for each in told]
+            JobHandle(job, slots, told[0].group_id, False, False), [each.jobs[key].incarnation for each in told]
         )
     finally:
         for job in held:
@@ -100,7 +100,7 @@ def _own_presence(held: Sequence[Job]) -> dict[str, Any]:
         room -= len(json.dumps([job.key, standing])) + 8
         if room > 0:
             jobs = {job.key: standing, **jobs}
-    return {"jobs": jobs, "lane": 1 + secrets.randbelow(LANE_LIMIT - 1)}
+    return {"jobs": jobs, "group_id": 1 + secrets.randbelow(GROUP_ID_LIMIT - 1)}
 
 
 def _is_shared(key: str, told: Sequence[Presence]) -> bool:
@@ -112,7 +112,7 @@ def _is_shared(key: str, told: Sequence[Presence]) -> bool:
     return all(newest.members.get(one.slot) == one.incarnation for one in standings)
 
 
-def _found(rank: int, gather: Gather, lane: int) -> JobHandle:
+def _found(rank: int, gather: Gather, group_id: int) -> JobHandle:
     """Create a job together with all ranks; see rounds 2 and 3."""
     with contextlib.ExitStack() as undo:
         problem, directory, job = "", None, None
@@ -137,7 +137,7 @@ def _found(rank: int, gather: Gather, lane: int) -> JobHandle:
         words = {"member": pack_member(job.runtime.member) if job is not None else ""}
         members = [str(fields["member"]) for fields in _tell(gather, _said(words, problem))]
         assert job is not None  # else all ranks have raised
-        job_handle = JobHandle(job, list(range(len(members))), lane, True, False)
+        job_handle = JobHandle(job, list(range(len(members))), group_id, True, False)
         start_job(job_handle, [parse_member(text, peer) for peer, text in enumerate(members)])
         undo.pop_all()
         return job_handle
@@ -174,11 +174,11 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
 
 def _presence(fields: dict[str, Any], peer: int) -> Presence:
     """Return a checked `Presence`."""
-    jobs, lane = fields["jobs"], fields["lane"]
+    jobs, group_id = fields["jobs"], fields["group_id"]
     try:
-        if type(lane) is not int or not 0 < lane < LANE_LIMIT:
-            raise ValueError("lane")
-        return Presence({key: _standing(*standing) for key, standing in jobs.items()}, lane)
+        if type(group_id) is not int or not 0 < group_id < GROUP_ID_LIMIT:
+            raise ValueError("group_id")
+        return Presence({key: _standing(*standing) for key, standing in jobs.items()}, group_id)
     except expected(ValueError, TypeError, AttributeError) as exc:
         told = str(fields)[:200]
         raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right ({exc}): {told}") from exc

@@ -43,7 +43,7 @@ class GroupInView:
 
     Attributes:
         runtime: the control plane of this process.
-        lane: id of the group.
+        group_id: id of the group.
         slots: of each rank in the job.
         raises: a loss is an error (mode "raise").
         on_stall: "error", "evict" or "wait".
@@ -56,7 +56,7 @@ class GroupInView:
     """
 
     runtime: Runtime
-    lane: int
+    group_id: int
     slots: tuple[int, ...]
     raises: bool
     on_stall: str

@@ -33,7 +33,7 @@ from .protocol.events import AgentSettings
 from .protocol.messages import LEFT, Member
 from .runtime import Runtime
 from .transport.directory import JobDirectory
-from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES, parse_endpoint
+from .transport.wire import GROUP_ID_LIMIT, MAX_MEMBERS, NONCE_BYTES, parse_endpoint
 
 MAX_JOBS_TOLD = 8
 SETTINGS = AgentSettings(policy="evict", admit="ask")  # each group chooses itself whether it accuses ranks
@@ -46,7 +46,7 @@ class Hello:
     Attributes:
         num_ranks: the number of ranks of the group, as this rank was given it.
         jobs: id of each job that this process is in -> its slot there.
-        lane: rank 0's choice for the group; -1 on the others.
+        group_id: rank 0's choice for the group; -1 on the others.
         folder: of a new job, made by rank 0; "" when it may not be needed.
         nonce: random, so that data of another attempt does not fit this one (`proof.py`).
         host: the host it runs on (`link/topology.py`).
@@ -55,7 +55,7 @@ class Hello:
 
     num_ranks: int
     jobs: dict[str, int]
-    lane: int
+    group_id: int
     folder: str
     nonce: str
     host: str
@@ -67,14 +67,14 @@ class JobHandle(NamedTuple):
 
     Attributes:
         slots: of each rank.
-        lane: id of the group.
+        group_id: id of the group.
         is_founder: the group creates the job.
         is_home: it is the first group of the job; a process that joins the job joins this group.
     """
 
     job: Job
     slots: list[int]
-    lane: int
+    group_id: int
     is_founder: bool
     is_home: bool
 
@@ -212,9 +212,9 @@ def own_hello(rank: int, num_ranks: int, host: str, spans: bool) -> tuple[Hello,
     if rank != 0:
         return Hello(num_ranks, mine, -1, "", nonce, host, spans), None
     directory = None if mine else new_folder()
-    lane = secrets.randbelow(LANE_LIMIT)
+    group_id = secrets.randbelow(GROUP_ID_LIMIT)
     folder = "" if directory is None else str(directory.path)
-    return Hello(num_ranks, mine, lane, folder, nonce, host, spans), directory
+    return Hello(num_ranks, mine, group_id, folder, nonce, host, spans), directory
 
 
 def check_spans(hellos: Sequence[Hello]) -> None:
@@ -284,10 +284,14 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
         jobs_ok = isinstance(hello.jobs, dict) and len(hello.jobs) <= MAX_JOBS_TOLD
         if not jobs_ok or not all(type(s) is int and 0 <= s < MAX_MEMBERS for s in hello.jobs.values()):
             raise ValueError(f"jobs are {hello.jobs!r}")
-        if type(hello.lane) is not int or not -1 <= hello.lane < LANE_LIMIT or not isinstance(hello.folder, str):
-            raise ValueError(f"lane is {hello.lane!r}")
-        if rank == 0 and hello.lane < 0:
-            raise ValueError("rank 0 names no lane")
+        if (
+            type(hello.group_id) is not int
+            or not -1 <= hello.group_id < GROUP_ID_LIMIT
+            or not isinstance(hello.folder, str)
+        ):
+            raise ValueError(f"group_id is {hello.group_id!r}")
+        if rank == 0 and hello.group_id < 0:
+            raise ValueError("rank 0 names no group_id")
         if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str) or not isinstance(hello.host, str):
             raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}, host {hello.host!r}")
         if type(hello.spans) is not bool:

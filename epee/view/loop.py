@@ -43,7 +43,7 @@ from ..errors import (
     expected,
     shortage,
 )
-from .process.board import Board, LaneRow, read_board_of
+from .process.board import Board, GroupRow, read_board_of
 from .process.peers import Peers
 from .protocol.agent import BLANK_BOARD, Agent
 from .protocol.events import (
@@ -76,8 +76,8 @@ from .protocol.messages import (
     Ask,
     Commit,
     Decision,
+    GroupState,
     Join,
-    LaneState,
     Member,
     Message,
     Obituary,
@@ -86,7 +86,7 @@ from .protocol.messages import (
 from .transport.auth import Identity
 from .transport.directory import Door, JobDirectory, socket_name
 from .transport.switchboard import Switchboard
-from .transport.wire import BEGIN, END, PING, LaneTold
+from .transport.wire import BEGIN, END, PING, GroupReport
 
 logger = logging.getLogger("epee")
 
@@ -108,7 +108,7 @@ class Hooks(NamedTuple):
         shows of its part in the group.
     """
 
-    freeze: Callable[[], LaneState]
+    freeze: Callable[[], GroupState]
     thaw: Callable[[], None]
     decided: Callable[[Decision], None]
     trouble: Callable[[Exception], None]
@@ -150,7 +150,7 @@ class Loop:
         self._job = job
         self._inbox: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()
-        self._lanes: dict[int, Hooks] = {}
+        self._groups: dict[int, Hooks] = {}
         self._is_frozen = False
         self._is_running = True
         self._waiting: dict[bytes, int] = {}
@@ -158,11 +158,11 @@ class Loop:
         self._known: dict[bytes, Member] = {}
         self._is_folder_there = True
         self._later: list[Callable[[], None]] = []  # registrations that wait for the thaw
-        self.owes_lane = False  # a joiner promises nothing before it can report the progress of its group
+        self.owes_group_state = False  # a joiner promises nothing before it can report the progress of its group
         self._owed: Freeze | None = None
         self._next_look = self._deadline = 0.0
         settings = agent.settings
-        self._idle_s = min(IDLE_S, settings.answer_s + settings.patience_s / 2)
+        self._idle_s = min(IDLE_S, settings.answer_s + settings.wait_limit_s / 2)
         me = agent.me
         with contextlib.ExitStack() as undo:
             try:
@@ -237,24 +237,24 @@ class Loop:
             for effect in self.agent.step(self._events.popleft(), time.monotonic()):
                 self._do(effect)
 
-    def register(self, lane: int, hooks: Hooks, answer: Callable[[LaneRow], None]) -> None:
+    def register(self, group_id: int, hooks: Hooks, answer: Callable[[GroupRow], None]) -> None:
         """Register a group, once nothing is frozen; pass its row to `answer`."""
         if self._is_frozen and self._is_running:
-            self._later.append(lambda: self.register(lane, hooks, answer))
+            self._later.append(lambda: self.register(group_id, hooks, answer))
             return
-        self._lanes[lane] = hooks
-        on_tell = (lambda data: self.post(lambda: self._tell(lane, data))) if self._spans else None
-        answer(self.board.row(lane, on_tell))
-        self.owes_lane = False
+        self._groups[group_id] = hooks
+        on_tell = (lambda data: self.post(lambda: self._tell(group_id, data))) if self._spans else None
+        answer(self.board.row(group_id, on_tell))
+        self.owes_group_state = False
         if self._owed is not None:
             self._freeze(self._owed)
             self._drain()
 
-    def unregister(self, lane: int, row: LaneRow) -> None:
+    def unregister(self, group_id: int, row: GroupRow) -> None:
         """Unregister a group."""
-        if self._lanes.pop(lane, None) is not None:
+        if self._groups.pop(group_id, None) is not None:
             row.clear()
-            self._tell(lane, b"")
+            self._tell(group_id, b"")
 
     def look_at(self, slot: int) -> None:
         """Check a member that is reported dead, and record its death if it is."""
@@ -339,7 +339,7 @@ class Loop:
 
     def _look_abroad(self, now: float) -> None:
         """Connect to processes of other hosts without a connection, and report the lost hosts."""
-        abroad, pause_s = self.switchboard.abroad, self.agent.settings.patience_s / 3
+        abroad, pause_s = self.switchboard.abroad, self.agent.settings.wait_limit_s / 3
         # an iteration takes no longer: this process was stopped
         abroad.skip(max(0.0, now - self._looked_at - 2 * self._idle_s))
         self._looked_at = now
@@ -357,21 +357,26 @@ class Loop:
         again = (at + pause_s for at in self._lost_at.values())
         self._deadline = min([self._deadline, self._ping_at, abroad.next(now), *again])
 
-    def _greeting(self, to: Member) -> list[Message | LaneTold]:
+    def _greeting(self, to: Member) -> list[Message | GroupReport]:
         """Return the messages to send to a process of another host on a new connection."""
         if not self.agent.epoch:
             return []
-        return [Ask(self.agent.epoch), BEGIN, *(LaneTold(lane, data) for lane, data in self._told.items()), END]
+        return [
+            Ask(self.agent.epoch),
+            BEGIN,
+            *(GroupReport(group_id, data) for group_id, data in self._told.items()),
+            END,
+        ]
 
-    def _tell(self, lane: int, data: bytes) -> None:
+    def _tell(self, group_id: int, data: bytes) -> None:
         """Send a group's data to members on other hosts; what is lost on the way comes with the next connection."""
-        if not data and self._told.pop(lane, None) is None:
+        if not data and self._told.pop(group_id, None) is None:
             return
         if data:
-            self._told[lane] = data
+            self._told[group_id] = data
         for member in self.agent.decided.members:
             if member.host != self._job.host:
-                self.switchboard.send(member, LaneTold(lane, data), time.monotonic())
+                self.switchboard.send(member, GroupReport(group_id, data), time.monotonic())
 
     def _handle(self, fd: int) -> None:
         dead = self.peers.died(fd)
@@ -392,12 +397,12 @@ class Loop:
         end = "" if peer is None or peer.board is None else peer.board.end
         self.step(Left(member.nonce, end) if end else Died(member.nonce))
 
-    def _receive(self, sender: bytes, message: Message | LaneTold) -> None:
+    def _receive(self, sender: bytes, message: Message | GroupReport) -> None:
         """Map the boards of the processes that a message introduces, then let the agent answer it."""
-        if isinstance(message, LaneTold):
-            self.peers.note_told(sender, message.lane, message.data)
-            if message.lane in self._lanes:
-                self._lanes[message.lane].asked()
+        if isinstance(message, GroupReport):
+            self.peers.note_told(sender, message.group_id, message.data)
+            if message.group_id in self._groups:
+                self._groups[message.group_id].asked()
             if self.agent.epoch and sender not in self.agent.slot_of:  # it was evicted, and may not have noticed it
                 self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
             return
@@ -492,17 +497,17 @@ class Loop:
             self._events.append(BoardRead(nonce, None))
 
     def _freeze(self, effect: Freeze) -> None:
-        self._owed = effect if self.owes_lane else None
-        if self.owes_lane:
+        self._owed = effect if self.owes_group_state else None
+        if self.owes_group_state:
             return
         self._is_frozen = True
-        states = tuple(self._lanes[lane].freeze() for lane in sorted(self._lanes))
+        states = tuple(self._groups[group_id].freeze() for group_id in sorted(self._groups))
         self._events.append(Frozen(effect.epoch, states))
 
     def _thaw(self, effect: Thaw) -> None:
         self._is_frozen = False
         self._owed = None
-        for hooks in list(self._lanes.values()):
+        for hooks in list(self._groups.values()):
             hooks.thaw()
         later, self._later = self._later, []
         for wish in later:
@@ -516,7 +521,7 @@ class Loop:
         # after it is shown: a reader that checks here first and there then misses no member
         for member in decision.members:
             self._set_waiting(member.nonce, None)
-        for hooks in list(self._lanes.values()):
+        for hooks in list(self._groups.values()):
             hooks.decided(decision)
         self.board.decide(decision.epoch)
         self.peers.retire(decision)
@@ -564,7 +569,7 @@ class Loop:
         self.board.wake()
 
     def _tell_trouble(self, error: Exception) -> None:
-        for hooks in list(self._lanes.values()):
+        for hooks in list(self._groups.values()):
             hooks.trouble(error)
 
     def _note_waiting(self, effect: JoinPending) -> None:
@@ -577,7 +582,7 @@ class Loop:
             return
         before, self.shared.waiting = self.shared.waiting, tuple(sorted(set(self._waiting.values())))
         if before != self.shared.waiting:
-            for hooks in list(self._lanes.values()):
+            for hooks in list(self._groups.values()):
                 hooks.asked()
 
     # ---- the end

@@ -143,6 +143,6 @@ def format_report(report: JobReport) -> str:
             if row.op:
                 waits = f", waits for {', '.join(map(str, row.waits_for))}" if row.waits_for else ""
                 since = max(0.0, report.now_s - row.since_s)
-                name = row.name or f"lane {row.lane}"
+                name = row.name or f"group {row.group_id}"
                 lines.append(f"  {name}: {row.op} seq {row.seq} epoch {row.epoch}{waits} since {since:.1f} s")
     return "\n".join(lines)

@@ -45,13 +45,13 @@ from ..errors import (
 from ..memory.shared import process_start_time
 from ..threads import BackgroundThread
 from .loop import Hooks, Loop
-from .process.board import Board, LaneRow, acquire_beat, release_beat
+from .process.board import Board, GroupRow, acquire_beat, release_beat
 from .protocol.agent import Agent
 from .protocol.events import Accused, Admit, AgentSettings, Wanted
-from .protocol.messages import BY_ITSELF, EXITED, LEFT, SLOT_TAKEN, Decision, LaneState, Member, Want
+from .protocol.messages import BY_ITSELF, EXITED, LEFT, SLOT_TAKEN, Decision, GroupState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
-from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES, Endpoint, pack_endpoint
+from .transport.wire import GROUP_ID_LIMIT, MAX_GROUPS, MAX_MEMBERS, NONCE_BYTES, Endpoint, pack_endpoint
 
 ANSWER_S = 5.0  # time limit of the agent thread for a request
 CLOSE_S = 5.0
@@ -115,7 +115,7 @@ class Runtime:
             undo.pop_all()
         self._loop: Loop | None = None
         self._thread: BackgroundThread | None = None
-        self._rows: dict[int, LaneRow] = {}
+        self._rows: dict[int, GroupRow] = {}
         self._questions = itertools.count(1)  # of `catch_up`
         self._is_closed = False
         _runtimes.add(self)
@@ -157,7 +157,7 @@ class Runtime:
         self._run()
         return first
 
-    def join(self, timeout_s: float, has_lane: bool = False, contacts: Sequence[Member] = ()) -> Decision:
+    def join(self, timeout_s: float, has_group: bool = False, contacts: Sequence[Member] = ()) -> Decision:
         """Ask to be added as a new member; return the first view that has this process.
 
         Later ones may be known already: the members do not wait for this thread. Members of this host are found in the
@@ -165,7 +165,7 @@ class Runtime:
 
         Args:
             timeout_s: how long to wait for it.
-            has_lane: a group is registered as soon as this returns; until then this process promises nothing, because
+            has_group: a group is registered as soon as this returns; until then this process promises nothing, because
             it may soon be the only one that knows the progress of the group.
             contacts: members on other hosts, as a store lists them; former members among them do no harm.
         Raises:
@@ -175,7 +175,7 @@ class Runtime:
         """
         self.listen()
         assert self._loop is not None
-        self._loop.owes_lane = has_lane
+        self._loop.owes_group_state = has_group
         self._loop.contacts = tuple(member for member in contacts if member.host != self._job.host)
         self._run()
         self._loop.post(self._loop.ask_to_join)
@@ -198,13 +198,13 @@ class Runtime:
 
     def register(
         self,
-        lane: int,
-        freeze: Callable[[], LaneState],
+        group_id: int,
+        freeze: Callable[[], GroupState],
         thaw: Callable[[], None],
         decided: Callable[[Decision], None],
         trouble: Callable[[Exception], None],
         asked: Callable[[], None] = lambda: None,
-    ) -> LaneRow:
+    ) -> GroupRow:
         """Take part with a group (process group or buffer) from now on; return its row for hang reports.
 
         The callables are called on the agent thread (see `loop.Hooks`). A decision that falls between this call and the
@@ -212,15 +212,15 @@ class Runtime:
         waits.
 
         Args:
-            lane: id that all members of the group share.
+            group_id: id that all members of the group share.
         Raises:
             InvalidArgument: the id is out of range or taken, or there are too many groups.
             InvalidState: closed, or the agent did not answer.
         """
-        if not 0 <= lane <= LANE_LIMIT or lane in self._rows:
-            raise InvalidArgument(f"lane must lie in 0 ... {LANE_LIMIT} and be new, got {lane}")
-        if len(self._rows) >= MAX_LANES:
-            raise InvalidArgument(f"a process takes part in {MAX_LANES} groups and buffers at most; destroy some")
+        if not 0 <= group_id <= GROUP_ID_LIMIT or group_id in self._rows:
+            raise InvalidArgument(f"group_id must lie in 0 ... {GROUP_ID_LIMIT} and be new, got {group_id}")
+        if len(self._rows) >= MAX_GROUPS:
+            raise InvalidArgument(f"a process takes part in {MAX_GROUPS} groups and buffers at most; destroy some")
         loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble, asked)
 
         given_up = threading.Event()
@@ -228,37 +228,37 @@ class Runtime:
         def wish(done: Callable[[], None]) -> None:
             """Register on the agent thread."""
 
-            def keep(row: LaneRow) -> None:
+            def keep(row: GroupRow) -> None:
                 """Store the row, or free it where the caller has stopped waiting."""
                 if given_up.is_set():
-                    loop.unregister(lane, row)
+                    loop.unregister(group_id, row)
                     return
-                self._rows[lane] = row
+                self._rows[group_id] = row
                 done()
 
-            loop.register(lane, hooks, keep)
+            loop.register(group_id, hooks, keep)
 
         try:
             self._ask(wish)
         except expected(EpeeError):
             given_up.set()
             raise
-        return self._rows[lane]
+        return self._rows[group_id]
 
-    def register_board(self, lane: int) -> LaneRow:
-        """Take part with a group without calls, for the data that it publishes (`LaneRow.tell`); as `register`."""
-        return self.register(lane, lambda: LaneState(lane, 0, 0), lambda: None, lambda _: None, lambda _: None)
+    def register_board(self, group_id: int) -> GroupRow:
+        """Take part with a group without calls, for the data that it publishes (`GroupRow.tell`); as `register`."""
+        return self.register(group_id, lambda: GroupState(group_id, 0, 0), lambda: None, lambda _: None, lambda _: None)
 
-    def unregister(self, lane: int) -> None:
+    def unregister(self, group_id: int) -> None:
         """Unregister a group; its callables are not called any more once this has returned. Idempotent."""
-        row = self._rows.pop(lane, None)
+        row = self._rows.pop(group_id, None)
         loop = self._loop
         if row is None or loop is None or loop.shared.has_ended:
             return
 
         def forget(done: Callable[[], None]) -> None:
             """Unregister on the agent thread."""
-            loop.unregister(lane, row)
+            loop.unregister(group_id, row)
             done()
 
         try:
@@ -280,9 +280,8 @@ class Runtime:
         self._ask(look)
         return tuple(found)
 
-    def accuse(self, slot: int, lane: int, seq: int, epoch: int) -> None:
-        """Report that call `seq` of group `lane` waits for `slot` without progress. Name all that are behind; repeat
-        it.
+    def accuse(self, slot: int, group_id: int, seq: int, epoch: int) -> None:
+        """Report that call `seq` of group `group_id` waits for `slot` without progress; name all, and repeat.
 
         `epoch`: that of the last decision that the group had adopted when it checked; if it is not the newest one, the
         accusation does not count.
@@ -290,7 +289,7 @@ class Runtime:
         decision = self.view()
         for member in decision.members:
             if member.slot == slot:
-                self._post_event(Accused(slot, member.incarnation, lane, seq, epoch))
+                self._post_event(Accused(slot, member.incarnation, group_id, seq, epoch))
 
     def want(self, want: Want, epoch: int) -> None:
         """Request that members leave, or come back to, one group, and stay in the job. Repeat it; a decision ends it.
@@ -412,7 +411,7 @@ class Runtime:
         """Return the key of the host on which a member runs; "" for no member."""
         return next((member.host for member in self.view().members if member.slot == slot), "")
 
-    def told(self, lane: int) -> dict[int, bytes]:
+    def told(self, group_id: int) -> dict[int, bytes]:
         """Return the data that the other members publish for a group: slot -> bytes, of those that publish any.
 
         Inside a host it stands on their boards at once; from other hosts it comes a moment later.
@@ -422,7 +421,7 @@ class Runtime:
             peer = loop.peers.get(member.nonce)
             if peer is not None:
                 with ignored(ValueError):  # closed meanwhile
-                    found[member.slot] = peer.told(lane)
+                    found[member.slot] = peer.told(group_id)
         return {slot: data for slot, data in found.items() if data}
 
     def unheard(self) -> list[int]:
@@ -538,7 +537,7 @@ def _checked(settings: AgentSettings) -> AgentSettings:
         raise InvalidArgument(
             f"policy must be evict, error or wait and admit auto or ask, got {settings.policy!r} and {settings.admit!r}"
         )
-    for name in ("answer_s", "patience_s", "no_quorum_s", "silence_s"):
+    for name in ("answer_s", "wait_limit_s", "no_quorum_s", "silence_s"):
         value = getattr(settings, name)
         if not 0 < value < 1e6:
             raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")

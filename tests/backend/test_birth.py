@@ -265,7 +265,7 @@ def test_world_sizes_that_differ_are_an_error_on_both(tmp_path: Path) -> None:
     assert "3 here, 2 on rank 0" in second
 
 
-def patience(rank: int, num_ranks: int, folder: str) -> None:
+def timeouts(rank: int, num_ranks: int, folder: str) -> None:
     """`op_timeout` is for calls: a rank that starts late is awaited for the group's time-out."""
     time.sleep(0.8 * rank)
     cases.init(rank, num_ranks, folder, op_timeout=0.2)
@@ -275,4 +275,4 @@ def patience(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def test_op_timeout_does_not_shorten_the_birth(tmp_path: Path) -> None:
-    run_ranks(patience, 2, str(tmp_path), backend=None)
+    run_ranks(timeouts, 2, str(tmp_path), backend=None)

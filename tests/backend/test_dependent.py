@@ -28,7 +28,7 @@ from .test_interrupts import Interrupt
 
 NUM_ROUNDS = 10
 SIZES = [4, 300_000, 600_000]  # one step; two steps; rounds that reuse the staging (of 1 MiB here)
-BEYOND_LANE = 5_000_000  # elements of 4 bytes: a message that does not fit its lane of 16 MiB
+BEYOND_LANE = 5_000_000  # elements of 4 bytes: a message that does not fit its group of 16 MiB
 
 
 def _init(rank: int, num_ranks: int, folder: str, **options: Any) -> Any:
@@ -158,7 +158,7 @@ def test_three_ranks_too(tmp_path: Path) -> None:
 
 
 def slow_send(rank: int, num_ranks: int, folder: str) -> None:
-    """A send is read until it is in its lane: what writes the tensor comes after that."""
+    """A send is read until it is in its channel: what writes the tensor comes after that."""
     engine = _init(rank, num_ranks, folder)
     x = torch.full((BEYOND_LANE,), rank + 1.0)
     if rank == 0:
@@ -253,7 +253,7 @@ def concurrent_messages(rank: int, num_ranks: int, folder: str) -> None:
         sent = dist.isend(y, 1)
         held = [dist.isend(x, 1, tag=3), dist.isend(y, 1, tag=3)]
         dist.isend(y, 1, tag=4).wait()  # passes them
-        assert len(engine.mail.held) == 2, "the second has the lane and tag of the first"
+        assert len(engine.mail.held) == 2, "the second has the group and tag of the first"
         stages.reach(folder, "passed")
         for work in (sent, reduced, *held):
             work.wait()
@@ -334,7 +334,7 @@ def failed_input(rank: int, num_ranks: int, folder: str) -> None:
         with pytest.raises(MismatchError, match="not run: it reads"):
             dist.all_reduce(torch.ones(4))
         dist.all_reduce(y)
-        dist.recv(z, 0)  # what could not be sent has left nothing in the lane
+        dist.recv(z, 0)  # what could not be sent has left nothing in the group
         assert z.tolist() == [1.0] * 4
     assert x.tolist() == [rank + 1.0] * 4
     assert y.tolist() == [3.0] * 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from epee.engine.membership.group_membership import GroupMembership
 from epee.view.job import JobHandle
-from epee.view.process.board import LaneRow
+from epee.view.process.board import GroupRow
 from epee.view.protocol.messages import DEAD, Decision, Member, Removal
 
 LANE = 7
@@ -19,16 +19,16 @@ NEWS = Decision(4, MEMBERS[:2], (Removal(2, 1, DEAD),))
 
 
 class BusyAgent:
-    """The control plane as a lane sees it; before its thread answers, it freezes the lane and tells of a decision."""
+    """The control plane as a group sees it; before its thread answers, it freezes the group and tells of a decision."""
 
     def __init__(self) -> None:
         self.hooks: Any = ()
         self.thread: threading.Thread | None = None
         self.was_free = False
 
-    def register(self, lane: int, *hooks: Any) -> LaneRow:
+    def register(self, group_id: int, *hooks: Any) -> GroupRow:
         self.hooks = hooks
-        return LaneRow(memoryview(bytearray(64)), lane)
+        return GroupRow(memoryview(bytearray(64)), group_id)
 
     def since(self, epoch: int) -> tuple[Decision, ...]:
         if threading.current_thread() is not self.thread:

@@ -201,7 +201,7 @@ def test_batches_of_sends_and_receives_work() -> None:
 
 
 def nobody_waits(rank: int, num_ranks: int) -> float:
-    big = torch.full((6_000_000,), float(rank + 1))  # 24 MB: more than the lane holds
+    big = torch.full((6_000_000,), float(rank + 1))  # 24 MB: more than the group holds
     work = dist.isend(big, 1) if rank == 0 else dist.irecv(big, 0)
     deadline = time.monotonic() + 10
     while not work.is_completed() and time.monotonic() < deadline:
@@ -256,7 +256,7 @@ def test_a_receive_that_timed_out_leaves_tensor_and_lane_usable(tmp_path: object
 
 def cancelled_send(rank: int, num_ranks: int, folder: str) -> None:
     cases.init(rank, num_ranks, folder, op_timeout=30.0 if rank else 0.3)
-    big = torch.full((9_000_000,), 2.0)  # does not fit the lane, so it is partly written when it times out
+    big = torch.full((9_000_000,), 2.0)  # does not fit the group, so it is partly written when it times out
     if rank == 0:
         with pytest.raises(CommTimeoutError):
             dist.send(big, 1)

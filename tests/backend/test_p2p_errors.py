@@ -208,7 +208,7 @@ def interrupted_delivery(rank: int, num_ranks: int) -> Any:
             dist.send(x, 1)
         del group._engine.drive
         began = time.monotonic()
-        while not group._engine.mail._sender._lanes[1].open:
+        while not group._engine.mail._sender._channels[1].open:
             assert time.monotonic() - began < 10
         dist.send(x, 1)
         dist.barrier()
@@ -257,7 +257,7 @@ def leaves_a_send(rank: int, num_ranks: int, folder: str) -> Any:
         stages.reach(folder, "left")
     else:
         stages.wait_for(folder, "left")
-        mark = group._engine.peer_regions.lane_base[1] + TAKEN_BACK
+        mark = group._engine.peer_regions.channel_base[1] + TAKEN_BACK
         assert group._engine.peer_regions.words[0][mark] == 1
         x = torch.full((1,), 7.0)
         with pytest.raises(RuntimeError, match="left the group"):

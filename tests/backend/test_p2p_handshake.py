@@ -1,4 +1,4 @@
-"""Both ends of a lane in one process: before each line of one end in turn, the other end does all that it has to do.
+"""Both ends of a group in one process: before each line of one end in turn, the other end does all that it has to do.
 
 A send is given up while its message is being taken, at every line of either; then it is made again, and another one
 follows. The receiver must get both, each once, whatever the first was told.
@@ -197,8 +197,8 @@ def test_a_send_given_up_at_any_line_is_delivered_once(
     stride: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if kind == "collected":  # as what is longer than its lane
-        monkeypatch.setattr(ends, "LANE_BYTES", 1 << 20)
+    if kind == "collected":  # as what is longer than its group
+        monkeypatch.setattr(ends, "CHANNEL_BYTES", 1 << 20)
     seen, at = [], 1
     while not seen or seen[-1]:
         seen.append(run(pairs(), kind, at))

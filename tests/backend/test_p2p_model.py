@@ -2,7 +2,7 @@
 included.
 
 One message, its sender and its receiver. Stores go into a buffer of the process and are seen by the other one when they
-leave it, at any later moment, in order; a fence waits for an empty buffer: x86-64's rules. The sender may lose patience
+leave it, at any later moment, in order; a fence waits for an empty buffer: x86-64's rules. The sender may lose timeouts
 at any moment, in its wait and in the grace after it, and repeats the call that raised, which is message 2 unless the
 repetition continues message 1. The receiver may fail once after its claim, and takes the message again then.
 """

@@ -19,7 +19,7 @@ from epee.engine.membership.group_membership import GroupMembership
 from epee.engine.membership.rank_table import RankTable
 from epee.memory.shared import BLOB_BYTES
 from epee.view.protocol.decision import compose, parts_of
-from epee.view.protocol.messages import DEAD, Decision, LaneState, Locator, Member, Want
+from epee.view.protocol.messages import DEAD, Decision, GroupState, Locator, Member, Want
 from epee.view.transport.wire import Endpoint, pack_endpoint
 
 LANE = 7
@@ -36,7 +36,7 @@ class Rank:
     """What one process knows of the group."""
 
     def __init__(self, job: Job, slot: int, known: Decision, joined: bool) -> None:
-        job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
+        job_handle: Any = SimpleNamespace(group_id=LANE, is_home=False, slots=list(FOUNDERS))
         self.slot = slot
         self.news: list[Decision] = []
         self.found: dict[int, dict[int, int]] = {}  # by epoch, slot -> rank
@@ -75,7 +75,7 @@ class Job:
         self.history: dict[int, dict[int, int]] = {}
 
     def hear(self, want: Want) -> None:
-        self.wants = self.wants or [want]  # one per lane, the first
+        self.wants = self.wants or [want]  # one per group, the first
 
     def offers(self) -> dict[int, Offer]:
         found = {slot: (FOUNDER, FOUNDERS.index(slot)) for slot in self.ranks if slot not in self.came}
@@ -95,7 +95,7 @@ class Job:
             for table in (self.ranks, self.asks, self.came):
                 table.pop(slot, None)  # type: ignore[attr-defined]
         wants = [w for w in self.wants if not gone.intersection(w.members)]
-        told = {slot: [LaneState(LANE, 0, 0)] for one in self.view.members if (slot := one.slot) not in gone}
+        told = {slot: [GroupState(LANE, 0, 0)] for one in self.view.members if (slot := one.slot) not in gone}
         self.view = compose(self.view, told, dict.fromkeys(gone, DEAD), joiners=joiners, wants=wants)
         self.wants = []
         for rank in self.ranks.values():
@@ -172,19 +172,19 @@ def _with(view: Decision, slot: int, rank: int, gone: tuple[int, ...] = (), want
     """Return the decision that takes in a slot for a rank, where `wanted` are in and `gone` die."""
     offer = Offer(ASKS, rank, NUM_RANKS, bytes(BLOB_BYTES), 9)
     want = Want(LANE, tuple(sorted({*wanted, slot})), (), locators=(Locator(slot, offer.locator.pack()),))
-    told = {one.slot: [LaneState(LANE, 10, 10)] for one in view.members if one.slot not in gone}
+    told = {one.slot: [GroupState(LANE, 10, 10)] for one in view.members if one.slot not in gone}
     return compose(view, told, dict.fromkeys(gone, DEAD), wants=[want])
 
 
 def test_a_newcomer_judges_a_rank_beyond_the_founders_that_its_own_decision_removes() -> None:
     born = Decision(1, tuple(member(slot, 0) for slot in range(NUM_SLOTS)))
-    told = {one.slot: [LaneState(LANE, 10, 10)] for one in born.members}
+    told = {one.slot: [GroupState(LANE, 10, 10)] for one in born.members}
     first = compose(born, told, {}, wants=[Want(LANE, tuple(sorted(FOUNDERS)), (3, 4, 5))])
     second = _with(first, 3, 3, wanted=FOUNDERS)
     third = _with(second, 4, 4, gone=(3,), wanted=(*FOUNDERS, 3))
     assert third.removed
     assert 4 in parts_of(third, LANE)
-    job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=list(FOUNDERS))
+    job_handle: Any = SimpleNamespace(group_id=LANE, is_home=False, slots=list(FOUNDERS))
     member_of_it = RankTable(job_handle, first)
     member_of_it.begin(range(3))
     for one in list(member_of_it.newcomers(second)):

@@ -29,22 +29,22 @@ class OfJob:
     def host_of(self, slot: int) -> str:
         return "b"
 
-    def told(self, lane: int) -> dict[int, bytes]:
-        return self.shown.get(lane, {})
+    def told(self, group_id: int) -> dict[int, bytes]:
+        return self.shown.get(group_id, {})
 
-    def register_board(self, lane: int) -> Any:
-        return SimpleNamespace(tell=lambda data: self.shown.setdefault(lane, {}).update({SLOT: data}))
+    def register_board(self, group_id: int) -> Any:
+        return SimpleNamespace(tell=lambda data: self.shown.setdefault(group_id, {}).update({SLOT: data}))
 
 
 def test_a_refusal_is_raised_once_and_again_when_the_process_tries_again() -> None:
     runtime: Any = OfJob()
     rest: Any = None
-    rank_table: Any = SimpleNamespace(lane=LANE)
+    rank_table: Any = SimpleNamespace(group_id=LANE)
     admission = Admission(runtime, rest, rank_table, rest, rest, rest, rest, dict)
     admission._askers = lambda view: {}  # type: ignore[method-assign,assignment]
     offer = Offer(ASKS, RANK, 4, bytes(BLOB_BYTES))
     for _ in range(2):
-        elsewhere._tell(runtime, elsewhere._lane_of(LANE), offer)
+        elsewhere._tell(runtime, elsewhere._group_id_of(LANE), offer)
         admission._require_hosts([0, 1])  # others are waited for
         with pytest.raises(UnsupportedError, match=r"rank 3 cannot be admitted: slot 5 .* on host b"):
             admission._require_hosts([RANK])

@@ -30,7 +30,7 @@ from epee.errors import RankFailedError, ResourceError
 from epee.memory.shared import BLOB_BYTES, SharedRegion, process_start_time
 from epee.view.job import JobHandle
 from epee.view.process import detector
-from epee.view.process.board import LaneRow
+from epee.view.process.board import GroupRow
 from epee.view.process.detector import DeathWatch
 from epee.view.protocol import outcome
 from epee.view.protocol.messages import DEAD, Cut, Decision, Member, Part, Removal, Start
@@ -80,9 +80,9 @@ class Case:
         )
         runtime = SimpleNamespace(
             view=lambda: Decision(1, (zero, one)),
-            register=lambda *hooks: LaneRow(memoryview(bytearray(64)), LANE),
-            unregister=lambda lane: None,
-            told=lambda lane: {},
+            register=lambda *hooks: GroupRow(memoryview(bytearray(64)), LANE),
+            unregister=lambda group_id: None,
+            told=lambda group_id: {},
             error=None,
             look_at=lambda slot: None,
         )
@@ -122,7 +122,7 @@ class Case:
                 epoch_regions.full.peers,
                 epoch_regions.full.blanks,
             ),
-            "lanes": {peer: lane.next_slot for peer, lane in engine.mail._receiver._lanes.items()},
+            "channels": {peer: channel.next_slot for peer, channel in engine.mail._receiver._channels.items()},
             "verdicts": [engine.peer_regions.own[engine.peer_regions.verdict_base[peer]] for peer in range(CAPACITY)],
             "watched": sorted(engine.watch._rank_of_fd.values()),
         }

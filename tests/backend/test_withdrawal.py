@@ -69,7 +69,7 @@ def call(op: str, length: int) -> tuple[list[torch.Tensor], Any]:
 
 
 def stalled(rank: int, num_ranks: int, folder: str, op: str, length: int) -> list[int]:
-    """Rank 0 calls and gives up; rank 1 called with more patience and ends with it; rank 2 comes when all is over."""
+    """Rank 0 calls and gives up; rank 1 called with more timeouts and ends with it; rank 2 comes when all is over."""
     cases.init(rank, num_ranks, folder, op_timeout=0.3 if rank == 0 else 30.0, staging_bytes=1 << 20)
     outputs, run = call(op, length)
     before = [out.clone() for out in outputs]
@@ -88,7 +88,7 @@ def stalled(rank: int, num_ranks: int, folder: str, op: str, length: int) -> lis
     stages.reach(folder, f"over{rank}")
     await_all(folder, "over", num_ranks)
     y = torch.ones(1)
-    for attempt in range(20):  # rank 0 has little patience
+    for attempt in range(20):  # rank 0 has little timeouts
         try:
             dist.all_reduce(y)
             break

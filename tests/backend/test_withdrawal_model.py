@@ -1,6 +1,6 @@
 """Every interleaving of the loads and stores by which calls are completed or withdrawn (`engine/withdrawal.py`).
 
-One call, three ranks, each load and each store a step of its own; who waits may run out of patience at any moment. A
+One call, three ranks, each load and each store a step of its own; who waits may run out of timeouts at any moment. A
 rank is `(place, position, seen, stances)`: what it does next, at which peer, what it has loaded there first, and what
 it has found of the peers before. What the words mean is said by the product's own mapping and rule.
 """

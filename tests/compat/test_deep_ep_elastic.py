@@ -207,9 +207,9 @@ def _check_handle(
     ):
         if src < 0:
             continue
-        lanes = tokens.setdefault((src, token), [-1] * num_topk)
+        groups = tokens.setdefault((src, token), [-1] * num_topk)
         if case.do_expand:
-            lanes[k] = row
+            groups[k] = row
     num_scaleup = setup.host_of.count(0) if setup.host_of else setup.num_ranks
     metadata, per_rank = [], [0] * num_scaleup
     for src, token in sorted(tokens):

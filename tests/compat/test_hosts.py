@@ -87,15 +87,15 @@ def buffers(group: Any) -> Any:
     found = first.dispatch(**given, num_tokens_per_rdma_rank=per_host, **counts)
     mooncake = ep.Buffer(group)
     dist.barrier()
-    facts = sizes(group), first.hosts, len(found[4]), mooncake.group_size
+    checked = sizes(group), first.hosts, len(found[4]), mooncake.group_size
     assert torch.equal(back, given["x"])
-    return facts, there[0][0, 0].item(), found[0][0, 0].item(), per_host.tolist()
+    return checked, there[0][0, 0].item(), found[0][0, 0].item(), per_host.tolist()
 
 
 @pytest.mark.parametrize("backend", ["epee", "mooncake", "gloo"])
 def test_buffers_work_over_several_hosts_on_groups_of_any_backend(backend: str) -> None:
-    for rank, (facts, second, first, per_host) in enumerate(run_hosts(buffers, (0, 1), backend=backend)):
-        assert facts == (((2, 1), (2, 1), (1, 2)), ((0,), (1,)), 10, 2)
+    for rank, (checked, second, first, per_host) in enumerate(run_hosts(buffers, (0, 1), backend=backend)):
+        assert checked == (((2, 1), (2, 1), (1, 2)), ((0,), (1,)), 10, 2)
         assert second == first == 2 - rank
         assert per_host == [rank, 1 - rank]
 

@@ -22,7 +22,7 @@ Handles = KnownHandles[Any]
 
 
 class Noted:
-    """Facts that note which entries were asked for."""
+    """Checked that note which entries were asked for."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -35,8 +35,8 @@ class Noted:
 @pytest.fixture
 def made() -> tuple[Handles, Noted, Any]:
     known: Handles = KnownHandles(3)
-    facts = Noted()
-    return known, facts, known.handle(facts)
+    checked = Noted()
+    return known, checked, known.handle(checked)
 
 
 def _collect(*entries: Any) -> tuple[Any, ...]:
@@ -87,26 +87,26 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", READ)
 def test_a_reader_finds_the_entries_and_the_handle_is_known_by_them(how: str, made: tuple[Handles, Noted, Any]) -> None:
-    known, facts, handle = made
+    known, checked, handle = made
     found = READ[how](handle)
     assert isinstance(found, tuple)
     assert len(found) == 3
     assert [entry.tolist() for entry in found] == [[0], [1], [2]]
-    assert sorted(facts.asked) == [0, 1, 2], "each is made once"
+    assert sorted(checked.asked) == [0, 1, 2], "each is made once"
     assert all(entry is own for entry, own in zip(found, handle, strict=True))
-    assert known.facts(found) is known.facts(list(found)) is known.facts(handle) is facts
+    assert known.checked(found) is known.checked(list(found)) is known.checked(handle) is checked
 
 
 def test_nothing_is_made_before_it_is_read(made: tuple[Handles, Noted, Any]) -> None:
-    known, facts, handle = made
+    known, checked, handle = made
     assert isinstance(handle, tuple)
     assert len(handle) == 3
     assert handle
     assert handle == handle  # itself, without a look at its entries
-    assert known.facts(handle) is facts
-    assert facts.asked == []
+    assert known.checked(handle) is checked
+    assert checked.asked == []
     assert handle[1].tolist() == [1]
-    assert facts.asked == [1]
+    assert checked.asked == [1]
     for at in (3, -4):
         with pytest.raises(IndexError):
             handle[at]
@@ -133,7 +133,7 @@ def test_copies_and_pickles_are_plain_tuples_that_are_not_known(made: tuple[Hand
         assert type(other) is tuple
         assert [entry.tolist() for entry in other] == [[0], [1], [2]]
         with pytest.raises(InvalidArgument, match="the same tensors, not copies"):
-            known.facts(other)
+            known.checked(other)
 
 
 def test_another_buffers_handle_is_not_known(made: tuple[Handles, Noted, Any]) -> None:
@@ -141,7 +141,7 @@ def test_another_buffers_handle_is_not_known(made: tuple[Handles, Noted, Any]) -
     other: Handles = KnownHandles(3)
     for given in (handle, tuple(handle), other, (), None):
         with pytest.raises(InvalidArgument, match="what a dispatch of this buffer returned"):
-            other.facts(given)
+            other.checked(given)
 
 
 class _Twice(torch.autograd.Function):
@@ -155,7 +155,7 @@ class _Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        assert ctx.known.facts(ctx.saved_tensors) is ctx.known.facts(ctx.handle)
+        assert ctx.known.checked(ctx.saved_tensors) is ctx.known.checked(ctx.handle)
         return 2 * grads[0] + ctx.saved_tensors[1], None, None
 
 
@@ -169,7 +169,7 @@ def test_autograd_and_checkpoints_carry_it(made: tuple[Handles, Noted, Any]) -> 
     assert x.grad.tolist() == [3]
     for use_reentrant in (False, True):
         _, back = checkpoint.checkpoint(_Twice.apply, x, known, handle, use_reentrant=use_reentrant)
-        assert known.facts(back) is known.facts(handle)
+        assert known.checked(back) is known.checked(handle)
 
 
 def test_c_code_that_reads_the_tuples_memory_fails_and_sees_no_wrong_entries(made: tuple[Handles, Noted, Any]) -> None:
@@ -181,12 +181,12 @@ def test_c_code_that_reads_the_tuples_memory_fails_and_sees_no_wrong_entries(mad
 
 def test_entries_die_with_the_handle_and_facts_with_the_entries() -> None:
     known: Handles = KnownHandles(2)
-    facts = Noted()
-    handle = known.handle(facts)
-    first, ends = handle[0], weakref.ref(facts)
-    del facts, handle
+    checked = Noted()
+    handle = known.handle(checked)
+    first, ends = handle[0], weakref.ref(checked)
+    del checked, handle
     gc.collect()
-    assert known.facts((first, None)) is ends()
+    assert known.checked((first, None)) is ends()
     del first
     gc.collect()
     assert ends() is None

@@ -1,4 +1,4 @@
-"""Calls like earlier ones: what their facts do not say is looked at each time, and they give what first calls give."""
+"""Calls like earlier ones: what no key holds is checked each time, and they give what first calls give."""
 
 from __future__ import annotations
 

@@ -315,20 +315,20 @@ def test_what_has_happened_sends_a_call_the_ordinary_way() -> None:
     run_ranks(emulated, 1, _left, timeout_s=200)
 
 
-def _patience(rank: int, num_ranks: int) -> None:
+def _timeouts(rank: int, num_ranks: int) -> None:
     """A call waits as long as the buffer says, whatever the first call of its kind was told."""
     gpu_path.LOOK_S = 600.0
     with _plain(SHAPE) as buffer:
         for options in ({"timeout": 7.0}, {}, {}, {}):
             _round(buffer, **options)
         for known in (buffer._plans._dispatches, buffer._plans._combines):
-            (facts,) = known.values()  # type: ignore[attr-defined]
-            assert facts.plan.calls.timeout_ns == 7 * 10**9
-            assert facts.plan.calls.made[BOTH_HALVES]._args.call.timeout_ns == int(buffer._timeout * 1e9)
+            (checked,) = known.values()  # type: ignore[attr-defined]
+            assert checked.plan.calls.timeout_ns == 7 * 10**9
+            assert checked.plan.calls.made[BOTH_HALVES]._args.call.timeout_ns == int(buffer._timeout * 1e9)
 
 
 def test_a_call_waits_as_long_as_its_buffer_says() -> None:
-    run_ranks(emulated, 1, _patience, timeout_s=200)
+    run_ranks(emulated, 1, _timeouts, timeout_s=200)
 
 
 def _rules(rank: int, num_ranks: int) -> None:

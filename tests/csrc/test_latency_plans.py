@@ -226,8 +226,8 @@ def _lazy(rank: int, num_ranks: int, is_inference: bool) -> None:
                 made = getattr(holder, name)
             assert made is getattr(holder, name)
             assert torch.equal(made, tensor)
-            facts = made.data_ptr(), made.dtype, made.stride(), made.is_inference()
-            assert facts == (tensor.data_ptr(), tensor.dtype, tensor.stride(), is_inference), name
+            checked = made.data_ptr(), made.dtype, made.stride(), made.is_inference()
+            assert checked == (tensor.data_ptr(), tensor.dtype, tensor.stride(), is_inference), name
         for tensor in (d.x, d.got, d.num_tokens_per_expert, back.x, back.got, back.wait_us):
             assert isinstance(tensor, torch.Tensor)
             assert tensor.is_inference() == is_inference

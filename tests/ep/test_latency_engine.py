@@ -10,7 +10,7 @@ import torch
 from epee.ep.hosts.rows import RowsPlan
 from epee.ep.latency.one_host.members import MemberExchange
 from epee.errors import MismatchError
-from tests.ep import test_latency_lane as lane
+from tests.ep import test_latency_lane as latency_tests
 from tests.ep import test_latency_rejoin as rejoin
 from tests.ep.latency_cases import Shape, make
 from tests.harness import run_ranks
@@ -41,7 +41,7 @@ def _interrupted(rank: int, num_ranks: int, moment: str) -> list[int]:
         setattr(owner, name, works)
         raise KeyboardInterrupt(moment)
 
-    with make(lane.SHAPE, timeout=60) as buffer:
+    with make(latency_tests.SHAPE, timeout=60) as buffer:
         mask = torch.ones(num_ranks, dtype=torch.int32)
         if rank == 1:
             setattr(owner, name, breaks)

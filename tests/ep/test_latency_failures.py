@@ -145,8 +145,8 @@ def _survive(rank: int, num_ranks: int, folder: str, kind: str, when: str) -> No
 
         masked_round(buffer, mask, 1, timeout_us, step)
     for seed in range(1, 12):
-        patience_us = timeout_us if mask[VICTIM] else LONG_US  # nobody else is to be lost
-        seen.append(masked_round(buffer, mask, seed, patience_us, late_weights=seed % 2 == 0))
+        wait_limit_us = timeout_us if mask[VICTIM] else LONG_US  # nobody else is to be lost
+        seen.append(masked_round(buffer, mask, seed, wait_limit_us, late_weights=seed % 2 == 0))
     agreed = buffer.sync(mask, timeout=30)
     assert torch.equal(agreed, mask[:num_ranks])
     last = masked_round(buffer, mask, 99, LONG_US)

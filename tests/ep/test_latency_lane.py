@@ -1,4 +1,4 @@
-"""Latency buffers for CPU tensors as lanes of a view, on gloo: what ranks that leave, stay away or fail do."""
+"""Latency buffers for CPU tensors as groups of a view, on gloo: what ranks that leave, stay away or fail do."""
 
 from __future__ import annotations
 
@@ -288,8 +288,8 @@ def _fails_to_come_in(rank: int, num_ranks: int) -> tuple[Any, Any]:
     owner, name = EpochMembers, "_enter"
     comes = getattr(owner, name)
 
-    def fails(lane: Any, *args: float) -> None:
-        comes(lane, *args)
+    def fails(group_id: Any, *args: float) -> None:
+        comes(group_id, *args)
         raise ResourceError("no more")
 
     before = None

@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from tests.harness import Worker
-from tests.shake import facts_of
+from tests.shake import checked_of
 
 from . import machine
 
@@ -94,14 +94,14 @@ class Machine:
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 is_here = (path / "ns/pid").stat().st_ino == self._pids
-                if is_here and facts_of(int(path.name))[0] not in "XZ":
+                if is_here and checked_of(int(path.name))[0] not in "XZ":
                     found.append(int(path.name))
         return found
 
     def stop(self) -> None:
         """Stop all processes and return when each stands still."""
         until = time.monotonic() + _STOP_S
-        while running := [pid for pid in self.processes() if facts_of(pid)[0] not in "TXZ"]:
+        while running := [pid for pid in self.processes() if checked_of(pid)[0] not in "TXZ"]:
             for pid in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)

@@ -31,7 +31,9 @@ class Meeting:
         exchange = SimpleNamespace(members=(0, 1))
         control: Any = SimpleNamespace(exchange=exchange, config=CONFIG, all_gather_bytes=self._gather)
         view = SimpleNamespace(members=())
-        job_handle: Any = SimpleNamespace(is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), lane=LANE)
+        job_handle: Any = SimpleNamespace(
+            is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), group_id=LANE
+        )
         admission = SimpleNamespace(expected=lambda: ({0, 1, 2}, set()), take_in=self._take_in)
         self.assembly = Assembly(control, Any, job_handle)  # type: ignore[arg-type]
         self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
@@ -82,47 +84,47 @@ def test_who_has_come_into_a_buffer_tells_of_it_as_was_told(monkeypatch: pytest.
 
 
 class Runtime:
-    """Takes lanes in; a row of the first `broken` cannot be written."""
+    """Takes groups in; a row of the first `broken` cannot be written."""
 
     def __init__(self, broken: int = 0) -> None:
-        self.lanes: dict[int, bytes] = {}
+        self.groups: dict[int, bytes] = {}
         self.broken = broken
         self.on_register: Callable[[], None] = lambda: None
 
-    def register_board(self, lane: int) -> Any:
-        assert lane not in self.lanes
-        self.lanes[lane] = b""
+    def register_board(self, group_id: int) -> Any:
+        assert group_id not in self.groups
+        self.groups[group_id] = b""
         self.on_register()
         self.broken -= 1
 
         def write(data: bytes) -> None:
             if self.broken >= 0:
                 raise InvalidState("the board is gone")
-            self.lanes[lane] = data
+            self.groups[group_id] = data
 
         return SimpleNamespace(tell=write)
 
-    def unregister(self, lane: int) -> None:
-        del self.lanes[lane]
+    def unregister(self, group_id: int) -> None:
+        del self.groups[group_id]
 
 
 NOTICE = BufferNotice(1, 2, 1, Home(LANE + 1, 3, 1 << 20, "mask/evict", True), CONFIG.words())
 
 
 def seat_in(runtime: Runtime) -> Any:
-    return SimpleNamespace(runtime=runtime, lane=LANE)
+    return SimpleNamespace(runtime=runtime, group_id=LANE)
 
 
 def test_a_notice_that_cannot_be_written_leaves_no_lane_and_no_place() -> None:
     runtime = Runtime(broken=1)
     with pytest.raises(InvalidState):
         tell(seat_in(runtime), NOTICE)
-    assert runtime.lanes == {}
+    assert runtime.groups == {}
     for _ in range(MAX_NOTICES):
         tell(seat_in(runtime), NOTICE)
     with pytest.raises(ResourceError, match="close some"):
         tell(seat_in(runtime), NOTICE)
-    assert list(runtime.lanes.values()) == [NOTICE.pack()] * MAX_NOTICES
+    assert list(runtime.groups.values()) == [NOTICE.pack()] * MAX_NOTICES
 
 
 def test_a_collection_in_the_midst_of_telling_may_take_another_notice_back() -> None:
@@ -139,4 +141,4 @@ def test_a_collection_in_the_midst_of_telling_may_take_another_notice_back() -> 
 
     threading.Thread(target=collect, daemon=True).start()
     assert done.wait(20.0)
-    assert runtime.lanes == {}
+    assert runtime.groups == {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from epee.backend.collectives.copying import Spread
-from epee.engine.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, PeerRegions, outbox_layout
+from epee.engine.outbox import CHANNEL_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, PeerRegions, outbox_layout
 from epee.engine.replication.exports import Exports
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
@@ -49,7 +49,7 @@ def group() -> Iterator[tuple[PeerRegions, Exports, Told]]:
 
 def tell(peer_regions: PeerRegions, exports: Exports, data: bytes, value: int = 0) -> None:
     """Put a message for rank 1 into its first slot and tell it; `value` 0: an exception comes before its word."""
-    slot, place = peer_regions.lane_base[1], peer_regions.lane_data[1]
+    slot, place = peer_regions.channel_base[1], peer_regions.channel_data[1]
     start = HEADER_BYTES + place
     memoryview(peer_regions.regions[0].mapping)[start : start + len(data)] = data
     exports.fragment(1, place, len(data), slot + SLOT_MESSAGE, slot + TAKEN_BACK)
@@ -64,12 +64,14 @@ def test_a_short_message_is_one_frame_with_its_header_and_what_waited(group: tup
     exports.later(freed)
     tell(peer_regions, exports, b"a message", 77)
     ((pieces, word, value),) = told.frames
-    assert (word, value) == (peer_regions.lane_base[1], 77)
-    assert dict(pieces)[peer_regions.lane_data[1]] == b"a message"
+    assert (word, value) == (peer_regions.channel_base[1], 77)
+    assert dict(pieces)[peer_regions.channel_data[1]] == b"a message"
     assert dict(pieces)[8 * freed] == (9).to_bytes(8, "little")
     assert len(pieces) == 3
-    exports.word(peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78)
-    assert told.frames[1] == ([(0, b"")], peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78), "nothing is told twice"
+    exports.word(peer_regions.channel_base[1] + CHANNEL_SLOT_WORDS, 78)
+    assert told.frames[1] == ([(0, b"")], peer_regions.channel_base[1] + CHANNEL_SLOT_WORDS, 78), (
+        "nothing is told twice"
+    )
 
 
 @pytest.fixture
@@ -107,13 +109,17 @@ def test_a_gateway_that_comes_between_a_message_and_its_word_gets_both(
     peer_regions, exports, told = three
     tell(peer_regions, exports, b"m" * nbytes)
     move_route(exports, told)
-    exports.word(peer_regions.lane_base[1], 77)
-    assert told.frames[-1][1:] == (peer_regions.lane_base[1], 77)
-    found, place, header = memory_of(told), peer_regions.lane_data[1], 8 * (peer_regions.lane_base[1] + SLOT_MESSAGE)
+    exports.word(peer_regions.channel_base[1], 77)
+    assert told.frames[-1][1:] == (peer_regions.channel_base[1], 77)
+    found, place, header = (
+        memory_of(told),
+        peer_regions.channel_data[1],
+        8 * (peer_regions.channel_base[1] + SLOT_MESSAGE),
+    )
     assert bytes(found[place + i] for i in range(nbytes)) == b"m" * nbytes
     assert header in found
     told.frames.clear()
-    exports.word(peer_regions.lane_base[1] + LANE_SLOT_WORDS, 78)
+    exports.word(peer_regions.channel_base[1] + CHANNEL_SLOT_WORDS, 78)
     assert memory_of(told) == {}, "nothing is told twice"
 
 
@@ -144,5 +150,5 @@ def test_what_an_exception_left_does_not_follow_newer_bytes(group: tuple[PeerReg
     for pieces, _, _ in told.frames:
         for offset, data in pieces:
             memory[offset] = data
-    assert memory[peer_regions.lane_data[1]] == b"new" * 1000
-    assert [word for _, word, _ in told.frames] == [NO_WORD, peer_regions.lane_base[1]]
+    assert memory[peer_regions.channel_data[1]] == b"new" * 1000
+    assert [word for _, word, _ in told.frames] == [NO_WORD, peer_regions.channel_base[1]]

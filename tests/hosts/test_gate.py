@@ -25,7 +25,9 @@ def made(said: list[int]) -> tuple[Gate, Any]:
     roles = SimpleNamespace(topology=SimpleNamespace(rank=0))
     heard: list[tuple[int, list[int]]] = []
     resolution: Any = SimpleNamespace(roles=roles, unsettled={}, heard=heard, hear=lambda *args: heard.append(args))
-    rank_table: Any = SimpleNamespace(lane=LANE, since={0: 1, 1: 1, 2: 1}, rank_of={slot: slot for slot in range(4)})
+    rank_table: Any = SimpleNamespace(
+        group_id=LANE, since={0: 1, 1: 1, 2: 1}, rank_of={slot: slot for slot in range(4)}
+    )
     return Gate(rank_table, resolution, said.append), resolution
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import DEAD, Worker, collect, take_until, tell
 from tests.hosts import Hosts
-from tests.shake import facts_of
+from tests.shake import checked_of
 
 PORT = 7000
 ALL_S = 30.0  # longer than anything here takes
@@ -154,7 +154,7 @@ def test_peers_hear_nothing_of_a_power_cut(wire: str) -> None:
 def test_a_stopped_host_stands_still_and_goes_on(pair: Hosts) -> None:
     worker = started(pair, 1, count_up)
     pair.stop(1)
-    assert {facts_of(pid)[0] for pid in pair.processes(1)} == {"T"}
+    assert {checked_of(pid)[0] for pid in pair.processes(1)} == {"T"}
     while take_until([worker], lambda: False, 0.0) or worker.connection.poll(0.1):  # what it said before
         worker.take()
     said = len(worker.told)

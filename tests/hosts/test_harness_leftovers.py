@@ -16,7 +16,7 @@ import pytest
 from tests import conftest, hosts
 from tests.harness import RankFailure
 from tests.hosts import Hosts, HostsError, can_make_hosts, run_on_hosts, run_on_loopbacks
-from tests.shake import facts_of
+from tests.shake import checked_of
 
 from .test_harness_groups import die_on_one, environment, hang_on_one, raise_on_one
 
@@ -45,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         build(hosts)
         for machine in hosts._machines:
             noted.update(spaces_of(machine.pid))
-            noted.update(spaces_of(facts_of(machine.pid)[1]) - ours)  # the lab's
+            noted.update(spaces_of(checked_of(machine.pid)[1]) - ours)  # the lab's
 
     monkeypatch.setattr(Hosts, "_build", note)
     return noted

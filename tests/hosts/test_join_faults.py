@@ -178,9 +178,9 @@ def nobody_admits(rank: int, num_processes: int, folder: str, what: str) -> str:
             secret.write_bytes(bytes(32))
             secret.chmod(0o400)
             os.environ["EPEE_TOKEN_FILE"] = str(secret)
-        patience = {"timeout_s": 3.0} if what == "late" else {}
+        timeouts = {"timeout_s": 3.0} if what == "late" else {}
         with pytest.raises(kinds[what]) as caught:
-            joiner(2, 3, folder, **patience)
+            joiner(2, 3, folder, **timeouts)
         say(folder, "done")
         return str(caught.value)
     group = member(rank, 2, folder)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import epee
 from epee.engine.bootstrap.group_note import IN
 from epee.errors import EvictedError
-from epee.view.transport.wire import PING, LaneTold
+from epee.view.transport.wire import PING, GroupReport
 from tests.harness import DEAD, run_ranks
 from tests.hosts.calls import everything
 from tests.hosts.joins import full, hear, joiner, lose, member, say, sums
@@ -192,12 +192,12 @@ def test_a_group_that_began_with_one_rank_grows_onto_hosts(tmp_path: Path, place
 
 
 def tell_late(group: Any, slot: int) -> None:
-    """Have nothing that this process tells of the lane before it has come in reach `slot`."""
+    """Have nothing that this process tells of the group before it has come in reach `slot`."""
     switchboard = group._engine.membership.runtime._loop.switchboard
     send = switchboard.send
 
     def late(to: Any, message: Any, now: float) -> None:
-        is_told = isinstance(message, LaneTold) and message.lane != PING.lane
+        is_told = isinstance(message, GroupReport) and message.group_id != PING.group_id
         if not (is_told and to.slot == slot and message.data[:4] != IN.to_bytes(4, "little")):
             send(to, message, now)
 

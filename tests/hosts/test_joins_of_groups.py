@@ -11,7 +11,7 @@ import torch.distributed as dist
 import epee
 from epee.engine.membership.group_membership import GroupMembership
 from epee.errors import EvictedError, RankFailedError
-from epee.view.transport.wire import PING, LaneTold
+from epee.view.transport.wire import PING, GroupReport
 from tests.harness import DEAD, run_ranks
 from tests.hosts.joins import STEP_S, full, hear, member, say, sums
 from tests.loopback import settle
@@ -19,12 +19,12 @@ from tests.survive import kill_points
 
 
 def tell_nothing(group: Any, *slots: int) -> None:
-    """Have nothing that this process tells of its lanes from now on reach these slots."""
+    """Have nothing that this process tells of its groups from now on reach these slots."""
     switchboard = group._engine.membership.runtime._loop.switchboard
     send = switchboard.send
 
     def silent(to: Any, message: Any, now: float) -> None:
-        if not (isinstance(message, LaneTold) and message.lane != PING.lane and to.slot in slots):
+        if not (isinstance(message, GroupReport) and message.group_id != PING.group_id and to.slot in slots):
             send(to, message, now)
 
     switchboard.send = silent

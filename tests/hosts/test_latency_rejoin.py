@@ -91,7 +91,7 @@ def test_a_lost_rank_is_replaced(tmp_path: Path, placement: tuple[int, ...], tur
 
 
 def between_halves(index: int, num_processes: int, folder: str) -> Any:
-    """The ranks stand between their halves while rank 3 dies and another process takes its place in the buffer's lane.
+    """The ranks stand between their halves while rank 3 dies and another process takes its place in the buffer.
 
     It is wanted in as a `sync` does that fails behind its decision, after which calls go on in the old epoch.
     """

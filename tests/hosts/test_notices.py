@@ -12,16 +12,16 @@ import torch
 from epee.engine.bootstrap.group_note import Home
 from epee.ep.config import BufferConfig
 from epee.ep.hosts import notices
-from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_lane, parse_notice
+from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_group_id, parse_notice
 from epee.errors import UnsupportedError
 from epee.view.process.board import MAX_TOLD_BYTES
-from epee.view.transport.wire import LANE_LIMIT
+from epee.view.transport.wire import GROUP_ID_LIMIT
 
 LARGEST = BufferConfig(64, 1 << 20, 1 << 20, 32, 1 << 24, torch.float64, 64, 1 << 32, room_bytes=1 << 48)
 
 
 def notice(config: BufferConfig, num_hosts: int = 2) -> BufferNotice:
-    home = Home(LANE_LIMIT - 1, config.num_ranks, 1 << 20, "mask/evict", True, "nixl", True)
+    home = Home(GROUP_ID_LIMIT - 1, config.num_ranks, 1 << 20, "mask/evict", True, "nixl", True)
     return BufferNotice(7, num_hosts, 1 << 40, home, config.words())
 
 
@@ -38,7 +38,7 @@ def test_what_cannot_be_right_is_no_notice() -> None:
         assert parse_notice(wrong.pack()) is None
     assert parse_notice(right._replace(home=right.home._replace(num_ranks=8)).pack()) is None
     assert parse_notice(right._replace(home=right.home._replace(spans=False)).pack()) is None
-    assert parse_notice(right._replace(home=right.home._replace(lane=1 << 63)).pack()) is None
+    assert parse_notice(right._replace(home=right.home._replace(group_id=1 << 63)).pack()) is None
     data = right.pack()
     assert all(parse_notice(data[:length]) is None for length in range(len(data)))
     assert parse_notice(data + b"x") is None
@@ -59,9 +59,9 @@ def test_a_buffer_that_stays_on_its_host_is_told_without_a_lane_between_hosts() 
 
 
 def test_places_have_lanes_of_their_own() -> None:
-    lanes = {notice_lane(group, place) for group in (5, 6) for place in range(MAX_NOTICES)}
-    assert len(lanes | {5, 6}) == 2 * MAX_NOTICES + 2
-    assert all(0 <= lane < LANE_LIMIT for lane in lanes)
+    groups = {notice_group_id(group, place) for group in (5, 6) for place in range(MAX_NOTICES)}
+    assert len(groups | {5, 6}) == 2 * MAX_NOTICES + 2
+    assert all(0 <= group_id < GROUP_ID_LIMIT for group_id in groups)
 
 
 @pytest.mark.parametrize("oldest", [1, 2])

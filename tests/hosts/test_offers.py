@@ -31,12 +31,12 @@ IN_AGAIN = Decision(6, MEMBERS, (), (), (), (Part(LANE, 2, 1, 6, locator(2)),), 
 NEW = Decision(5, MEMBERS, (), (), (), (Part(LANE, 3, 1, 5, locator(3)),), (LANE,))
 
 
-class Lane:
+class Group:
     """Rank 0 of a group of slots 0 to 2 over hosts a and b, as its agent sees it, and what its links are told."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        job_handle: Any = SimpleNamespace(lane=LANE, is_home=False, slots=[0, 1, 2])
+        job_handle: Any = SimpleNamespace(group_id=LANE, is_home=False, slots=[0, 1, 2])
         self.rank_table = RankTable(job_handle, Decision(1, MEMBERS))
         self.rank_table.begin(range(3))
         runtime: Any = SimpleNamespace(member=MEMBERS[0])
@@ -51,25 +51,25 @@ class Lane:
 
 
 def test_a_view_alone_tells_the_links_of_a_new_slot() -> None:
-    lane = Lane()
-    lane.hooks.decided(NEW)
-    assert lane.newcomers() == [(5, 3, 9)]
-    assert [(one.rank, one.part.port) for one in lane.rank_table.newcomers(NEW) if one.part] == [(3, 9)]
+    group_id = Group()
+    group_id.hooks.decided(NEW)
+    assert group_id.newcomers() == [(5, 3, 9)]
+    assert [(one.rank, one.part.port) for one in group_id.rank_table.newcomers(NEW) if one.part] == [(3, 9)]
 
 
 def test_a_slot_is_known_before_its_view_is_taken_over() -> None:
-    """What a freeze says of the lane then counts with it, on all ranks."""
-    lane = Lane()
-    assert 3 in {member.slot for member in lane.rank_table.ours(NEW).members}
+    """What a freeze says of the group then counts with it, on all ranks."""
+    group_id = Group()
+    assert 3 in {member.slot for member in group_id.rank_table.ours(NEW).members}
 
 
 def test_views_are_told_in_order_and_who_comes_may_be_lost_by_the_next() -> None:
-    lane = Lane()
+    group_id = Group()
     gone = Decision(7, (*MEMBERS[:2], *MEMBERS[3:]), (Removal(2, 1, DEAD),))
     for decision in (OUT, IN_AGAIN, gone):
-        lane.hooks.decided(decision)
-    assert [(turn.epoch, sorted(turn.present)) for turn in lane.turns] == [(5, [0, 1]), (6, [0, 1, 2]), (7, [0, 1])]
-    assert lane.newcomers() == [(6, 2, 9)]
+        group_id.hooks.decided(decision)
+    assert [(turn.epoch, sorted(turn.present)) for turn in group_id.turns] == [(5, [0, 1]), (6, [0, 1, 2]), (7, [0, 1])]
+    assert group_id.newcomers() == [(6, 2, 9)]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ class Entry:
 
     def __init__(self, view: Decision, offers: Mapping[int, Offer], is_home: bool = False) -> None:
         self.wants: list[Want] = []
-        job_handle: Any = SimpleNamespace(lane=LANE, is_home=is_home, slots=[0, 1, 2])
+        job_handle: Any = SimpleNamespace(group_id=LANE, is_home=is_home, slots=[0, 1, 2])
         rank_table = RankTable(job_handle, Decision(1, MEMBERS))
         rank_table.begin(range(3))
         runtime: Any = SimpleNamespace(
@@ -145,8 +145,8 @@ def test_who_asks_anew_with_another_outbox_is_put_out_and_comes_in() -> None:
 
 
 def test_an_entry_that_rests_on_what_was_offered_before_is_not_this_processes() -> None:
-    lane = Lane()
-    lane.hooks.enter_as(3, locator(3, 10))
-    assert not lane.hooks.is_entry(NEW)
-    lane.hooks.enter_as(3, locator(3))
-    assert lane.hooks.is_entry(NEW)
+    group_id = Group()
+    group_id.hooks.enter_as(3, locator(3, 10))
+    assert not group_id.hooks.is_entry(NEW)
+    group_id.hooks.enter_as(3, locator(3))
+    assert group_id.hooks.is_entry(NEW)

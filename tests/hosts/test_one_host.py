@@ -17,7 +17,7 @@ import torch.distributed as dist
 import epee
 from epee.errors import MismatchError, UnsupportedError
 from epee.view.process.peers import Peers
-from epee.view.transport.wire import LANE_LIMIT
+from epee.view.transport.wire import GROUP_ID_LIMIT
 from tests.harness import DEAD, run_ranks
 from tests.hosts.joins import full, hear, joiner, lose, member, say, sums
 from tests.loopback import settle
@@ -44,10 +44,10 @@ def replaced(index: int, num_processes: int, folder: str, kind: str) -> Any:
     if index == 3:
         note = Peers.note_told
 
-        def note_late(peers: Peers, nonce: bytes, lane: int, data: bytes) -> None:
+        def note_late(peers: Peers, nonce: bytes, group_id: int, data: bytes) -> None:
             """Take long for the removal of a notice: calls of the group overtake it."""
-            time.sleep(0.0 if data or lane == LANE_LIMIT else 0.3)  # that one is a sign of life
-            note(peers, nonce, lane, data)
+            time.sleep(0.0 if data or group_id == GROUP_ID_LIMIT else 0.3)  # that one is a sign of life
+            note(peers, nonce, group_id, data)
 
         Peers.note_told = note_late  # type: ignore[method-assign]
     rank = index if index < 3 else 5 - index

@@ -9,13 +9,13 @@ import pytest
 
 from epee.engine.outbox import (
     CELL_WORDS,
+    CHANNEL_SLOT_BYTES,
+    CHANNEL_SLOT_WORDS,
     COMPLETES,
     CONSUMED,
     CONSUMED_TOO,
     FILLED,
     GAVE_UP,
-    LANE_SLOT_BYTES,
-    LANE_SLOT_WORDS,
     LIFE,
     LIFE_READY,
     NUM_CELLS,
@@ -144,16 +144,16 @@ def test_messages_that_are_not_freed_and_marks_of_those_taken_back_are_told(peer
     own, dice = peer_regions.own, random.Random(2)
     data = memoryview(peer_regions.regions[SOURCE].mapping)[HEADER_BYTES:]
     number, sent = 1, []
-    for nbytes in (10, 3 * LANE_SLOT_BYTES, 0, 500):
+    for nbytes in (10, 3 * CHANNEL_SLOT_BYTES, 0, 500):
         slot = number - 1
-        index = peer_regions.lane_base[READER] + slot * LANE_SLOT_WORDS
-        start = peer_regions.lane_data[READER] + slot * LANE_SLOT_BYTES
+        index = peer_regions.channel_base[READER] + slot * CHANNEL_SLOT_WORDS
+        start = peer_regions.channel_data[READER] + slot * CHANNEL_SLOT_BYTES
         data[start : start + nbytes] = dice.randbytes(nbytes)
         own[index + SLOT_BYTES] = nbytes
         own[index] = peer_regions.epoch_bits | number
         sent.append((index, start, nbytes, number))
-        number += max(1, nbytes // LANE_SLOT_BYTES)
-    own[peer_regions.lane_base[READER] + TAKEN_BACK] = 4
+        number += max(1, nbytes // CHANNEL_SLOT_BYTES)
+    own[peer_regions.channel_base[READER] + TAKEN_BACK] = 4
     peer_regions.words[READER][peer_regions.verdict_base[SOURCE]] = 1  # the first one is freed
     told = Told(peer_regions)
     tell_all(told.write, peer_regions, SOURCE, peer_regions.regions[SOURCE], (READER,))
@@ -163,12 +163,12 @@ def test_messages_that_are_not_freed_and_marks_of_those_taken_back_are_told(peer
         assert words[index] == peer_regions.epoch_bits | tag
         assert words[index + SLOT_BYTES] == nbytes
         assert bytes(told.mirror.bytes[start : start + nbytes]) == bytes(data[start : start + nbytes])
-    assert words[peer_regions.lane_base[READER] + TAKEN_BACK] == 4
+    assert words[peer_regions.channel_base[READER] + TAKEN_BACK] == 4
     told.close()
 
 
 def test_a_damaged_message_header_ends_what_is_told_of_its_lane(peer_regions: PeerRegions) -> None:
-    index = peer_regions.lane_base[READER]
+    index = peer_regions.channel_base[READER]
     peer_regions.own[index + SLOT_BYTES] = 1 << 40
     peer_regions.own[index] = peer_regions.epoch_bits | 1
     told = Told(peer_regions)

@@ -226,12 +226,12 @@ def test_futexes_work_through_a_mapping_that_cannot_be_written(sleeper_is_owner:
     other = SharedRegion.attach(region.blob, is_writable=False)
     asleep, waker = (region, other) if sleeper_is_owner else (other, region)
     answers = []
-    patience = signals._Timespec(20, 0)
+    timeouts = signals._Timespec(20, 0)
 
     def sleep() -> None:
         address = ctypes.c_void_p(asleep.address)
         answers.append(
-            signals._syscall(signals._SYS_FUTEX, address, signals._FUTEX_WAIT, 0, ctypes.byref(patience), None, 0)
+            signals._syscall(signals._SYS_FUTEX, address, signals._FUTEX_WAIT, 0, ctypes.byref(timeouts), None, 0)
         )
 
     thread = threading.Thread(target=sleep)

@@ -116,7 +116,7 @@ def interrupt(world: World, process: Process, step: int = -1) -> None:
 
 
 def _want(world: World, fault: Fault, until: float) -> None:
-    """Have a member of the lane want that a slot goes or comes back, again and again until it is so."""
+    """Have a member of the group want that a slot goes or comes back, again and again until it is so."""
     up = [
         p
         for p in world.all
@@ -137,7 +137,7 @@ def _want(world: World, fault: Fault, until: float) -> None:
         world.wanted.setdefault(agent.epoch, []).append(want)
         world.agent(by, Wanted(want, engine.epoch))
     world.last_fault = max(world.last_fault, world.now)
-    world.at(world.now + world.plan.settings.patience_s / 3, _want, world, fault, until)
+    world.at(world.now + world.plan.settings.wait_limit_s / 3, _want, world, fault, until)
 
 
 def _leave(world: World, process: Process) -> None:

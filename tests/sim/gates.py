@@ -28,7 +28,7 @@ from .plan import CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, STOP, Fault, Plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .lane import Engine
+    from .group_id import Engine
     from .world import Process, World
 
 AGAIN_S = 0.1  # a connection that was cut is made again
@@ -38,9 +38,9 @@ LOST_SHARE = 0.3  # of what was under way from one that has died
 class _Lane:
     """What the gate reads of an engine, as occupants and as what is settled."""
 
-    def __init__(self, engine: Engine, lane: int, num_slots: int) -> None:
+    def __init__(self, engine: Engine, group_id: int, num_slots: int) -> None:
         self._engine = engine
-        self.lane = lane
+        self.group_id = group_id
         self.rank_of = {slot: slot for slot in range(num_slots)}
         self.roles = SimpleNamespace(topology=SimpleNamespace(rank=engine.slot))
 
@@ -59,9 +59,9 @@ class _Lane:
         """Heirs follow from the newest view that was heard of (`Engine.heard`)."""
 
 
-def gate_of(kind: type[Gate], engine: Engine, lane: int, num_slots: int, tell: Callable[[int], None]) -> Gate:
+def gate_of(kind: type[Gate], engine: Engine, group_id: int, num_slots: int, tell: Callable[[int], None]) -> Gate:
     """Return the gate of an engine."""
-    seen: Any = _Lane(engine, lane, num_slots)
+    seen: Any = _Lane(engine, group_id, num_slots)
     return kind(seen, seen, tell)
 
 

@@ -37,7 +37,7 @@ class Record(NamedTuple):
         kind: VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED (written by whoever killed it), or SHOWN: what a program is
             shown behind a call that ended with a result, or ROOTLESS, before it makes the next.
         status: of DONE.
-        lane, seq: the call; 0 elsewhere.
+        group_id, seq: the call; 0 elsewhere.
         epoch: of the view; of DONE the epoch in which the call ran or at which it failed; of SHOWN that of the view.
         contributors: bit mask of slots: who is in the result; of VIEW the members, of SHOWN the active ones, of a
             ROOTLESS call its root. Slots above 63 are left out.
@@ -49,7 +49,7 @@ class Record(NamedTuple):
     incarnation: int
     kind: int
     status: int = 0
-    lane: int = 0
+    group_id: int = 0
     seq: int = 0
     epoch: int = 0
     contributors: int = 0
@@ -59,17 +59,17 @@ class Record(NamedTuple):
         """Return the record as 64 bytes."""
         kind = self.kind | self.status << 8
         head = (self.time_s, self.slot, kind, self.incarnation)
-        return _FORMAT.pack(*head, self.lane, self.seq, self.epoch, self.contributors, self.digest, 0)
+        return _FORMAT.pack(*head, self.group_id, self.seq, self.epoch, self.contributors, self.digest, 0)
 
     @staticmethod
     def unpack(data: bytes) -> Record:
         """Return the record that `pack` wrote."""
-        time_s, slot, kind, incarnation, lane, seq, epoch, contributors, digest, _ = _FORMAT.unpack(data)
-        return Record(time_s, slot, incarnation, kind & 255, kind >> 8, lane, seq, epoch, contributors, digest)
+        time_s, slot, kind, incarnation, group_id, seq, epoch, contributors, digest, _ = _FORMAT.unpack(data)
+        return Record(time_s, slot, incarnation, kind & 255, kind >> 8, group_id, seq, epoch, contributors, digest)
 
     def __str__(self) -> str:
         name = KIND_NAMES[self.kind] + (f" {STATUS_NAMES[self.status]}" if self.status else "")
-        call = f" lane {self.lane} seq {self.seq}" if self.seq else ""
+        call = f" group_id {self.group_id} seq {self.seq}" if self.seq else ""
         return (
             f"{self.time_s:.6f} slot {self.slot}.{self.incarnation} {name}{call} epoch {self.epoch} "
             f"who {slots_of(self.contributors)}"
@@ -83,9 +83,9 @@ class Violation(NamedTuple):
     text: str
 
 
-# what the result of (lane, seq) must be at `slot`, in a view given as slot -> incarnation of the contributors
+# what the result of (group_id, seq) must be at `slot`, in a view given as slot -> incarnation of the contributors
 Expected = Callable[[int, int, int, dict[int, int]], int]
-MayShrink = Callable[[int, int], bool]  # whether (lane, seq) can do without contributors of the call before
+MayShrink = Callable[[int, int], bool]  # whether (group_id, seq) can do without contributors of the call before
 
 
 def slots_of(mask: int) -> list[int]:
@@ -108,7 +108,7 @@ class History:
                 self.evicted.add(process)
 
 
-def _never(lane: int, seq: int) -> bool:
+def _never(group_id: int, seq: int) -> bool:
     return False
 
 
@@ -173,7 +173,7 @@ def _check_process(
         elif record.kind == SHOWN and record.epoch < ended_in:
             found.append(Violation("C-12", f"shown an older view than that of the call, epoch {ended_in}: {record}"))
         elif record.kind == DONE:
-            call, ended_in = (record.lane, record.seq), record.epoch
+            call, ended_in = (record.group_id, record.seq), record.epoch
             if call in ended:
                 found.append(Violation("C-11", f"a call ended twice: {record}"))
             ended.add(call)
@@ -184,13 +184,13 @@ def _check_process(
             if out:
                 found.append(Violation("V-9", f"a result after the process knew that it was voted out: {record}"))
             _check_result(process, record, held, history, expected, found)
-            last = before.get(record.lane)
+            last = before.get(record.group_id)
             if last is not None and last.seq < record.seq:
                 shrunk = last.epoch == record.epoch and last.contributors & ~record.contributors
-                shrunk = shrunk and not may_shrink(record.lane, record.seq)
+                shrunk = shrunk and not may_shrink(record.group_id, record.seq)
                 if record.epoch < last.epoch or shrunk:
                     found.append(Violation("V-11", f"the mask flips back: {last} then {record}"))
-            before[record.lane] = record
+            before[record.group_id] = record
 
 
 def _check_result(
@@ -208,7 +208,7 @@ def _check_result(
         return
     if process[0] not in contributors:
         found.append(Violation("C-3", f"the process itself is no contributor: {record}"))
-    want = expected(record.lane, record.seq, record.slot, {slot: members[slot] for slot in contributors})
+    want = expected(record.group_id, record.seq, record.slot, {slot: members[slot] for slot in contributors})
     if want != record.digest:
         found.append(Violation("C-10", f"not the result of its contributors: {record}"))
 
@@ -245,12 +245,12 @@ def _check_uniform(
                 errors.append(record)
             if record.status not in (OK, FAILED, ROOTLESS) or (record.status != OK and record.seq >= mixed_from):
                 continue
-            key = (record.lane, record.seq, record.status, record.contributors if record.status == ROOTLESS else 0)
+            key = (record.group_id, record.seq, record.status, record.contributors if record.status == ROOTLESS else 0)
             other = first.setdefault(key, record)
             if (other.epoch, other.contributors) != (record.epoch, record.contributors):
                 found.append(Violation("C-3", f"two outcomes of one call: {other} and {record}"))
     for error in errors:
-        result = first.get((error.lane, error.seq, OK, 0))
+        result = first.get((error.group_id, error.seq, OK, 0))
         members = history.members.get(result.epoch, {}) if result is not None else {}
         is_in = result is not None and error.slot in slots_of(result.contributors)
         if is_in and members.get(error.slot) == error.incarnation:

@@ -5,7 +5,7 @@ both, is silent, and one whose processes have all ended resets every connection;
 find out (`Watch`, the simulator's `transport/switchboard.py`).
 
 An outbox of another host is seen through a copy that a connection fills (`RemoteMirror`): late, and not at all while
-the hosts are cut. Once its owner was removed nothing more comes, except from who tells: a member of the lane on the
+the hosts are cut. Once its owner was removed nothing more comes, except from who tells: a member of the group on the
 owner's host, who sees the memory itself (`Settlement`). That one may be lost before it has told, or when it has told
 one host and not another. Where nobody is left to tell, a call that counts for all, because somebody has completed it,
 ends as LOST on a host that lacks a part of it.
@@ -23,7 +23,7 @@ from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import HostLost
 from epee.view.protocol.messages import LEFT, Decision
 
-from .lane import Engine
+from .group_id import Engine
 from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, SILENT_S, STOP, Fault, Plan
 from .words import LANE, Mirror, Outbox
 
@@ -243,7 +243,7 @@ class Watch:
             if known is None or known[0] != is_reset:
                 known = self._since[key] = (is_reset, world.now)
             is_due = world.now - known[1] >= (RESET_S if is_reset else SILENT_S)
-            if is_due and world.now - self._told.get(key, -1.0) >= world.plan.settings.patience_s / 3:
+            if is_due and world.now - self._told.get(key, -1.0) >= world.plan.settings.wait_limit_s / 3:
                 self._told[key] = world.now
                 world.agent(process, HostLost(host))
 
@@ -272,7 +272,7 @@ class Settlement:
         self.untold: set[tuple[int, int]] = set()  # lost ranks of which nobody was left to tell all
 
     def note(self, decision: Decision, before: dict[int, int], now: dict[int, int]) -> None:
-        """A decision is known: those in the lane `before` who are not in it `now` are told of from what is there."""
+        """A decision is known: those in the group `before` who are not in it `now` are told of from what is there."""
         has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
         for slot, since in before.items():
             if now.get(slot) != since:
@@ -312,7 +312,7 @@ class Settlement:
         self.world.at(self.world.now + seconds, self._tell, key)
 
     def heir(self, slot: int, since: int, epoch: int) -> int:
-        """Return the lowest slot of the host of a removed one that is in the lane of an epoch and was before; else -1.
+        """Return the lowest slot of the host of a removed one that is in the group of an epoch and was before; else -1.
 
         Who came later has never seen the memory.
         """

@@ -1,4 +1,4 @@
-"""A lane in miniature: an engine that obeys `protocol/outcome.py` over outboxes that readers see late (`words.py`).
+"""A group_id in miniature: an engine that obeys `protocol/outcome.py` over outboxes that readers see late (`words.py`).
 
 The protocol is that of `engine/operation.py` over `engine/outbox.py`: payload, header words, tag; FILLED,
 MERGED, DRAINED per round; CONSUMED before a cell is used again; a new set of outboxes per epoch. Calls are generators
@@ -32,7 +32,7 @@ from functools import partial
 from epee.engine.replication.loss_resolution import Gate
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
-from epee.view.protocol.messages import DEAD, FOREVER, LEFT, Decision, LaneState
+from epee.view.protocol.messages import DEAD, FOREVER, LEFT, Decision, GroupState
 from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
@@ -113,10 +113,10 @@ class Call:
 
 
 class Engine:
-    """The calls of one process in the lane, as long as it takes part; who comes back has a new one.
+    """The calls of one process in the group, as long as it takes part; who comes back has a new one.
 
     Attributes:
-        incarnation: since when the process takes part in the lane (`decision.parts_of`).
+        incarnation: since when the process takes part in the group (`decision.parts_of`).
         is_out: it takes part no more.
         completed: the last call that ended with a result; `issued` the last that was issued.
         ended: the last call that ended, in whatever way.
@@ -225,8 +225,8 @@ class Engine:
         epoch = max(self.course.planned_in(self.through() + 1), self.joined_in)
         return epoch, self.course.contributors(self.issued + 1, epoch)
 
-    def state(self) -> tuple[LaneState, ...]:
-        """Return what a promise says of the lane; decisions that were not taken over yet speak for calls as well."""
+    def state(self) -> tuple[GroupState, ...]:
+        """Return what a promise says of the group; decisions that were not taken over yet speak for calls as well."""
         is_decided = bool(self.calls) and self.calls[0].is_decided
         completed = self.calls[0].seq if is_decided else self.completed
         course = copy.deepcopy(self.course) if self.news else self.course
@@ -242,7 +242,7 @@ class Engine:
             and not (self.news or self.unsettled)
         )
         is_pull = is_open and not self.shared.raises
-        return (LaneState(LANE, completed, course.claimed(self.issued), is_pull),)
+        return (GroupState(LANE, completed, course.claimed(self.issued), is_pull),)
 
     def decide(self, decision: Decision, now: float) -> None:
         """Hear of a decision and take it over; an exception may come between any two steps of that."""
@@ -268,7 +268,7 @@ class Engine:
 
     @property
     def heard(self) -> int:
-        """The newest view that this engine has heard of while it drives the lane."""
+        """The newest view that this engine has heard of while it drives the group_id."""
         return max(self.epoch, 0 if self.gate is None else self.gate.newest)
 
     def _may_take(self, decision: Decision) -> bool:

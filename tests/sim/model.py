@@ -2,7 +2,7 @@
 
 The agents are the real ones. A state is what they are, who is dead, and every message that was ever sent: it may arrive
 at any time, any number of times, or never. From each state every step is tried: deliver a message, kill a member
-(between two effects of a step as well, at most `max_deaths`), let somebody see a death, let an agent's patience run out
+(between two effects of a step as well, at most `max_deaths`), let somebody see a death, let an agent's timeouts run out
 (at most `max_late` times). States that contain the same are one, so the search ends; the property is that no two
 agents ever decide differently for an epoch.
 """
@@ -41,7 +41,7 @@ from epee.view.protocol.messages import (
 )
 from tests.view.agents import first
 
-SETTINGS = AgentSettings(policy="error", answer_s=1.0, patience_s=1.0, no_quorum_s=1e9)
+SETTINGS = AgentSettings(policy="error", answer_s=1.0, wait_limit_s=1.0, no_quorum_s=1e9)
 KEPT = (Prepare, Promise, Accept, Accepted, Commit, Nack)  # reports and questions change no promise
 
 

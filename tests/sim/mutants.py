@@ -25,36 +25,36 @@ from epee.view.protocol.messages import (
     BoardState,
     Cut,
     Decision,
-    LaneState,
+    GroupState,
     Nack,
     Obituary,
     Prepare,
     Promise,
 )
 from epee.view.protocol.outcome import CallState, Course, EpochChange, Whole
-from epee.view.protocol.proposer import Campaign, Facts, obituary_of
+from epee.view.protocol.proposer import Campaign, Checked, obituary_of
 
+from .group_id import Call, Engine
 from .history import TIMEOUT
-from .lane import Call, Engine
 from .plan import Plan
 from .words import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Mirror, Outbox, Shared
 from .world import Process, World
 
-Acks = set[int] | dict[int, tuple[LaneState, ...]]
+Acks = set[int] | dict[int, tuple[GroupState, ...]]
 
 
 # ---- the agreement
 
 
 class _DeathsWithoutBoards(Campaign):
-    def _quorum(self, acks: Acks, facts: Facts) -> bool:
-        return has_quorum(self.slots, facts.gone, acks)
+    def _quorum(self, acks: Acks, findings: Checked) -> bool:
+        return has_quorum(self.slots, findings.gone, acks)
 
-    def lost_to(self, facts: Facts) -> None:
+    def lost_to(self, findings: Checked) -> None:
         return None
 
-    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        return self._compose(facts, answer_s, patience_s) if self._quorum(self.promises, facts) else None
+    def choose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        return self._compose(findings, answer_s, wait_limit_s) if self._quorum(self.promises, findings) else None
 
 
 class DeathsWithoutBoards(Agent):
@@ -67,7 +67,7 @@ class DeathsWithoutBoards(Agent):
 
 
 class _NoQuorum(Campaign):
-    def _quorum(self, acks: Acks, facts: Facts) -> bool:
+    def _quorum(self, acks: Acks, findings: Checked) -> bool:
         return 3 * len(acks) >= len(self.slots)
 
 
@@ -78,8 +78,8 @@ class CommitWithoutQuorum(Agent):
 
 
 class _AnyHalf(Campaign):
-    def _quorum(self, acks: Acks, facts: Facts) -> bool:
-        voters = self.slots - facts.boards.keys()
+    def _quorum(self, acks: Acks, findings: Checked) -> bool:
+        voters = self.slots - findings.boards.keys()
         return 2 * sum(slot in acks for slot in voters) >= len(voters)
 
 
@@ -90,8 +90,8 @@ class AnyHalf(Agent):
 
 
 class _ForgetsAccepted(Campaign):
-    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        return self._compose(facts, answer_s, patience_s) if self._quorum(self.promises, facts) else None
+    def choose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        return self._compose(findings, answer_s, wait_limit_s) if self._quorum(self.promises, findings) else None
 
 
 class ForgetsAccepted(Agent):
@@ -139,55 +139,55 @@ class JoinerBeginsLate(Agent):
 class JoinerCompleted(Agent):
     """Counts, for a joiner, the calls before its first one as completed (a mistake of ours)."""
 
-    def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
-        return lanes
+    def _told(self, groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
+        return groups
 
 
 class _ForgetsParts(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        decision = super()._compose(facts, answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
         return decision._replace(parts=tuple(part for part in decision.parts if abs(part.since) == decision.epoch))
 
 
 class ForgetsParts(Agent):
-    """Keeps who is out of a lane for one epoch only."""
+    """Keeps who is out of a group for one epoch only."""
 
     campaign_type = _ForgetsParts
 
 
 class _AsksNobody(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        anybody = tuple(want._replace(members=()) if want.out else want for want in facts.wants)
-        return super()._compose(facts._replace(wants=anybody), answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        anybody = tuple(want._replace(members=()) if want.out else want for want in findings.wants)
+        return super()._compose(findings._replace(wants=anybody), answer_s, wait_limit_s)
 
 
 class _LeavesTooFew(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        fewest = tuple(want._replace(least=min(want.least, 1)) for want in facts.wants)
-        return super()._compose(facts._replace(wants=fewest), answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        fewest = tuple(want._replace(least=min(want.least, 1)) for want in findings.wants)
+        return super()._compose(findings._replace(wants=fewest), answer_s, wait_limit_s)
 
 
 class LeavesTooFew(Agent):
-    """Puts silent members out of a lane however few are left in it."""
+    """Puts silent members out of a group however few are left in it."""
 
     campaign_type = _LeavesTooFew
 
 
 class AsksNobody(Agent):
-    """Puts out of a lane without knowing how far those are who stay in it."""
+    """Puts out of a group without knowing how far those are who stay in it."""
 
     campaign_type = _AsksNobody
 
 
 class _AmongWhoeverPromised(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        decision = super()._compose(facts, answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
-        pulls = {state.lane for states in self.promises.values() for state in states if state.is_pull}
-        return decision._replace(starts=tuple(s._replace(among=s.lane in pulls) for s in decision.starts))
+        pulls = {state.group_id for states in self.promises.values() for state in states if state.is_pull}
+        return decision._replace(starts=tuple(s._replace(among=s.group_id in pulls) for s in decision.starts))
 
 
 class AmongWhoeverPromised(Agent):
@@ -209,9 +209,9 @@ class KeepsWants(Agent):
 
 
 class BackCompleted(Agent):
-    """Counts, for who comes back into a lane, the calls that it missed as completed."""
+    """Counts, for who comes back into a group, the calls that it missed as completed."""
 
-    def _first_seq(self, lane: int) -> int:
+    def _first_seq(self, group_id: int) -> int:
         return 0
 
 
@@ -247,7 +247,7 @@ class LastWordTooEarly(Agent):
 
 
 class _NobodyHeard(Campaign):
-    def _has_cuts(self, facts: Facts) -> bool:
+    def _has_cuts(self, findings: Checked) -> bool:
         return False
 
 
@@ -258,8 +258,8 @@ class NobodyHeard(Agent):
 
 
 class _PutsOutTheSlow(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        return super()._compose(facts._replace(mute=self.slots), answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        return super()._compose(findings._replace(mute=self.slots), answer_s, wait_limit_s)
 
 
 class PutsOutTheSlow(Agent):
@@ -269,12 +269,12 @@ class PutsOutTheSlow(Agent):
 
 
 class _OwnCut(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        decision = super()._compose(facts, answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
-        own = {state.lane: state.completed for state in self.promises.get(self.ballot.slot, ())}
-        cuts = (Cut(c.lane, own.get(c.lane, 0), self.ballot.slot) for c in decision.cuts)
+        own = {state.group_id: state.completed for state in self.promises.get(self.ballot.slot, ())}
+        cuts = (Cut(c.group_id, own.get(c.group_id, 0), self.ballot.slot) for c in decision.cuts)
         return decision._replace(cuts=tuple(cuts))
 
 
@@ -285,8 +285,8 @@ class OwnCut(Agent):
 
 
 class _AnyHolder(Campaign):
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        decision = super()._compose(facts, answer_s, patience_s)
+    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+        decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None or not decision.members:
             return decision
         last = decision.members[-1].slot
@@ -403,7 +403,7 @@ class ReadsNewcomersEarly(Engine):
                 self.mirrors[slot, epoch] = self.shared.copy_of(peer_regions, 0.0, slot, new, self.slot)
 
 
-# ---- the lanes
+# ---- the groups
 
 
 class _ByWords(Course):
@@ -502,7 +502,7 @@ class _NothingClaimed(Course):
 class BegunSomewhere(Engine):
     """Says that it has begun a call, which it has only begun in an epoch that is over (a mistake of ours)."""
 
-    def state(self) -> tuple[LaneState, ...]:
+    def state(self) -> tuple[GroupState, ...]:
         (state,) = super().state()
         last = self.calls[-1] if self.calls else None
         is_pull = last is not None and last.kind.is_pull and state.completed < self.issued and not self.shared.raises
@@ -542,13 +542,13 @@ class _OutIsDead(Course):
 
 
 class OutIsDead(Engine):
-    """Judges who was put out of the lane by what its outbox shows, as if it wrote no more."""
+    """Judges who was put out of the group by what its outbox shows, as if it wrote no more."""
 
     course_type = _OutIsDead
 
 
 class BackFromTheStart(World):
-    """Lets who comes back into the lane begin with its first call."""
+    """Lets who comes back into the group begin with its first call."""
 
     def _begin(self, process: Process, since: int, view: Decision, joined: bool) -> None:
         super()._begin(process, since, view, joined and process.engine is None)
@@ -604,8 +604,8 @@ class ArrivedOnly(Engine):
 class StartsAtCompleted(Engine):
     """Tells how many calls are completed where the number issued is asked for."""
 
-    def state(self) -> tuple[LaneState, ...]:
-        return (LaneState(LANE, self.completed, self.completed),)
+    def state(self) -> tuple[GroupState, ...]:
+        return (GroupState(LANE, self.completed, self.completed),)
 
 
 class PublishesEarly(Engine):
@@ -667,7 +667,7 @@ class OneArena(Shared):
 
 
 class NoFreeze(World):
-    """Lets the lanes go on after a promise."""
+    """Lets the groups go on after a promise."""
 
     freezes = False
 

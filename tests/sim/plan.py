@@ -42,11 +42,11 @@ class Fault(NamedTuple):
         kind: see above. A RESTART is a crash followed by a joiner in the same slot, at once or a little later.
         slot: the victim, or the slot of a joiner.
         for_s: how long a stop, a hold, a partition lasts; how far a clock jumps; the delay of a restart; how long it is
-            wanted that a slot goes or comes back in the lane.
+            wanted that a slot goes or comes back in the group.
         number: of a CRASH_IN_STEP after how many effects, or, from `AFTER_SEND` on, after how many messages; of PART
             the mask of cut directions (bit from * 12 + to); of INTERRUPT in which step of taking the next decision over
             an exception comes (and out of the call with it), -1 for one that comes out of the call at once; of OUT and
-            BACK which of those in the lane wants it.
+            BACK which of those in the group wants it.
     """
 
     time_s: float
@@ -108,7 +108,7 @@ def make_plan(seed: int) -> Plan:
     num_members = rng.choice((2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 8))
     policy = rng.choice(("evict", "evict", "evict", "error", "wait"))
     bad_net = rng.random() < 0.3
-    settings = AgentSettings(policy, answer_s=0.02, patience_s=0.15, no_quorum_s=1.5, silence_s=SILENT_S)
+    settings = AgentSettings(policy, answer_s=0.02, wait_limit_s=0.15, no_quorum_s=1.5, silence_s=SILENT_S)
     num_calls = rng.randint(5, 9)
     think_s = rng.choice((0.0005, 0.002, 0.01, 0.03))
     span = num_calls * (think_s + 0.006)
@@ -177,7 +177,7 @@ def _with_newcomer(plan: Plan, rng: Random) -> Plan:
 
 
 def _with_parts(plan: Plan, rng: Random) -> tuple[Fault, ...]:
-    """Return the faults of a plan, and slots that are put out of the lane and taken back while the others happen."""
+    """Return the faults of a plan, and slots that are put out of the group and taken back while the others happen."""
     span = plan.num_calls * (plan.think_s + 0.006)
     faults = list(plan.faults) if rng.random() < 0.7 else []
     for _ in range(rng.randint(1, 2)):
@@ -219,7 +219,7 @@ def _duel(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:
 def _rivals(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:
     """The lowest stops while it agrees on a death; its rival gets through, but cannot tell; then the lowest wakes up.
 
-    Meanwhile the facts change (another death, a joiner), so that the two propose differently, and voters die as soon
+    Meanwhile the findings change (another death, a joiner), so that the two propose differently, and voters die as soon
     as they have voted.
     """
     start = rng.random() * span

@@ -25,7 +25,7 @@ from tests.sim.history import (
 MEMBERS = {1: {0: 1, 1: 1, 2: 1}, 2: {0: 1, 1: 1}}
 
 
-def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+def expected(group_id: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
     return 1000 * seq + sum(10**src for src in contributors)
 
 

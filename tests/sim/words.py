@@ -2,7 +2,7 @@
 
 A store goes to the owner's words and to a log; every reader has its own copy, which follows the log with a lag of its
 own (stores of one writer stay in order, as on x86-64). Whoever has proof that the writer is dead sees all of its
-stores. The protocol on these words is in `lane.py`.
+stores. The protocol on these words is in `group_id.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epee.memory.signals import SEQ_BITS
 from .plan import is_gated
 
 if TYPE_CHECKING:
-    from .lane import Engine
+    from .group_id import Engine
 
 LANE = 7
 NUM_CELLS = 3
@@ -104,7 +104,7 @@ class Shared:
         hosts: host of each slot, in a run over several.
         copy_of: makes a reader's copy of an outbox, of a slot that takes part since an epoch.
         settle: a process knows that one was removed; returns whether all is there that it will ever see of it.
-        heir: of one that was removed in the lane of an epoch; -1: there is none.
+        heir: of one that was removed in the group of an epoch; -1: there is none.
         is_gated: views with newcomers wait for the gate (`gates.py`).
         shows: the programs call one by one, so between two calls all are shown the same.
         roots: of calls that have one, per slot, since when it takes part, and seq.

@@ -53,10 +53,10 @@ from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
 
 from .faults import crash, inject, interrupt
 from .gates import Turns
+from .group_id import Engine
 from .history import DONE, EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .hosts import RemoteMirror, Settlement, Watch
 from .kinds import expected_result, is_pull
-from .lane import Engine
 from .plan import AFTER_SEND, ROOT_SEEDS, Plan
 from .words import LANE, Mirror, Outbox, Shared
 
@@ -91,7 +91,7 @@ class Process:
 
 
 def _is_met(want: Want, out: Set[int], back: Set[int], then: Set[int], there: Set[int], now: Set[int]) -> bool:
-    """Return whether a lane changed as was wanted: `then` and `now` are those in it, `there` those in the job since."""
+    """Return whether a group changed as was wanted: `then`, `now`: those in it, `there`: those in the job since."""
     members = set(want.members)
     exactly = out == set(want.out) & then and back == members & there - then
     fewer = out >= set(want.out) & then and out <= (set(want.out) | members) & then and back <= members & there - then
@@ -186,7 +186,7 @@ class World:
         return process
 
     def _begin(self, process: Process, since: int, view: Decision, joined: bool) -> None:
-        """Let a process take part in the lane."""
+        """Let a process take part in the group_id."""
         engine = self.engine_type(self.shared, process.me.slot, since, view, joined)
         engine.records, engine.now = process.records, self.now
         process.engine = engine
@@ -326,7 +326,7 @@ class World:
         self.wake(process, 0.0)
 
     def _lane_told(self, process: Process, decision: Decision) -> None:
-        """Let a decision do to the lane of a process what it says."""
+        """Let a decision do to the group of a process what it says."""
         engine, since = process.engine, parts_of(decision, LANE).get(process.me.slot)
         if engine is not None and not engine.is_out and engine.incarnation == since:
             engine.decide(decision, self.now)
@@ -364,13 +364,13 @@ class World:
             )
 
     def note(self, process: Process, kind: int, epoch: int = 0) -> None:
-        """Record the end of a process: as a member of the job, and as what it was in the lane, where that differs."""
+        """Record the end of a process: as a member of the job, and as what it was in the group, where that differs."""
         me, engine = process.me, process.engine
         for incarnation in sorted({me.incarnation, me.incarnation if engine is None else engine.incarnation}):
             process.records.append(Record(self.now, me.slot, incarnation, kind, 0, 0, 0, epoch))
 
     def _look_who_wanted(self, decision: Decision) -> None:
-        """L-1: nobody goes or comes back in a lane unless a member wanted that in the epoch before.
+        """L-1: nobody goes or comes back in a group unless a member wanted that in the epoch before.
 
         Who does not answer may go or stay away as well, where the want names how many are enough.
         """
@@ -385,9 +385,9 @@ class World:
             self.violations.append(Violation("L-1", f"out {out} and back {back}, but {wants} was wanted: {decision}"))
 
     def _look_who_holds(self, decision: Decision) -> None:
-        """L-2: who is named as the holder of a cut is in the lane, and has completed the call of the cut."""
+        """L-2: who is named as the holder of a cut is in the group, and has completed the call of the cut."""
         holder = holder_of(decision, LANE)
-        cut = next((cut.seq for cut in decision.cuts if cut.lane == LANE), 0)
+        cut = next((cut.seq for cut in decision.cuts if cut.group_id == LANE), 0)
         process = self.in_lane.get((holder, parts_of(decision, LANE).get(holder, 0)))
         if holder >= 0 and (process is None or process.engine is None or process.engine.state()[0].completed < cut):
             self.violations.append(Violation("L-2", f"slot {holder} has not completed call {cut}: {decision}"))
@@ -503,7 +503,7 @@ class World:
         call = engine.calls[0]
         if self.now - call.moved_at < self.plan.op_timeout_s or self.now < process.accuse_at:
             return
-        process.accuse_at = self.now + self.plan.settings.patience_s / 2
+        process.accuse_at = self.now + self.plan.settings.wait_limit_s / 2
         behind = engine.behind(call)
         epoch = engine.epoch if engine.unheard or engine.is_gated else call.place.epoch
         for slot in behind:
@@ -550,11 +550,11 @@ class World:
             self.violations.append(Violation("V-7", f"slow, and voted out though nobody had accused it: {slow}"))
         seed = self.plan.seed
 
-        def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+        def expected(group_id: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
             root = self.shared.roots.get((slot, contributors.get(slot, 0), seq), -1)
             return expected_result(seed, seq, slot, contributors, root)
 
-        def may_shrink(lane: int, seq: int) -> bool:
+        def may_shrink(group_id: int, seq: int) -> bool:
             return is_pull(seed, seq)
 
         cut = stalled | self._put_out() | self._unwitnessed() | self.settlement.untold
@@ -587,7 +587,7 @@ class World:
         return found
 
     def _put_out(self) -> set[tuple[int, int]]:
-        """Return who was put out of the lane and stayed in the job, as slot and since when it had taken part."""
+        """Return who was put out of the group and stayed in the job, as slot and since when it had taken part."""
         found = set()
         for epoch, decision in self.decisions.items():
             before, now = self.decisions.get(epoch - 1, decision), parts_of(decision, LANE)

@@ -156,7 +156,7 @@ def arm_messages(point: str, act: Callable[..., None] = die) -> None:
 
 
 def _is_verdict(peer_regions: Any, index: int, value: int) -> bool:
-    return bool(peer_regions.verdict_base[0] <= index < peer_regions.lane_base[0])
+    return bool(peer_regions.verdict_base[0] <= index < peer_regions.channel_base[0])
 
 
 def arm_agreement(point: str, act: Callable[..., None] = die) -> None:

@@ -38,7 +38,7 @@ def begin(
     mode: str,
     timeout_s: float = 10.0,
     joins: bool = False,
-    patience_s: float = 30,
+    wait_limit_s: float = 30,
 ) -> Any:
     """Make or join the default group."""
     store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -51,7 +51,7 @@ def begin(
         rank=rank,
         world_size=num_ranks,
         pg_options=options,
-        timeout=timedelta(seconds=patience_s),
+        timeout=timedelta(seconds=wait_limit_s),
     )
     return dist.group.WORLD
 

@@ -143,8 +143,8 @@ def test_who_comes_late_is_put_out_and_comes_back(backend: str, mode: str, is_in
     """All name the same two epochs; which numbers these have is not promised.
 
     An agent that does not answer within `answer_s` (a busy machine, or `is_in_vain`) must not hold up the calls of all
-    lanes: the job decides without meeting the want, which takes a number that changes nothing in any lane, and the want
-    is met by a later decision (PROTOCOL.md, "Members per lane", 4).
+    groups: the job decides without meeting the want, which takes a number that changes nothing in any group, and the
+    want is met by a later decision (PROTOCOL.md, "Members per group", 4).
     """
     results = run_mortal(comes_late, 3, mode, backend, is_in_vain, dead=set())
     assert [seen for seen, _, _ in results] == [["[1, 1, 0]", *["[1, 1, 1]"] * 3]] * 2 + [["[1, 1, 1]"] * 3]

@@ -21,7 +21,7 @@ import epee
 from epee.errors import CommTimeoutError, RankFailedError
 from tests.harness import DEAD, run_ranks
 from tests.hosts import run_on_loopbacks
-from tests.shake import facts_of
+from tests.shake import checked_of
 
 from . import stages
 from .test_births import FAILED, LATE, TIMEOUT_S, VICTIM, Outcome, _check, _ended, _outcome, die_at_call
@@ -66,7 +66,7 @@ def _await_death(folder: str) -> None:
     """Wait until the process that wrote its number is dead."""
     stages.wait_for(folder, "pid-written")
     pid, deadline = int(Path(folder, "pid").read_text()), time.monotonic() + LIMIT_S
-    while facts_of(pid)[0] not in "XZ":
+    while checked_of(pid)[0] not in "XZ":
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

@@ -33,7 +33,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 def start(rank: int, num_ranks: int, folder: str, mode: str, on_stall: str, op_timeout: float) -> Any:
-    """Make the group, with little patience for a quorum."""
+    """Make the group, with little timeouts for a quorum."""
     store = dist.FileStore(f"{folder}/store", num_ranks)
     options = epee.BackendOptions(fault_mode=mode, on_stall=on_stall, op_timeout=op_timeout)
     dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)

@@ -67,7 +67,7 @@ def replaced(slot: int, num_processes: int, folder: str) -> Any:
         with shortage.descriptors(0):
             _say_short(folder)
             until(lambda: _newcomer(runtime.view()) > 1, "the agent has not heard of the newcomer")
-            until(lambda: group._engine.flags & NEWS, "the lane has not heard of the newcomer")
+            until(lambda: group._engine.flags & NEWS, "the group has not heard of the newcomer")
             for _ in range(3):
                 try:
                     total(rank)

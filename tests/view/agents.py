@@ -21,7 +21,7 @@ from epee.view.protocol.events import (
     Tick,
     WriteBoard,
 )
-from epee.view.protocol.messages import BoardState, Decision, LaneState, Member, Message
+from epee.view.protocol.messages import BoardState, Decision, GroupState, Member, Message
 
 
 def member(slot: int, incarnation: int = 1, tag: int = 0) -> Member:
@@ -40,7 +40,7 @@ class Group:
         self.settings = settings or AgentSettings(policy="evict")
         self.agents: dict[bytes, Agent] = {}
         self.boards: dict[bytes, BoardState] = {}
-        self.lanes: dict[bytes, tuple[LaneState, ...]] = {}
+        self.groups: dict[bytes, tuple[GroupState, ...]] = {}
         self.dead: set[bytes] = set()
         self.stopped: set[bytes] = set()
         self.holding: set[bytes] = set()  # engines that do not freeze
@@ -71,7 +71,7 @@ class Group:
             self.post(one, BoardRead(effect.member.nonce, self.boards.get(effect.member.nonce)))
         elif isinstance(effect, Freeze):
             if one.nonce not in self.holding:
-                self.post(one, Frozen(effect.epoch, self.lanes.get(one.nonce, ())))
+                self.post(one, Frozen(effect.epoch, self.groups.get(one.nonce, ())))
         elif isinstance(effect, Decide | Evicted | NoQuorum | Refused):
             self.told[one.nonce].append(effect)
 

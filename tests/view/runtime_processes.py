@@ -14,19 +14,19 @@ from typing import Any
 
 from epee.link.address import listen
 from epee.view.protocol.events import AgentSettings
-from epee.view.protocol.messages import Decision, LaneState, Member
+from epee.view.protocol.messages import Decision, GroupState, Member
 from epee.view.runtime import Runtime
 from epee.view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES
 from epee.view.transport.directory import JobDirectory
 from tests.harness import server
 
 PATIENT = AgentSettings(policy="error")
-EVICT = AgentSettings(policy="evict", answer_s=0.1, patience_s=0.6)
+EVICT = AgentSettings(policy="evict", answer_s=0.1, wait_limit_s=0.6)
 LANE = 7
 HOST_TIMEOUT_S = 2.0
 
 
-class Lane:
+class EngineStandIn:
     """An engine that does nothing but note what it is told."""
 
     def __init__(self, slot: int) -> None:
@@ -34,9 +34,9 @@ class Lane:
         self.num_freezes = 0
         self.decisions: list[tuple[Decision, float]] = []
         self.troubles: list[str] = []
-        self.state = LaneState(LANE, 10 + slot, 11 + slot)
+        self.state = GroupState(LANE, 10 + slot, 11 + slot)
 
-    def freeze(self) -> LaneState:
+    def freeze(self) -> GroupState:
         self.is_frozen = True
         self.num_freezes += 1
         return self.state
@@ -61,7 +61,7 @@ class Process:
             os.environ.update(EPEE_TEST="1", EPEE_HOST_KEY=host, EPEE_HOST_TIMEOUT_S=str(HOST_TIMEOUT_S))
         self.slot, self.settings = slot, settings
         self.runtime: Runtime | None = None
-        self.lane = Lane(slot)
+        self.engine = EngineStandIn(slot)
 
     def create(self) -> str:
         self.job = JobDirectory.create("test")
@@ -94,9 +94,9 @@ class Process:
 
     def _register(self) -> None:
         assert self.runtime is not None
-        lane = self.lane
-        lane.decisions.append((self.runtime.view(), time.monotonic()))
-        self.row = self.runtime.register(LANE, lane.freeze, lane.thaw, lane.decided, lane.trouble)
+        engine = self.engine
+        engine.decisions.append((self.runtime.view(), time.monotonic()))
+        self.row = self.runtime.register(LANE, engine.freeze, engine.thaw, engine.decided, engine.trouble)
 
     def tell(self, data: bytes) -> None:
         self.row.tell(data)
@@ -114,22 +114,22 @@ class Process:
         return type(self.runtime.error).__name__
 
     def history(self) -> list[Decision]:
-        """Return the views that the lane was told, each once (a lane may hear of the first one twice)."""
+        """Return the views that the group was told, each once (a group_id may hear of the first one twice)."""
         seen: list[Decision] = []
-        for decision, _ in self.lane.decisions:
+        for decision, _ in self.engine.decisions:
             if decision not in seen:
                 seen.append(decision)
         return seen
 
     def decided_at(self) -> float:
-        return self.lane.decisions[-1][1]
+        return self.engine.decisions[-1][1]
 
     def lane_facts(self) -> tuple[bool, int, list[str]]:
         """Return (frozen, how often, troubles); the thaw comes a moment after the decision."""
         deadline = time.monotonic() + 5.0
-        while self.lane.is_frozen and time.monotonic() < deadline:
+        while self.engine.is_frozen and time.monotonic() < deadline:
             time.sleep(0.001)
-        return self.lane.is_frozen, self.lane.num_freezes, self.lane.troubles
+        return self.engine.is_frozen, self.group_id.num_freezes, self.group_id.troubles
 
     def accuse_until(self, slot: int, epoch: int, timeout_s: float) -> Decision | None:
         """Go on accusing `slot`, as an engine that waits for it does, until there is a view after `epoch`."""

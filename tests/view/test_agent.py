@@ -40,9 +40,9 @@ from epee.view.protocol.messages import (
     BoardState,
     Commit,
     Decision,
+    GroupState,
     Join,
     JoinRefused,
-    LaneState,
     Nack,
     Prepare,
     Promise,
@@ -79,10 +79,10 @@ def test_an_agent_writes_its_board_before_it_promises_and_freezes_before_that() 
     agent = alone(1)
     ballot = Ballot(1, 0)
     assert agent.step(MessageReceived(member(0).nonce, Prepare(ballot, 1)), 1.0) == [Freeze(1)]
-    lanes = (LaneState(7, 3, 4),)
-    board, promise = agent.step(Frozen(1, lanes), 1.0)
+    groups = (GroupState(7, 3, 4),)
+    board, promise = agent.step(Frozen(1, groups), 1.0)
     assert board == WriteBoard(BoardState(first(3), ballot, NO_BALLOT, None))
-    assert promise == Send(member(0), Promise(ballot, 1, NO_BALLOT, None, lanes))
+    assert promise == Send(member(0), Promise(ballot, 1, NO_BALLOT, None, groups))
 
 
 def test_a_promise_is_refused_to_lower_ballots_and_repeated_for_the_same() -> None:
@@ -269,11 +269,11 @@ def test_accusations_change_nothing_unless_the_policy_is_to_evict(policy: str) -
 
 def test_cuts_and_starts_come_from_those_who_stay() -> None:
     group = Group(3)
-    group.lanes = {member(slot).nonce: (LaneState(7, done, done + 2),) for slot, done in enumerate((4, 5, 90))}
+    group.groups = {member(slot).nonce: (GroupState(7, done, done + 2),) for slot, done in enumerate((4, 5, 90))}
     group.post(member(0), Accused(2, 1, 7, 6, NOW))
     group.late(0.3)
     (decision,) = group.decisions(member(1))
-    assert [(cut.lane, cut.seq) for cut in decision.cuts] == [(7, 5)]
+    assert [(cut.group_id, cut.seq) for cut in decision.cuts] == [(7, 5)]
     assert decision.starts == (Start(7, 8),)
 
 
@@ -516,8 +516,8 @@ def test_a_joiner_promises_no_calls_that_came_before_it() -> None:
     agent, second, _ = joining()
     agent.step(MessageReceived(member(0).nonce, Commit((second,))), 1.0)
     agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 2)), 1.0)
-    (promise,) = sent(agent.step(Frozen(2, (LaneState(7, 5, 6), LaneState(9, 2, 2))), 1.0), Promise)
-    assert promise.lanes == (LaneState(7, 0, 6), LaneState(9, 2, 2))
+    (promise,) = sent(agent.step(Frozen(2, (GroupState(7, 5, 6), GroupState(9, 2, 2))), 1.0), Promise)
+    assert promise.groups == (GroupState(7, 0, 6), GroupState(9, 2, 2))
 
 
 def test_a_board_of_a_later_epoch_is_no_witness_of_this_one() -> None:

@@ -29,7 +29,7 @@ from epee.view.protocol.messages import (
     BoardState,
     Cut,
     Decision,
-    LaneState,
+    GroupState,
     Member,
     Message,
     Nack,
@@ -40,7 +40,7 @@ from epee.view.protocol.messages import (
     Report,
 )
 from epee.view.protocol.outcome import holder_of
-from epee.view.protocol.proposer import Campaign, Facts
+from epee.view.protocol.proposer import Campaign, Checked
 
 LANE = 7
 WAIT = AgentSettings(policy="wait")
@@ -51,8 +51,8 @@ def over(hosts: str) -> Decision:
     return Decision(1, tuple(members))
 
 
-def told(*completed: int) -> dict[int, tuple[LaneState, ...]]:
-    return {slot: (LaneState(LANE, seq, seq),) for slot, seq in enumerate(completed)}
+def told(*completed: int) -> dict[int, tuple[GroupState, ...]]:
+    return {slot: (GroupState(LANE, seq, seq),) for slot, seq in enumerate(completed)}
 
 
 def agent(slot: int, hosts: str) -> Agent:
@@ -72,11 +72,11 @@ def sent(effects: list[object], kind: type) -> list[tuple[int, object]]:
 def campaign(hosts: str, promised: tuple[int, ...]) -> Campaign:
     made = Campaign(Ballot(3, 0), over(hosts))
     for slot in promised:
-        made.note_promise(slot, Promise(Ballot(3, 0), 1, NO_BALLOT, None, (LaneState(LANE, 4, 5),)))
+        made.note_promise(slot, Promise(Ballot(3, 0), 1, NO_BALLOT, None, (GroupState(LANE, 4, 5),)))
     return made
 
 
-CALM = Facts({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
+CALM = Checked({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
 
 
 def test_who_has_read_the_board_of_a_dead_one_tells_other_hosts_and_no_others() -> None:
@@ -142,47 +142,49 @@ def test_a_lost_host_is_reported_with_all_its_members_whatever_the_policy() -> N
 
 
 def test_a_lost_host_goes_as_a_whole_with_the_promises_of_those_who_stay() -> None:
-    facts = CALM._replace(lost={"b": frozenset({0})}, may_evict=False)
-    assert campaign("aabb", (0,)).choose(facts, 1.0, 2.0) is None
-    decision = campaign("aabb", (0, 1)).choose(facts, 1.0, 2.0)
+    findings = CALM._replace(lost={"b": frozenset({0})}, may_evict=False)
+    assert campaign("aabb", (0,)).choose(findings, 1.0, 2.0) is None
+    decision = campaign("aabb", (0, 1)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert decision.removed == (Removal(2, 1, UNREACHABLE, "b"), Removal(3, 1, UNREACHABLE, "b"))
     assert decision.cuts == (Cut(LANE, 4, 0),)
 
 
 def test_silent_members_of_other_hosts_stay_unless_the_policy_is_to_evict() -> None:
-    facts = CALM._replace(lost={"c": frozenset({0})}, may_evict=False, waited_s=9.0)
-    assert campaign("aabbc", (0, 1, 2)).choose(facts, 1.0, 2.0) is None
-    facts = facts._replace(mute=frozenset({3}))
-    assert campaign("aabbc", (0, 1, 2)).choose(facts, 1.0, 2.0) is None
-    decision = campaign("aabbc", (0, 1, 2)).choose(facts._replace(may_evict=True), 1.0, 2.0)
+    findings = CALM._replace(lost={"c": frozenset({0})}, may_evict=False, waited_s=9.0)
+    assert campaign("aabbc", (0, 1, 2)).choose(findings, 1.0, 2.0) is None
+    findings = findings._replace(mute=frozenset({3}))
+    assert campaign("aabbc", (0, 1, 2)).choose(findings, 1.0, 2.0) is None
+    decision = campaign("aabbc", (0, 1, 2)).choose(findings._replace(may_evict=True), 1.0, 2.0)
     assert decision is not None
     assert [(r.slot, r.cause) for r in decision.removed] == [(3, STALLED), (4, UNREACHABLE)]
 
 
 def test_a_lost_host_takes_with_it_only_who_has_been_silent_as_long_as_a_host_may_be() -> None:
-    facts = CALM._replace(lost={"c": frozenset({0})}, waited_s=9.0)
-    assert campaign("aabbbc", (0, 1, 2)).choose(facts._replace(mute=frozenset({3})), 1.0, 2.0) is None, "4 may be slow"
-    decision = campaign("aabbbc", (0, 1, 2)).choose(facts._replace(mute=frozenset({3, 4})), 1.0, 2.0)
+    findings = CALM._replace(lost={"c": frozenset({0})}, waited_s=9.0)
+    assert campaign("aabbbc", (0, 1, 2)).choose(findings._replace(mute=frozenset({3})), 1.0, 2.0) is None, (
+        "4 may be slow"
+    )
+    decision = campaign("aabbbc", (0, 1, 2)).choose(findings._replace(mute=frozenset({3, 4})), 1.0, 2.0)
     assert decision is not None
     assert [r.slot for r in decision.removed] == [3, 4, 5]
-    decision = campaign("aabbbc", (0, 1, 2, 3, 4)).choose(facts, 1.0, 2.0)
+    decision = campaign("aabbbc", (0, 1, 2, 3, 4)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert [r.slot for r in decision.removed] == [5]
 
 
 def test_where_somebody_is_accused_the_silent_go_after_the_shorter_time() -> None:
-    facts = CALM._replace(lost={"c": frozenset({0})}, accusers={3: frozenset({0})})
-    assert campaign("aabbbc", (0, 1, 2)).choose(facts._replace(waited_s=1.9), 1.0, 2.0) is None
-    decision = campaign("aabbbc", (0, 1, 2)).choose(facts._replace(waited_s=2.0), 1.0, 2.0)
+    findings = CALM._replace(lost={"c": frozenset({0})}, accusers={3: frozenset({0})})
+    assert campaign("aabbbc", (0, 1, 2)).choose(findings._replace(waited_s=1.9), 1.0, 2.0) is None
+    decision = campaign("aabbbc", (0, 1, 2)).choose(findings._replace(waited_s=2.0), 1.0, 2.0)
     assert decision is not None
     assert [r.slot for r in decision.removed] == [3, 4, 5]
-    on_lost = facts._replace(accusers={5: frozenset({0})}, waited_s=9.0)
+    on_lost = findings._replace(accusers={5: frozenset({0})}, waited_s=9.0)
     assert campaign("aabbbc", (0, 1, 2)).choose(on_lost, 1.0, 2.0) is None, "who is lost anyway stands for nobody else"
 
 
 def patient(slot: int) -> Agent:
-    settings = AgentSettings("evict", answer_s=0.1, patience_s=0.8, silence_s=3.0)
+    settings = AgentSettings("evict", answer_s=0.1, wait_limit_s=0.8, silence_s=3.0)
     made = Agent(over("abc").members[slot], settings, over("abc"))
     made.step(Tick(), 0.0)
     return made
@@ -211,7 +213,7 @@ def test_a_living_slow_member_is_waited_for_when_another_host_is_lost() -> None:
 
 def test_silence_counts_over_the_ballots_that_a_rival_ends() -> None:
     """Slot 1 is stopped, and delays the removal of host c by no more; slot 3 promises a rival's ballots between."""
-    settings = AgentSettings("evict", answer_s=0.1, patience_s=0.8, silence_s=3.0)
+    settings = AgentSettings("evict", answer_s=0.1, wait_limit_s=0.8, silence_s=3.0)
     one = Agent(over("abcb").members[0], settings, over("abcb"))
     one.step(Tick(), 0.0)
     nonce = over("abcb").members[3].nonce
@@ -241,17 +243,17 @@ def test_silence_counts_over_the_ballots_that_a_rival_ends() -> None:
 
 
 def test_over_hosts_the_dead_go_with_the_promises_of_all_who_stay() -> None:
-    facts = CALM._replace(gone={3: DEAD}, boards={3: board()}, waited_s=9.0)
-    assert campaign("aabb", (0, 1)).choose(facts, 1.0, 2.0) is None
-    assert campaign("aaaa", (0, 1)).choose(facts, 1.0, 2.0) is not None
-    assert campaign("aabb", (0, 1, 2)).choose(facts, 1.0, 2.0) is not None
+    findings = CALM._replace(gone={3: DEAD}, boards={3: board()}, waited_s=9.0)
+    assert campaign("aabb", (0, 1)).choose(findings, 1.0, 2.0) is None
+    assert campaign("aaaa", (0, 1)).choose(findings, 1.0, 2.0) is not None
+    assert campaign("aabb", (0, 1, 2)).choose(findings, 1.0, 2.0) is not None
 
 
 def test_who_may_answer_is_waited_for_before_a_host_is_chosen() -> None:
     """Slots 1 and 2 say that they cannot reach 3, which has answered first."""
-    facts = CALM._replace(lost={"c": frozenset({1, 2})})
-    assert campaign("abbc", (0, 3)).choose(facts, 1.0, 2.0) is None
-    decision = campaign("abbc", (0, 1, 2, 3)).choose(facts, 1.0, 2.0)
+    findings = CALM._replace(lost={"c": frozenset({1, 2})})
+    assert campaign("abbc", (0, 3)).choose(findings, 1.0, 2.0) is None
+    decision = campaign("abbc", (0, 1, 2, 3)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert [removal.slot for removal in decision.removed] == [3]
 

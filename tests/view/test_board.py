@@ -204,20 +204,20 @@ def test_rows_tell_what_a_lane_does() -> None:
     first.show(b"all_reduce", 12, 3, 0b1010)
     second.show(b"a_name_of_more_than_16_letters", 1, 1)
     rows = view.rows()
-    assert [(row.lane, row.op, row.seq, row.epoch, row.waits_for) for row in rows] == [
+    assert [(row.group_id, row.op, row.seq, row.epoch, row.waits_for) for row in rows] == [
         (7, "all_reduce", 12, 3, (1, 3)),
         (0, "a_name_of_more_t", 1, 1, ()),
     ]
     assert abs(rows[0].since_s - time.monotonic()) < 60
     first.clear()
-    assert [row.lane for row in view.rows()] == [0]
-    assert mine.row(9)._lane == 9
-    assert [row.lane for row in view.rows()] == [9, 0]
+    assert [row.group_id for row in view.rows()] == [0]
+    assert mine.row(9)._group_id == 9
+    assert [row.group_id for row in view.rows()] == [9, 0]
 
 
 def test_lanes_beyond_the_rows_work_unseen() -> None:
     mine = board.Board(0)
-    rows = [mine.row(lane) for lane in range(board.MAX_ROWS + 2)]
+    rows = [mine.row(group_id) for group_id in range(board.MAX_ROWS + 2)]
     for row in rows:
         row.show(b"barrier", 1, 1)
     assert len(board.BoardView.attach(mine.blob).rows()) == board.MAX_ROWS

@@ -13,11 +13,11 @@ from epee.view.protocol.messages import (
     Removal,
     Want,
 )
-from epee.view.protocol.proposer import MAX_PENDING, Campaign, Facts, Joins
+from epee.view.protocol.proposer import MAX_PENDING, Campaign, Checked, Joins
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)
-CALM = Facts({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
+CALM = Checked({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
 BLANK = BoardState(first(4), NO_BALLOT, NO_BALLOT, None)
 
 
@@ -34,43 +34,43 @@ def test_nothing_is_proposed_without_a_quorum() -> None:
 
 
 def test_the_dead_go_as_soon_as_a_quorum_has_promised() -> None:
-    facts = CALM._replace(gone={3: DEAD}, boards={3: BLANK})
-    decision = campaign((0, 1)).choose(facts, 1.0, 2.0)
+    findings = CALM._replace(gone={3: DEAD}, boards={3: BLANK})
+    decision = campaign((0, 1)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert decision.removed == (Removal(3, 1, DEAD),)
     assert [m.slot for m in decision.members] == [0, 1, 2]
 
 
 def test_the_live_are_voted_out_only_with_the_promise_of_all_who_stay() -> None:
-    facts = CALM._replace(accusers={3: frozenset({0})})
-    assert campaign((0, 1)).choose(facts, 1.0, 2.0) is None
-    decision = campaign((0, 1, 2)).choose(facts, 1.0, 2.0)
+    findings = CALM._replace(accusers={3: frozenset({0})})
+    assert campaign((0, 1)).choose(findings, 1.0, 2.0) is None
+    decision = campaign((0, 1, 2)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert decision.removed == (Removal(3, 1, STALLED),)
 
 
 def test_of_two_accused_members_the_one_that_answers_in_time_stays() -> None:
-    facts = CALM._replace(accusers={2: frozenset({0, 1}), 3: frozenset({0, 1})})
-    assert campaign((0, 1)).choose(facts, 1.0, 2.0) is None, "both may answer yet"
-    decision = campaign((0, 1, 3)).choose(facts._replace(waited_s=1.5), 1.0, 2.0)
+    findings = CALM._replace(accusers={2: frozenset({0, 1}), 3: frozenset({0, 1})})
+    assert campaign((0, 1)).choose(findings, 1.0, 2.0) is None, "both may answer yet"
+    decision = campaign((0, 1, 3)).choose(findings._replace(waited_s=1.5), 1.0, 2.0)
     assert decision is not None
     assert [removal.slot for removal in decision.removed] == [2]
 
 
 def test_who_stays_silent_while_others_are_voted_out_goes_with_them_after_a_while() -> None:
-    facts = CALM._replace(accusers={3: frozenset({0})}, waited_s=2.5)
-    decision = campaign((0, 1)).choose(facts, 1.0, 2.0)
+    findings = CALM._replace(accusers={3: frozenset({0})}, waited_s=2.5)
+    decision = campaign((0, 1)).choose(findings, 1.0, 2.0)
     assert decision is not None
     assert [removal.slot for removal in decision.removed] == [2, 3]
 
 
 def test_a_joiner_waits_for_everybody_and_is_put_off_rather_than_anybody_voted_out() -> None:
-    facts = CALM._replace(joiners=(member(4, 0, 5),), join_wait_s=4.0)
-    assert campaign((0, 1, 2)).choose(facts._replace(waited_s=3.9), 1.0, 2.0) is None
-    put_off = campaign((0, 1, 2)).choose(facts._replace(waited_s=4.1), 1.0, 2.0)
+    findings = CALM._replace(joiners=(member(4, 0, 5),), join_wait_s=4.0)
+    assert campaign((0, 1, 2)).choose(findings._replace(waited_s=3.9), 1.0, 2.0) is None
+    put_off = campaign((0, 1, 2)).choose(findings._replace(waited_s=4.1), 1.0, 2.0)
     assert put_off is not None
     assert put_off.members == first(4).members
-    taken_in = campaign((0, 1, 2, 3)).choose(facts, 1.0, 2.0)
+    taken_in = campaign((0, 1, 2, 3)).choose(findings, 1.0, 2.0)
     assert taken_in is not None
     assert [m.slot for m in taken_in.members] == [0, 1, 2, 3, 4]
 
@@ -80,15 +80,15 @@ def test_what_was_accepted_in_the_highest_ballot_is_proposed_again_wherever_it_i
     one = campaign((0, 1))
     one.note_promise(2, Promise(BALLOT, 1, Ballot(1, 1), old, ()))
     assert one.choose(CALM, 1.0, 2.0) == old
-    facts = CALM._replace(gone={3: DEAD}, boards={3: BLANK._replace(accepted_ballot=Ballot(2, 1), accepted=new)})
-    assert one.choose(facts, 1.0, 2.0) == new
+    findings = CALM._replace(gone={3: DEAD}, boards={3: BLANK._replace(accepted_ballot=Ballot(2, 1), accepted=new)})
+    assert one.choose(findings, 1.0, 2.0) == new
 
 
 def test_a_higher_promise_on_the_board_of_the_dead_ends_the_ballot() -> None:
-    facts = CALM._replace(gone={3: DEAD}, boards={3: BLANK._replace(promised=Ballot(4, 1))})
-    assert campaign((0, 1)).lost_to(facts) == Ballot(4, 1)
+    findings = CALM._replace(gone={3: DEAD}, boards={3: BLANK._replace(promised=Ballot(4, 1))})
+    assert campaign((0, 1)).lost_to(findings) == Ballot(4, 1)
     later = BLANK._replace(decided=Decision(0, ()), promised=Ballot(4, 1))
-    assert campaign((0, 1)).lost_to(facts._replace(boards={3: later})) is None, "a promise about another epoch"
+    assert campaign((0, 1)).lost_to(findings._replace(boards={3: later})) is None, "a promise about another epoch"
 
 
 def test_acceptances_count_only_for_a_proposal() -> None:
@@ -149,11 +149,11 @@ def test_a_lane_is_not_changed_without_the_promise_of_one_who_is_spared_at_the_l
     one = Campaign(BALLOT, first(5))
     for slot in (0, 1):
         one.note_promise(slot, Promise(BALLOT, 1, NO_BALLOT, None, ()))
-    facts = CALM._replace(gone={4: DEAD}, boards={4: BLANK}, accusers={2: frozenset({0})}, waited_s=1.5)
-    decision = one.choose(facts._replace(wants=(Want(7, (0, 1, 2), (3,)),)), 1.0, 2.0)
+    findings = CALM._replace(gone={4: DEAD}, boards={4: BLANK}, accusers={2: frozenset({0})}, waited_s=1.5)
+    decision = one.choose(findings._replace(wants=(Want(7, (0, 1, 2), (3,)),)), 1.0, 2.0)
     assert decision is not None
     assert [removal.slot for removal in decision.removed] == [4]
     assert decision.parts == ()
-    decision = one.choose(facts._replace(wants=(Want(7, (0, 1), (3,)),)), 1.0, 2.0)
+    decision = one.choose(findings._replace(wants=(Want(7, (0, 1), (3,)),)), 1.0, 2.0)
     assert decision is not None
     assert [(part.slot, part.since) for part in decision.parts] == [(3, -2)]

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from epee.view.protocol.decision import choose_evicted, compose, has_quorum
-from epee.view.protocol.messages import DEAD, LEFT, STALLED, Cut, Decision, LaneState, Removal, Start
+from epee.view.protocol.messages import DEAD, LEFT, STALLED, Cut, Decision, GroupState, Removal, Start
 from tests.view.agents import first, member
 
 
@@ -56,8 +56,8 @@ def test_quorums_with_different_deaths_meet_or_one_sees_the_others_board(num_mem
 
 
 def test_a_decision_says_who_goes_and_why_and_what_counts() -> None:
-    lanes = {0: (LaneState(7, 3, 5), LaneState(9, 1, 1)), 1: (LaneState(7, 4, 4),), 2: (LaneState(7, 90, 91),)}
-    decision = compose(first(5), lanes, {3: DEAD, 4: LEFT}, {2: STALLED})
+    groups = {0: (GroupState(7, 3, 5), GroupState(9, 1, 1)), 1: (GroupState(7, 4, 4),), 2: (GroupState(7, 90, 91),)}
+    decision = compose(first(5), groups, {3: DEAD, 4: LEFT}, {2: STALLED})
     assert [m.slot for m in decision.members] == [0, 1]
     assert decision.removed == (Removal(2, 1, STALLED), Removal(3, 1, DEAD), Removal(4, 1, LEFT))
     assert decision.cuts == (Cut(7, 4), Cut(9, 1))

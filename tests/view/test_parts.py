@@ -1,4 +1,4 @@
-"""Parts: who goes, or comes back, in one lane and stays in the job. Random histories of that are in tests/sim."""
+"""Parts: who goes, or comes back, in one group_id and stays in the job. Random histories of that are in tests/sim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epee.view.protocol.messages import (
     Commit,
     Cut,
     Decision,
-    LaneState,
+    GroupState,
     Locator,
     Member,
     Part,
@@ -32,13 +32,13 @@ OUT = Want(LANE, (0, 1), (2,))
 BACK = Want(LANE, (0, 1, 2))
 
 
-def told(*calls: tuple[int, int]) -> dict[int, tuple[LaneState, ...]]:
-    """Where the lane is at each slot: completed, issued."""
-    return {slot: (LaneState(LANE, *call), LaneState(OTHER, 1, 1)) for slot, call in enumerate(calls)}
+def told(*calls: tuple[int, int]) -> dict[int, tuple[GroupState, ...]]:
+    """Where the group is at each slot: completed, issued."""
+    return {slot: (GroupState(LANE, *call), GroupState(OTHER, 1, 1)) for slot, call in enumerate(calls)}
 
 
 def put_out() -> Decision:
-    """Slot 2 of three is out of the lane; it had completed one call more than the others, which does not count."""
+    """Slot 2 of three is out of the group; it had completed one call more than the others, which does not count."""
     return compose(first(3), told((3, 5), (3, 4), (4, 4)), {}, wants=(OUT,))
 
 
@@ -98,9 +98,9 @@ def test_what_is_told_of_one_that_does_not_come_is_dropped() -> None:
 
 def test_more_locators_than_a_report_may_have_wait_for_the_next() -> None:
     agent = alone(0)
-    for lane in range(100):
+    for group_id in range(100):
         many = tuple(Locator(slot, bytes(96)) for slot in range(64))
-        agent.step(Wanted(Want(lane, tuple(range(64)), locators=many), 1), 0.0)
+        agent.step(Wanted(Want(group_id, tuple(range(64)), locators=many), 1), 0.0)
     assert len(agent._wants) == MAX_PARTS // 64
 
 
@@ -111,13 +111,13 @@ def test_one_decision_can_put_out_and_take_back() -> None:
 
 
 def test_parts_of_lanes_that_nobody_has_are_dropped() -> None:
-    here = {slot: (LaneState(OTHER, 1, 1),) for slot in range(3)}
+    here = {slot: (GroupState(OTHER, 1, 1),) for slot in range(3)}
     assert compose(put_out(), here, {}).parts == ()
     assert compose(put_out(), {0: here[0]}, {}).parts == put_out().parts  # not everybody has answered
 
 
 def test_wants_that_would_make_too_many_parts_are_not_met() -> None:
-    full = first(3)._replace(parts=tuple(Part(lane, 2, 1, -1) for lane in range(100, 100 + MAX_PARTS)))
+    full = first(3)._replace(parts=tuple(Part(group_id, 2, 1, -1) for group_id in range(100, 100 + MAX_PARTS)))
     assert compose(full, {}, {}, wants=(OUT,)).parts == full.parts
 
 
@@ -177,11 +177,11 @@ def test_a_newcomer_knows_whether_the_lane_has_lost_somebody_by_the_same_decisio
 def group_of(num_members: int, policy: str = "error") -> Group:
     group = Group(num_members, AgentSettings(policy=policy))
     for slot in range(num_members):
-        group.lanes[member(slot).nonce] = (LaneState(LANE, 3, 4),)
+        group.groups[member(slot).nonce] = (GroupState(LANE, 3, 4),)
     return group
 
 
-def lanes_of(group: Group) -> set[tuple[int, ...]]:
+def groups_of(group: Group) -> set[tuple[int, ...]]:
     return {tuple(parts_of(agent.decided, LANE)) for agent in group.live()}
 
 
@@ -189,11 +189,11 @@ def test_any_member_can_have_another_put_out_and_taken_back() -> None:
     group = group_of(3)
     group.post(member(1), Wanted(OUT, 1))
     group.late(1.0)
-    assert lanes_of(group) == {(0, 1)}
+    assert groups_of(group) == {(0, 1)}
     assert group.views() == {(2, ((0, 1), (1, 1), (2, 1)))}
     group.post(member(2), Wanted(BACK, 2))
     group.late(1.0)
-    assert lanes_of(group) == {(0, 1, 2)}
+    assert groups_of(group) == {(0, 1, 2)}
     assert parts_of(group.agents[member(0).nonce].decided, LANE)[2] == 3
 
 
@@ -202,12 +202,12 @@ def test_who_does_not_answer_can_be_put_out_but_not_a_lane_be_changed_without_th
     group.stopped.add(member(2).nonce)
     group.post(member(1), Wanted(OUT, 1))
     group.late(1.0)
-    assert lanes_of(group) == {(0, 1)}
+    assert groups_of(group) == {(0, 1)}
     held = group_of(3)
     held.holding.add(member(0).nonce)  # its engine does not freeze, so nobody knows how far it is
     held.post(member(1), Wanted(OUT, 1))
     held.late(2.0)
-    assert lanes_of(held) == {(0, 1, 2)}
+    assert groups_of(held) == {(0, 1, 2)}
 
 
 def test_who_does_not_answer_is_put_out_where_the_want_allows_it() -> None:
@@ -218,13 +218,13 @@ def test_who_does_not_answer_is_put_out_where_the_want_allows_it() -> None:
         group.late(0.1)
         if group.agents[member(0).nonce].decided.met:
             break
-    assert lanes_of(group) == {(0, 1, 3)}
+    assert groups_of(group) == {(0, 1, 3)}
     held = group_of(4)
     held.holding.update((member(2).nonce, member(3).nonce))
     for _ in range(50):
         held.post(member(0), Wanted(Want(LANE, (0, 1, 2, 3), (), 3), held.agents[member(0).nonce].epoch))
         held.late(0.1)
-    assert lanes_of(held) == {(0, 1, 2, 3)}
+    assert groups_of(held) == {(0, 1, 2, 3)}
 
 
 def test_a_want_does_not_outlive_the_epoch_in_which_it_was_formed() -> None:
@@ -249,11 +249,11 @@ def test_a_want_that_cannot_be_met_does_not_hold_up_calls_again_and_again() -> N
             group.late(0.1)
         return len(group.told[member(0).nonce]) - before
 
-    assert want_for(3.2) <= 4  # null decisions: each ends a freeze, and a pause of `patience_s` follows
+    assert want_for(3.2) <= 4  # null decisions: each ends a freeze, and a pause of `wait_limit_s` follows
     group.holding.clear()
-    group.post(member(1), Frozen(group.agents[member(1).nonce].epoch, group.lanes[member(1).nonce]))
+    group.post(member(1), Frozen(group.agents[member(1).nonce].epoch, group.groups[member(1).nonce]))
     assert want_for(2.0) > 0
-    assert lanes_of(group) == {(0, 1)}
+    assert groups_of(group) == {(0, 1)}
 
 
 def test_of_two_wants_for_a_lane_the_first_is_met() -> None:
@@ -261,7 +261,7 @@ def test_of_two_wants_for_a_lane_the_first_is_met() -> None:
     group.post(member(0), Wanted(OUT, 1))
     group.post(member(1), Wanted(Want(LANE, (1, 2), (0,)), 1))
     group.late(1.0)
-    assert lanes_of(group) == {(0, 1)}
+    assert groups_of(group) == {(0, 1)}
 
 
 def test_a_coordinator_is_told_what_is_wanted() -> None:
@@ -276,7 +276,7 @@ def test_who_is_back_promises_no_calls_that_it_missed() -> None:
     agent.step(MessageReceived(member(0).nonce, Commit((put_out(), third))), 1.0)
     agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 3)), 1.0)
     (promise,) = sent(agent.step(Frozen(3, told((9, 9))[0]), 1.0), Promise)
-    assert promise.lanes == (LaneState(LANE, 0, 9), LaneState(OTHER, 1, 1))
+    assert promise.groups == (GroupState(LANE, 0, 9), GroupState(OTHER, 1, 1))
 
 
 def test_a_decision_may_remove_the_one_that_was_to_go_in_one_lane_only() -> None:
@@ -288,7 +288,7 @@ def test_a_decision_may_remove_the_one_that_was_to_go_in_one_lane_only() -> None
 
 
 def test_a_lane_starts_above_what_those_had_issued_who_come_back() -> None:
-    """They are in no view of the lane, so who asks for them says so."""
+    """They are in no view of the group, so who asks for them says so."""
     third = compose(put_out(), told((8, 9), (8, 8), (4, 40)), {}, wants=(BACK._replace(seq=40),))
     assert third.starts[0] == Start(LANE, 41)
     lower = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK._replace(seq=3),))

@@ -17,7 +17,7 @@ from epee.view.process.peers import Peers, process_state
 from epee.view.protocol.messages import Decision, Member
 from epee.view.runtime import Runtime
 from epee.view.transport.directory import JobDirectory
-from epee.view.transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, PING, pack_endpoint, parse_endpoint
+from epee.view.transport.wire import BEGIN, END, MAX_GROUPS, MAX_MEMBERS, PING, pack_endpoint, parse_endpoint
 from tests import shortage
 
 ME, OTHER = b"m" * 16, b"o" * 16
@@ -99,10 +99,10 @@ def test_a_state_that_cannot_be_looked_at_is_not_that_of_the_dead() -> None:
     assert process_state((1 << 22) + 1) == "X"
 
 
-def told(peers: Peers, nonce: bytes, lanes: range) -> dict[int, bytes]:
+def told(peers: Peers, nonce: bytes, groups: range) -> dict[int, bytes]:
     peer = peers.get(nonce)
     assert peer is not None
-    return {lane: peer.told(lane) for lane in lanes if peer.told(lane)}
+    return {group_id: peer.told(group_id) for group_id in groups if peer.told(group_id)}
 
 
 def test_what_is_told_by_a_process_that_is_met_later_is_kept(rank: Runtime, peers: Peers) -> None:
@@ -122,10 +122,10 @@ def test_what_strangers_tell_is_bounded(rank: Runtime, peers: Peers) -> None:
     for number in range(2 * MAX_MEMBERS):
         peers.note_told(number.to_bytes(16, "little"), 7, b"told")
     assert len(peers._early) == MAX_MEMBERS
-    for lane in range(2 * MAX_LANES):
-        peers.note_told(OTHER, lane, b"told")
+    for group_id in range(2 * MAX_GROUPS):
+        peers.note_told(OTHER, group_id, b"told")
     assert peers.add(Member(1, 0, OTHER, rank.member.endpoint, "elsewhere"))
-    assert len(told(peers, OTHER, range(2 * MAX_LANES))) == MAX_LANES
+    assert len(told(peers, OTHER, range(2 * MAX_GROUPS))) == MAX_GROUPS
     assert OTHER not in peers._early
     first = (0).to_bytes(16, "little")
     assert peers.add(Member(2, 0, first, rank.member.endpoint, "elsewhere"))
@@ -134,8 +134,8 @@ def test_what_strangers_tell_is_bounded(rank: Runtime, peers: Peers) -> None:
 
 def test_what_is_not_told_again_on_a_new_connection_was_taken_back(rank: Runtime, peers: Peers) -> None:
     assert peers.add(Member(1, 0, OTHER, rank.member.endpoint, "elsewhere"))
-    for lane in (7, 8):
-        peers.note_told(OTHER, lane, b"old")
+    for group_id in (7, 8):
+        peers.note_told(OTHER, group_id, b"old")
     peers.note_told(OTHER, *BEGIN)
     peers.note_told(OTHER, 7, b"new")
     assert told(peers, OTHER, range(20)) == {7: b"new", 8: b"old"}, "nothing that stands is missing in between"

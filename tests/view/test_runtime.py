@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epee.view.loop import IDLE_S
-from epee.view.protocol.messages import DEAD, LEFT, STALLED, Ask, LaneState
+from epee.view.protocol.messages import DEAD, LEFT, STALLED, Ask, GroupState
 from epee.view.report import look_at_job
 from epee.view.runtime import Runtime
 from tests.survive import stages
@@ -36,7 +36,7 @@ def test_a_kill_is_decided_by_all_survivors_alike(tmp_path: Path, num_ranks: int
         print(f"\n{num_ranks} ranks, slot {victim} killed: decided everywhere after {late * 1e3:.1f} ms")
         same_history(rest)
         for rank in rest:
-            assert rank.ask("lane_facts")[0] is False, "lanes go on"
+            assert rank.ask("lane_facts")[0] is False, "groups go on"
             assert rank.ask("lane_facts")[1] == 1
 
 
@@ -83,7 +83,7 @@ def test_a_zombie_learns_that_it_was_voted_out_and_a_successor_takes_its_slot(tm
         while zombie.ask("error") != "EvictedError":
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        while zombie.ask("lane_facts")[2] != ["EvictedError"]:  # lanes are told a moment later
+        while zombie.ask("lane_facts")[2] != ["EvictedError"]:  # groups are told a moment later
             assert time.monotonic() < deadline
             time.sleep(0.01)
         settle([successor, *rest], {0, 1, 2})
@@ -331,7 +331,7 @@ def test_kill_and_rejoin_grows_neither_descriptors_nor_threads(tmp_path: Path) -
 
 
 def show_a_wait(runtime: Runtime) -> None:
-    runtime.register(99, lambda: LaneState(99, 0, 0), print, print, print).show(b"all_reduce", 17, 1, 0b10)
+    runtime.register(99, lambda: GroupState(99, 0, 0), print, print, print).show(b"all_reduce", 17, 1, 0b10)
 
 
 def test_a_report_from_outside_says_what_every_rank_does(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_report_from_outside_says_what_every_rank_does(tmp_path: Path) -> None
         assert [rank.health for rank in report.ranks] == ["running", "stopped", "running"]
         assert [rank.pid for rank in report.ranks] == [rank.pid for rank in ranks]
         text = str(report)
-        assert "lane 99: all_reduce seq 17 epoch 1, waits for 1 since" in text
+        assert "group_id 99: all_reduce seq 17 epoch 1, waits for 1 since" in text
         assert f"rank 1 (process {ranks[1].pid}, epoch 1): stopped" in text
         assert str(look_at_job(ranks[1].pid)).count("running") == 2, "a stopped rank can be asked for, too"
         ranks[1].kill()

@@ -38,8 +38,8 @@ from epee.view.protocol.messages import (
     Ballot,
     Commit,
     Decision,
+    GroupState,
     Join,
-    LaneState,
     Member,
     Prepare,
 )
@@ -84,8 +84,8 @@ def usage() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def state(lane: int) -> LaneState:
-    return LaneState(lane, 0, 0)
+def state(group_id: int) -> GroupState:
+    return GroupState(group_id, 0, 0)
 
 
 def ignore(*_: object) -> None:
@@ -139,7 +139,7 @@ def test_what_breaks_a_rule_is_refused() -> None:
     for settings in (
         AgentSettings(policy="x"),
         AgentSettings(answer_s=0),
-        AgentSettings(patience_s=float("nan")),
+        AgentSettings(wait_limit_s=float("nan")),
         AgentSettings(silence_s=0.0),
         AgentSettings(admit=""),
     ):
@@ -215,7 +215,7 @@ def test_a_lane_that_comes_during_an_agreement_waits_for_its_end(alone: Runtime)
     loop.post(lambda: loop._thaw(Thaw()))
     thread.join(20)
     assert calls == ["registered"]
-    assert sorted(loop._lanes) == [1, 2]
+    assert sorted(loop._groups) == [1, 2]
 
 
 def test_a_lane_that_waited_in_vain_is_not_taken_in_later(alone: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_lane_that_waited_in_vain_is_not_taken_in_later(alone: Runtime, monkey
     alone.settings = patient
     loop.post(lambda: loop._thaw(Thaw()))
     alone.register(3, lambda: state(3), ignore, ignore, ignore)
-    assert sorted(loop._lanes) == [3]
+    assert sorted(loop._groups) == [3]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork with threads

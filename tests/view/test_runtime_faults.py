@@ -118,7 +118,7 @@ class Chaos:
     def check(self) -> None:
         ranks = list(self.ranks.values())
         same_history(ranks)
-        assert not any(rank.ask("lane_facts")[0] for rank in ranks), "no lane stays frozen"
+        assert not any(rank.ask("lane_facts")[0] for rank in ranks), "no group_id stays frozen"
 
 
 def run_seed(folder: Path, seed: int, num_faults: int) -> None:

@@ -62,7 +62,7 @@ def test_what_a_lane_tells_travels_and_who_comes_later_hears_it(tmp_path: Path) 
 
 
 def cut_and_leave_the_lane(runtime: Any) -> None:
-    """Leave the lane while there is no connection to anybody."""
+    """Leave the group while there is no connection to anybody."""
     switchboard = runtime._loop.switchboard
 
     def cut(done: Any) -> None:

@@ -19,7 +19,7 @@ from epee.view.transport import wire
 SLOT = st.integers(0, wire.MAX_MEMBERS - 1)
 EPOCH = st.integers(0, wire.EPOCH_LIMIT - 1)
 SEQ = st.integers(0, m.FOREVER)
-LANE = st.integers(0, wire.LANE_LIMIT)
+LANE = st.integers(0, wire.GROUP_ID_LIMIT)
 INCARNATION = st.integers(1, wire.INCARNATION_LIMIT)
 NONCE = st.binary(min_size=16, max_size=16)
 HOST = st.text(max_size=8)
@@ -35,15 +35,15 @@ def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.Sea
 
 
 LANES = ordered(
-    st.builds(lambda a, b, c, p: m.LaneState(a, min(b, c), max(b, c), p and b != c), LANE, SEQ, SEQ, st.booleans()),
-    lambda s: s.lane,
+    st.builds(lambda a, b, c, p: m.GroupState(a, min(b, c), max(b, c), p and b != c), LANE, SEQ, SEQ, st.booleans()),
+    lambda s: s.group_id,
 )
 
 
 SLOTS = st.sets(SLOT, max_size=6)
 WANT = st.builds(
-    lambda lane, one, other, most, data: m.Want(
-        lane,
+    lambda group_id, one, other, most, data: m.Want(
+        group_id,
         tuple(sorted(one)),
         tuple(sorted(other - one)),
         min(most, len(one)),
@@ -63,7 +63,7 @@ def parts(draw: Any, epoch: int, processes: list[tuple[int, int]]) -> tuple[m.Pa
         return ()
     since = st.integers(1, epoch).flatmap(lambda when: st.sampled_from([when, -when]))
     part = st.builds(
-        lambda lane, who, when, locator: m.Part(lane, *who, when, locator if when > 0 else b""),
+        lambda group_id, who, when, locator: m.Part(group_id, *who, when, locator if when > 0 else b""),
         LANE,
         st.sampled_from(processes),
         since,
@@ -82,10 +82,10 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         number,
         members,
         removed,
-        draw(ordered(st.builds(m.Cut, LANE, SEQ, SLOT | st.just(-1)), lambda cut: cut.lane)),
-        draw(ordered(st.builds(m.Start, LANE, SEQ, st.booleans()), lambda start: start.lane)),
+        draw(ordered(st.builds(m.Cut, LANE, SEQ, SLOT | st.just(-1)), lambda cut: cut.group_id)),
+        draw(ordered(st.builds(m.Start, LANE, SEQ, st.booleans()), lambda start: start.group_id)),
         draw(parts(number, [*there, *(removal[:2] for removal in removed)])),
-        draw(ordered(LANE, lambda lane: lane)),
+        draw(ordered(LANE, lambda group_id: group_id)),
     )
 
 
@@ -115,12 +115,12 @@ MESSAGES = st.one_of(
     EPOCH.flatmap(lambda epoch: st.builds(m.Accept, BALLOT, st.just(epoch), decisions(epoch + 1))),
     st.builds(m.Accepted, BALLOT, EPOCH),
     st.builds(m.Commit, ordered(decisions(), lambda decision: decision.epoch, 3), st.integers(0, m.FOREVER)),
-    st.builds(m.Report, EPOCH, st.lists(REMOVAL, max_size=4).map(tuple), ordered(WANT, lambda want: want.lane, 3)),
+    st.builds(m.Report, EPOCH, st.lists(REMOVAL, max_size=4).map(tuple), ordered(WANT, lambda want: want.group_id, 3)),
     st.builds(m.Join, MEMBER.map(lambda member: member._replace(incarnation=0))),
     st.builds(m.JoinRefused, SLOT, NONCE, st.text(max_size=200)),
     st.builds(m.Ask, EPOCH, st.integers(0, m.FOREVER)),
     st.builds(m.Obituary, NONCE, st.sampled_from([m.DEAD, m.LEFT, m.EXITED]), st.none() | states()),
-    st.builds(wire.LaneTold, LANE, st.binary(max_size=wire.MAX_TOLD_BYTES)),
+    st.builds(wire.GroupReport, LANE, st.binary(max_size=wire.MAX_TOLD_BYTES)),
 )
 
 
@@ -151,9 +151,9 @@ DECISION = m.Decision(
     (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7, b"there")),
     (1, 9),
 )
-SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
+SAMPLES: tuple[m.Message | wire.GroupReport, ...] = (
     m.Prepare(m.Ballot(3, 1), 6),
-    m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.LaneState(1, 3, 4, True),)),
+    m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.GroupState(1, 3, 4, True),)),
     m.Promise(m.Ballot(3, 1), 6, m.NO_BALLOT, None, ()),
     m.Nack(m.Ballot(3, 1), 6, m.Ballot(4, 2)),
     m.Accept(m.Ballot(3, 1), 6, DECISION),
@@ -167,7 +167,7 @@ SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
     m.Commit((), 3),
     m.Obituary(bytes(16), m.DEAD, m.BoardState(m.Decision(6, ()), m.Ballot(3, 1), m.Ballot(2, 0), DECISION)),
     m.Obituary(bytes(16), m.LEFT, None),
-    wire.LaneTold(7, b"where its outbox is"),
+    wire.GroupReport(7, b"where its outbox is"),
 )
 
 
@@ -182,7 +182,7 @@ def decode_or_refuse(data: bytes) -> m.Message | None:
 
 
 def test_every_type_is_among_the_samples() -> None:
-    assert {type(sample) for sample in SAMPLES} == {*m.Message.__args__, wire.LaneTold}  # type: ignore[attr-defined]
+    assert {type(sample) for sample in SAMPLES} == {*m.Message.__args__, wire.GroupReport}  # type: ignore[attr-defined]
 
 
 def test_random_bytes_are_a_valid_message_or_refused() -> None:
@@ -241,12 +241,15 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(removed=(m.Removal(2, 1, m.DEAD),))), "both a member and"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 9, 1, -7),))), "speaks of no member"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, 8),))), "or of another epoch"),
-        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, -7, b"x"),))), "is out of the lane, and"),
+        (
+            m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, -7, b"x"),))),
+            "is out of the group, and",
+        ),
         (m.Report(6, (), (m.Want(1, (0, 2), (2,)),)), "slot 2 is both to take part and not to"),
         (m.Report(6, (), (m.Want(1, (0,), locators=(m.Locator(1, b""),)),)), "slot 1 is to take no part, and tells"),
         (m.Report(6, (), (m.Want(1, (0,), locators=(m.Locator(0, bytes(97)),)),)), "must lie in 0 ... 96, got 97"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, DECISION, ()), "without its ballot"),
-        (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.LaneState(1, 2, 1),)), "completed 2 of 1"),
+        (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.GroupState(1, 2, 1),)), "completed 2 of 1"),
     ],
 )
 def test_what_breaks_a_rule_is_not_sent(message: m.Message, words: str) -> None:
@@ -261,15 +264,15 @@ def test_something_else_is_not_sent() -> None:
 
 @functools.cache
 def largest_decision() -> m.Decision:
-    """All lanes in which 64 processes can take part, all shared by nobody."""
-    lanes = {
-        slot: [m.LaneState(slot << 32 | lane, m.FOREVER - 1, m.FOREVER - 1) for lane in range(wire.MAX_LANES)]
+    """All groups in which 64 processes can take part, all shared by nobody."""
+    groups = {
+        slot: [m.GroupState(slot << 32 | group_id, m.FOREVER - 1, m.FOREVER - 1) for group_id in range(wire.MAX_GROUPS)]
         for slot in range(wire.MAX_MEMBERS)
     }
     current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
     locator = bytes(wire.MAX_LOCATOR_BYTES)
-    parts = tuple(m.Part(lane, slot, 1, 3, locator) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
-    return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1: m.STALLED})
+    parts = tuple(m.Part(group_id, slot, 1, 3, locator) for group_id in range(m.MAX_PARTS // 64) for slot in range(64))
+    return compose(current._replace(parts=parts), groups, {}, {wire.MAX_MEMBERS - 1: m.STALLED})
 
 
 @functools.cache
@@ -280,12 +283,12 @@ def largest_frame() -> bytes:
 def test_what_the_members_can_come_to_fits_a_frame_and_a_board() -> None:
     """The limits belong together: what does not fit would end the threads of the agents."""
     big = largest_decision()
-    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES
+    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_GROUPS
     assert len(big.parts) == m.MAX_PARTS
     everybody_else = tuple(m.Removal(slot, 1, m.STALLED) for slot in range(1, wire.MAX_MEMBERS))
     alone = big._replace(members=(member(0),), removed=everybody_else)
-    assert len({lane for lane, *_ in alone.parts}) == m.MAX_PARTS // 64
-    told = tuple(m.LaneState(lane, 1, 2) for lane in range(wire.MAX_LANES))
+    assert len({group_id for group_id, *_ in alone.parts}) == m.MAX_PARTS // 64
+    told = tuple(m.GroupState(group_id, 1, 2) for group_id in range(wire.MAX_GROUPS))
     ballot = m.Ballot(3, 1)
     assert wire.decode(largest_frame()) == m.Commit((big,))
     assert wire.decode(wire.encode(m.Commit((alone,)))) == m.Commit((alone,))
@@ -304,8 +307,8 @@ def test_what_the_members_can_come_to_fits_a_frame_and_a_board() -> None:
 def test_many_lanes_and_many_evicted_do_not_end_the_agent() -> None:
     """600 groups and 55 ranks voted out at once, as after a switch has failed."""
     current = m.Decision(7, tuple(member(slot) for slot in range(64)))
-    lanes = {slot: [m.LaneState(lane, 3, 4) for lane in range(600)] for slot in range(9)}
-    decision = compose(current, lanes, {}, dict.fromkeys(range(9, 64), m.STALLED))
+    groups = {slot: [m.GroupState(group_id, 3, 4) for group_id in range(600)] for slot in range(9)}
+    decision = compose(current, groups, {}, dict.fromkeys(range(9, 64), m.STALLED))
     assert len(decision.removed) == 55
     state = m.BoardState(decision, m.NO_BALLOT, m.NO_BALLOT, None)
     assert wire.decode_state(wire.encode_state(state)) == state

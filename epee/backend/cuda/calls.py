@@ -4,7 +4,7 @@ Strided tensors are copied on the current stream, into contiguous ones before th
 that shares memory with an output in a way that the kernels do not allow. Nothing waits for the GPU.
 
 PREMUL_SUM is a SUM of copies of the inputs, each times the factor of its rank; it differs from SUM only in its
-signature (`facts`).
+signature (`signature`).
 """
 
 from __future__ import annotations

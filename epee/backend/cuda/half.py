@@ -122,7 +122,7 @@ def failed(report: KernelReport, rank: int, peer: int, fate: str = _LOST) -> Ran
 
 logger = logging.getLogger("epee")
 
-_REFUSED = 1 << 62  # signature (`facts`) of no call
+_REFUSED = 1 << 62  # signature (`signature`) of no call
 _Before = tuple[set[int], Count | None]  # the ranks that took part at the call, the word for those in its result
 
 
@@ -279,7 +279,7 @@ class DeviceHalf(MeetingHalf):
                 refused = exc
         if refused is not None or call is None:
             self._is_lost = True
-            machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
+            machine.run(moves.barrier(machine.config.num_ranks)._replace(signature=_REFUSED))
             raise refused or InvalidArgument(method)
         before = self._before(is_async)
         stream = self._queue(machine, call.moves, again, None if before is None else before[1])

@@ -261,7 +261,7 @@ class Collectives:
             fitted.kernel.args,
             at + forms.call_at,
             int(self.timeout_s * 1e9),
-            move.facts,
+            move.signature,
             *move.in_bytes,
             *move.out_bytes,
             move.sources,

@@ -55,7 +55,7 @@ class Move(NamedTuple):
 
     op: str
     kind: Kind
-    facts: int
+    signature: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     in_bytes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Move(NamedTuple):
     is_whole: bool = False
 
 
-def facts_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
+def signature_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
     """Return the signature of a call, equal on all ranks, above the bits of a number of bytes."""
     code = 0 if dtype is None else CARRIERS[dtype].code
     word = OP_NUMBERS[op] | code << 5 | _REDUCTION_CODES.get(reduction, 0) << 11 | (root + 1) << 15
@@ -99,9 +99,11 @@ def _sizes(rows: Rows, num_ranks: int) -> tuple[int, ...]:
 def all_reduce(num_ranks: int, x: Stretch, out: Stretch, kind: Kind) -> Move:
     """Reduce `x` of all ranks into `out` on all; they may be the same memory."""
     everybody, size = (1 << num_ranks) - 1, x.nbytes
-    sizes, facts = _all(size, num_ranks), facts_of("all_reduce", *kind)
+    sizes, signature = _all(size, num_ranks), signature_of("all_reduce", *kind)
     inputs, outputs = _all(x.at, num_ranks), _all(out.at, num_ranks)
-    return Move("all_reduce", _summed(kind), facts, inputs, outputs, sizes, sizes, size, everybody, everybody, -1, True)
+    return Move(
+        "all_reduce", _summed(kind), signature, inputs, outputs, sizes, sizes, size, everybody, everybody, -1, True
+    )
 
 
 def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root: int) -> Move:
@@ -110,7 +112,7 @@ def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root
     return Move(
         "reduce",
         _summed(kind),
-        facts_of("reduce", *kind, root),
+        signature_of("reduce", *kind, root),
         _all(x.at, num_ranks),
         _all(out.at, num_ranks),
         _only(size, root, num_ranks),
@@ -125,20 +127,22 @@ def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root
 def broadcast(num_ranks: int, rank: int, x: Stretch, root: int, dtype: torch.dtype) -> Move:
     """Copy the root's `x` to all."""
     size, everybody, at = x.nbytes, (1 << num_ranks) - 1, _all(x.at, num_ranks)
-    is_root, facts = rank == root, facts_of("broadcast", dtype, "", root)
+    is_root, signature = rank == root, signature_of("broadcast", dtype, "", root)
     nothing = NOTHING[num_ranks]
     sent, got = (_all(size, num_ranks), nothing) if is_root else (nothing, _only(size, root, num_ranks))
     others = everybody & ~(1 << root)
-    return Move("broadcast", MOVED, facts, at, at, sent, got, size, 1 << root, others, root, True)
+    return Move("broadcast", MOVED, signature, at, at, sent, got, size, 1 << root, others, root, True)
 
 
 def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
     """Place `x` of rank r in `rows[r]`, as long as that; `x` may be this rank's own row."""
     num_ranks, size = len(rows), x.nbytes
     everybody, got = (1 << num_ranks) - 1, _sizes(rows, num_ranks)
-    facts, num_bytes = _lengths("all_gather", rows, dtype)
+    signature, num_bytes = _lengths("all_gather", rows, dtype)
     at, sent = _all(x.at, num_ranks), _all(size, num_ranks)
-    return Move("all_gather", MOVED, facts, at, _addresses(rows, num_ranks), sent, got, num_bytes, everybody, everybody)
+    return Move(
+        "all_gather", MOVED, signature, at, _addresses(rows, num_ranks), sent, got, num_bytes, everybody, everybody
+    )
 
 
 def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = "") -> tuple[int, int]:
@@ -147,8 +151,8 @@ def _lengths(op: str, rows: Rows, dtype: torch.dtype | None, reduction: str = ""
     It says whether all rows are equally long, as kernels depend on it; each pair of ranks compares its own length.
     """
     is_even = all(row.nbytes == rows[0].nbytes for row in rows)
-    facts = facts_of(op, dtype, reduction, -1 if is_even else MAX_RANKS)
-    return facts, rows[0].nbytes if is_even else UNEVEN
+    signature = signature_of(op, dtype, reduction, -1 if is_even else MAX_RANKS)
+    return signature, rows[0].nbytes if is_even else UNEVEN
 
 
 def gather(num_ranks: int, rank: int, x: Stretch, rows: Rows, root: int, dtype: torch.dtype) -> Move:
@@ -157,7 +161,7 @@ def gather(num_ranks: int, rank: int, x: Stretch, rows: Rows, root: int, dtype: 
     return Move(
         "gather",
         MOVED,
-        facts_of("gather", dtype, "", root),
+        signature_of("gather", dtype, "", root),
         _all(x.at, num_ranks),
         _addresses(rows, num_ranks),
         _only(size, root, num_ranks),
@@ -175,7 +179,7 @@ def scatter(num_ranks: int, rank: int, out: Stretch, rows: Rows, root: int, dtyp
     return Move(
         "scatter",
         MOVED,
-        facts_of("scatter", dtype, "", root),
+        signature_of("scatter", dtype, "", root),
         _addresses(rows, num_ranks),
         _all(out.at, num_ranks),
         _all(size, num_ranks) if rank == root else NOTHING[num_ranks],
@@ -191,9 +195,9 @@ def reduce_scatter(rows: Rows, out: Stretch, kind: Kind) -> Move:
     """Reduce this rank's row of all ranks into `out`, which may be that row; rows may be of different lengths."""
     num_ranks = len(rows)
     everybody, sent, got = (1 << num_ranks) - 1, _sizes(rows, num_ranks), _all(out.nbytes, num_ranks)
-    facts, num_bytes = _lengths("reduce_scatter", rows, *kind)
+    signature, num_bytes = _lengths("reduce_scatter", rows, *kind)
     inputs, outputs = _addresses(rows, num_ranks), _all(out.at, num_ranks)
-    return Move("reduce_scatter", _summed(kind), facts, inputs, outputs, sent, got, num_bytes, everybody, everybody)
+    return Move("reduce_scatter", _summed(kind), signature, inputs, outputs, sent, got, num_bytes, everybody, everybody)
 
 
 def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -> Move:
@@ -204,13 +208,13 @@ def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -
         is_even: all rows of all ranks are equally long; the same value on all ranks.
     """
     num_ranks = len(inputs)
-    everybody, facts = (1 << num_ranks) - 1, facts_of("all_to_all", dtype, "", -1 if is_even else MAX_RANKS)
+    everybody, signature = (1 << num_ranks) - 1, signature_of("all_to_all", dtype, "", -1 if is_even else MAX_RANKS)
     sent, got = _sizes(inputs, num_ranks), _sizes(outputs, num_ranks)
     num_bytes = sent[0] if is_even else UNEVEN
     return Move(
         "all_to_all",
         MOVED,
-        facts,
+        signature,
         _addresses(inputs, num_ranks),
         _addresses(outputs, num_ranks),
         sent,
@@ -225,12 +229,12 @@ def vote(num_ranks: int, ballot: Stretch, ballots: Rows) -> Move:
     """Place the `ballot` of rank r in `ballots[r]`, on all (`csrc/kernels/collective/mask/tries.cuh`)."""
     everybody, sizes = (1 << num_ranks) - 1, _all(ballot.nbytes, num_ranks)
     at, rows = _all(ballot.at, num_ranks), _addresses(ballots, num_ranks)
-    return Move("vote", MOVED, facts_of("vote", None), at, rows, sizes, sizes, ballot.nbytes, everybody, everybody)
+    return Move("vote", MOVED, signature_of("vote", None), at, rows, sizes, sizes, ballot.nbytes, everybody, everybody)
 
 
 def barrier(num_ranks: int) -> Move:
     """Move nothing."""
     everybody = (1 << num_ranks) - 1
     return Move(
-        "barrier", MOVED, facts_of("barrier", None), *(NOTHING[num_ranks],) * 4, 0, everybody, everybody
+        "barrier", MOVED, signature_of("barrier", None), *(NOTHING[num_ranks],) * 4, 0, everybody, everybody
     )  # fmt: skip

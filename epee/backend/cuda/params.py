@@ -72,17 +72,17 @@ class CollectiveCall(RankSized):
     `own`: this rank's region; `report`, `abort`: pinned cpu memory (`abort` as in `common/wait.cuh`); `packets_offset`,
     `chunks_offset`: offsets of the payload in a region; `packets_stride`: bytes of packets of a rank.
 
-    From `timeout_ns` on a call's own: that of one wait; `facts`: what all ranks must agree on, above the 40 bits of a
-    number of bytes; `in_bytes`, `out_bytes`: bytes sent to each rank, and received from it; `sources`, `takers`: a bit
-    for each rank that sends, and receives, if it takes part; `root`: the rank without which there is no call, or -1;
-    `op`: for reports.
+    From `timeout_ns` on a call's own: that of one wait; `signature`: what all ranks must agree on, above the 40 bits of
+    a number of bytes; `in_bytes`, `out_bytes`: bytes sent to each rank, and received from it; `sources`, `takers`: a
+    bit for each rank that sends, and receives, if it takes part; `root`: the rank without which there is no call, or
+    -1; `op`: for reports.
     """
 
     members = (
         *_fields(_PTR, "own report abort"),
         *_fields(_WORD, "packets_offset packets_stride chunks_offset"),
         *_fields(_INT, "rank unused"),
-        *_fields(_WORD, "timeout_ns facts"),
+        *_fields(_WORD, "timeout_ns signature"),
         ("in_bytes", PerRank(_LONG)),
         ("out_bytes", PerRank(_LONG)),
         *_fields(_INT, "sources takers root op"),

@@ -188,12 +188,12 @@ class Buffer(LowLatency, PoolOwner):
         if topk_idx.is_cuda and waits_for is None and not async_finish and len(self.hosts) == 1:
             found = count_layout(topk_idx, self.group_size, num_experts)
             return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, no_event()
-        with pool.lane(topk_idx.device, async_finish, waits_for) as lane:
+        with pool.call_stream(topk_idx.device, async_finish, waits_for) as call_stream:
             found = count_layout(topk_idx, self.group_size, num_experts)
             if not topk_idx.is_cuda:  # on GPUs the dispatch checks this, without making the cpu wait
                 check_topk_idx(topk_idx, num_experts)
             per_host = None if len(self.hosts) == 1 else num_tokens_per_host(found.is_token_in_rank, self.hosts)
-            lane.keep((topk_idx,), found)
+            call_stream.keep((topk_idx,), found)
             event = after(async_finish)
         return found.num_tokens_per_rank, per_host, found.num_tokens_per_expert, found.is_token_in_rank, event
 
@@ -385,10 +385,10 @@ class Buffer(LowLatency, PoolOwner):
         return room.num_sms(config.num_sms)
 
     def _known(self, handle: object) -> V1Handle:
-        """Return the facts of a handle; a refusal is sent to the peers through the newest room."""
+        """Return the checked of a handle; a refusal is sent to the peers through the newest room."""
         pool = self.runtime or self._pool()
         try:
-            return self._handles.facts(handle)
+            return self._handles.checked(handle)
         except expected(InvalidArgument) as error:
             pool.refuse(error)
             raise

@@ -44,9 +44,9 @@ from epee.ep import (
     Need,
     Payload,
     Room,
+    checked_topk,
     group_of,
     is_capturing,
-    topk_facts,
 )
 from epee.errors import InvalidArgument, InvalidState, expected
 from epee.untraced import untraced_methods
@@ -487,10 +487,10 @@ def need_of(pool: BufferPool, values: torch.Tensor, num_topk: int, num_experts: 
 def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, asked: object) -> object:
     """Return the cache key of a dispatch; None if only the checks can determine it."""
     try:
-        facts = topk_facts(x, topk_idx, topk_weights)
+        checked = checked_topk(x, topk_idx, topk_weights)
     except expected(*NO_FACTS):
         return None
-    return (facts, asked) if topk_idx is not None and topk_idx.dtype is torch.int64 else None
+    return (checked, asked) if topk_idx is not None and topk_idx.dtype is torch.int64 else None
 
 
 def _refuse_in_graph() -> None:

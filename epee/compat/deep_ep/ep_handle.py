@@ -154,8 +154,8 @@ class EPHandle:
         num_topk = self.core.num_topk
         rows = self._expanded_row_of
         chosen = rows >= 0 if rows is not None else self._local_idx >= 0
-        lanes = torch.arange(num_topk, dtype=torch.int64, device=chosen.device)
-        master = torch.where(chosen, lanes, -1).amax(1)
+        call_streams = torch.arange(num_topk, dtype=torch.int64, device=chosen.device)
+        master = torch.where(chosen, call_streams, -1).amax(1)
         ids = self._token_ids
         scaleup_rank = ids // self.num_max_tokens_per_rank % self.num_scaleup_ranks
         columns = [ids[:, None], (scaleup_rank * num_topk + master)[:, None]]

@@ -233,7 +233,7 @@ class _Creation:
         args = greeting, this.rank, region.blob, port, enter, listen_to_hosts, half_made
         self._job_handle = job_handle = take_job_handle(*args)
         self._leave = job_handle.job.release
-        OutboxOwner(job_handle.job.runtime.member.nonce, job_handle.lane, job_handle.slots[this.rank]).sign(region)
+        OutboxOwner(job_handle.job.runtime.member.nonce, job_handle.group_id, job_handle.slots[this.rank]).sign(region)
         if not job_handle.is_founder:
             self._follow()
 
@@ -242,7 +242,7 @@ class _Creation:
         self._leave = self._membership.close
 
     def _owner(self, peer: int, record: RankRecord) -> OutboxOwner:
-        return OutboxOwner(bytes.fromhex(record.nonce), self._job_handle.lane, self._job_handle.slots[peer])
+        return OutboxOwner(bytes.fromhex(record.nonce), self._job_handle.group_id, self._job_handle.slots[peer])
 
     def _map(
         self, region: SharedRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
@@ -268,7 +268,7 @@ class _Creation:
         if job_handle.is_founder:
             start_job(job_handle, [self._founder(peer, record) for peer, record in enumerate(records)])
             self._follow()
-            home = Home(job_handle.lane, self._this.num_ranks, self._staging_bytes, self._mode)
+            home = Home(job_handle.group_id, self._this.num_ranks, self._staging_bytes, self._mode)
             if self._spans:
                 spanning = home._replace(spans=True, link=records[0].link, link_mac=records[0].link_mac)
                 leave_notes(self._this.store, job, self._topology, spanning)

@@ -31,7 +31,7 @@ from ..outbox import OutboxOwner
 VERSION = 4
 FOLDER_KEY = "epee/job"
 HOSTS = "hosts"  # in that record, of a group over several: the number of hosts at creation
-LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
+GROUP_KEY = "epee/group_id"  # the note about a group that is not the first of its job
 _HOME = struct.Struct("<IQIQII")
 _SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
 _OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQQQQQ")
@@ -50,7 +50,7 @@ class Home(NamedTuple):
         link, link_mac: then EPEE_LINK and EPEE_LINK_MAC of its ranks.
     """
 
-    lane: int
+    group_id: int
     num_ranks: int
     staging_bytes: int
     mode: str
@@ -95,7 +95,7 @@ def parse_place(text: str) -> tuple[str, str]:
 def pack_home(home: Home) -> bytes:
     """Return the note for joiners."""
     flags = _SPANS * home.spans | _MAC * home.link_mac | _NIXL * (home.link == "nixl")
-    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode), flags)
+    return _HOME.pack(VERSION, home.group_id, home.num_ranks, home.staging_bytes, MODES.index(home.mode), flags)
 
 
 def parse_home(raw: bytes) -> Home:
@@ -111,21 +111,21 @@ def parse_home(raw: bytes) -> Home:
         raise ProtocolError(
             f"the record for joiners has {len(raw)} bytes, {_HOME.size} expected; is it of another version of epee?"
         )
-    version, lane, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
+    version, group_id, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
     sizes_ok = 1 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
     if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
         raise ProtocolError("the record for joiners is invalid; is it of another version of epee?")
     link = "nixl" if flags & _NIXL else "tcp"
-    return Home(lane, num_ranks, staging_bytes, MODES[mode], bool(flags & _SPANS), link, bool(flags & _MAC))
+    return Home(group_id, num_ranks, staging_bytes, MODES[mode], bool(flags & _SPANS), link, bool(flags & _MAC))
 
 
-def pack_extra(lane: int, num_ranks: int, blob: bytes, port: int = 0) -> bytes:
-    """Return the extra part of a process's endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
-    return _EXTRA.pack(lane, num_ranks, blob, port)
+def pack_extra(group_id: int, num_ranks: int, blob: bytes, port: int = 0) -> bytes:
+    """Return the extra part of a process's endpoint: with `blob`, its outbox in `group_id` (`OutboxEndpoint`)."""
+    return _EXTRA.pack(group_id, num_ranks, blob, port)
 
 
-def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
-    """Return a member's part in `lane`, None when it has none or an invalid one."""
+def outbox_of(member: Member, group_id: int) -> OutboxEndpoint | None:
+    """Return a member's part in `group_id`, None when it has none or an invalid one."""
     try:
         endpoint = parse_endpoint(member.endpoint)
     except expected(EpeeError):
@@ -133,16 +133,16 @@ def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
     if len(endpoint.extra) != _EXTRA.size:
         return None
     told, num_ranks, blob, port = _EXTRA.unpack(endpoint.extra)
-    if told != lane or not member.slot < num_ranks <= MAX_RANKS or port > _MAX_PORT:
+    if told != group_id or not member.slot < num_ranks <= MAX_RANKS or port > _MAX_PORT:
         return None
-    owner = OutboxOwner(member.nonce, lane, member.slot)
+    owner = OutboxOwner(member.nonce, group_id, member.slot)
     where = member.host, endpoint.address, port
     return OutboxEndpoint(blob, endpoint.pid, endpoint.start_time, num_ranks, owner, *where)
 
 
-def takes_part(lane: int, member: Member) -> bool:
-    """Return whether a member has a part in `lane`."""
-    return outbox_of(member, lane) is not None
+def takes_part(group_id: int, member: Member) -> bool:
+    """Return whether a member has a part in `group_id`."""
+    return outbox_of(member, group_id) is not None
 
 
 class OutboxLocator(NamedTuple):
@@ -164,18 +164,18 @@ class OutboxLocator(NamedTuple):
         """Return the bytes for a request."""
         return _LOCATOR.pack(*self)
 
-    def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
+    def endpoint(self, member: Member, group_id: int) -> OutboxEndpoint:
         """Return the outbox of `member`, its owner."""
         process = parse_endpoint(member.endpoint)
-        owner = OutboxOwner(member.nonce, lane, member.slot)
+        owner = OutboxOwner(member.nonce, group_id, member.slot)
         where = member.host, process.address, self.port
         return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
 
 
-def locators_of(decision: Decision, lane: int) -> dict[int, OutboxLocator]:
+def locators_of(decision: Decision, group_id: int) -> dict[int, OutboxLocator]:
     """Return the locators of a group's outboxes in a decision, by slot of the member; invalid ones are left out."""
     members = {member[:2] for member in decision.members}
-    told = {part.slot: part.locator for part in decision.parts if part.lane == lane and part[1:3] in members}
+    told = {part.slot: part.locator for part in decision.parts if part.group_id == group_id and part[1:3] in members}
     found = {slot: OutboxLocator(*_LOCATOR.unpack(data)) for slot, data in told.items() if len(data) == _LOCATOR.size}
     return {
         slot: locator

@@ -70,18 +70,18 @@ def take_job_handle(
     """
     hellos = greeting.hellos
     key = common_job(hellos)
-    lane = hellos[0].lane
+    group_id = hellos[0].group_id
     job = retained(key)
     if job is not None:
-        return JobHandle(job, [hello.jobs[key] for hello in hellos], lane, False, False)
-    extra = pack_extra(lane, len(hellos), blob, port)
+        return JobHandle(job, [hello.jobs[key] for hello in hellos], group_id, False, False)
+    extra = pack_extra(group_id, len(hellos), blob, port)
     directory = enter()
     undo.callback(directory.leave)
     job = Job(directory, rank, extra, listen())
     undo.callback(job.release)
     job.runtime.listen()
     undo.pop_all()
-    return JobHandle(job, list(range(len(hellos))), lane, True, True)
+    return JobHandle(job, list(range(len(hellos))), group_id, True, True)
 
 
 def own_job() -> Job | None:

@@ -51,8 +51,8 @@ from .creation import keep
 from .group_note import (
     ASKS,
     FOLDER_KEY,
+    GROUP_KEY,
     HOSTS,
-    LANE_KEY,
     Home,
     Offer,
     pack_extra,
@@ -136,14 +136,14 @@ def join_engine(store: BoundedStore, rank: int, num_ranks: int, mode: str) -> En
         layout = outbox_layout(MAX_RANKS, home.staging_bytes)
         region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
-        extra = pack_extra(home.lane, num_ranks, region.blob, 0 if door is None else door.port)
+        extra = pack_extra(home.group_id, num_ranks, region.blob, 0 if door is None else door.port)
         job = Job(directory, rank, extra, None if door is None else door.for_agents(store))
-        OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
+        OutboxOwner(job.runtime.member.nonce, home.group_id, rank).sign(region)
         leave: Callable[[], object] = job.release
         undo.callback(lambda: leave())
-        decision = job.runtime.join(max(0.1, store.deadline - time.monotonic()), has_lane=True, contacts=contacts)
+        decision = job.runtime.join(max(0.1, store.deadline - time.monotonic()), has_group=True, contacts=contacts)
         job.enlist()
-        membership = GroupMembership(JobHandle(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        membership = GroupMembership(JobHandle(job, list(range(num_ranks)), home.group_id, False, True), mode, decision)
         leave = membership.close
         if door is not None:
             membership.span(decision)
@@ -200,10 +200,10 @@ def joins_job(store: BoundedStore, is_first: bool) -> bool:
 
 def place_of(engine: Engine, mode: str) -> Place:
     """Return the slot of this process in a group that it is in."""
-    peer_regions, (lane, slots, is_home) = engine.peer_regions, engine.membership.place
+    peer_regions, (group_id, slots, is_home) = engine.peer_regions, engine.membership.place
     link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if peer_regions.exports.spans else ()
     num_ranks = peer_regions.num_ranks if is_home else len(slots)
-    return Place(Home(lane, num_ranks, peer_regions.staging_bytes, mode, *link), slots, peer_regions.rank, is_home)
+    return Place(Home(group_id, num_ranks, peer_regions.staging_bytes, mode, *link), slots, peer_regions.rank, is_home)
 
 
 def leave_note(store: BoundedStore, place: Place) -> None:
@@ -212,8 +212,8 @@ def leave_note(store: BoundedStore, place: Place) -> None:
     if place.is_home or place.rank or job is None:
         return
     with ignored(RuntimeError):  # the store no longer exists: then no process joins
-        note = prove(job.directory.token, pack_home(place.home).hex(), LANE_KEY.encode())
-        store.set(LANE_KEY, note)
+        note = prove(job.directory.token, pack_home(place.home).hex(), GROUP_KEY.encode())
+        store.set(GROUP_KEY, note)
 
 
 def find_place(store: BoundedStore, ranks: Sequence[int], rank: int) -> Place:
@@ -229,14 +229,14 @@ def find_place(store: BoundedStore, ranks: Sequence[int], rank: int) -> Place:
             "is_extension=True: this process is in no running job yet; join the default group first, then others"
         )
     try:
-        fields = read_fields(store.read(LANE_KEY, STORE_WAIT_S), 0)
+        fields = read_fields(store.read(GROUP_KEY, STORE_WAIT_S), 0)
     except expected(RuntimeError) as exc:
         raise InvalidArgument(
             f"is_extension=True: the store names no running group of ranks {list(ranks)} ({str(exc).splitlines()[0]}); "
             "make the groups in the order in which the running ranks have made them, with their store; a group that "
             "does not run yet is made by all its ranks, without is_extension"
         ) from exc
-    text = proved(job.directory.token, fields, LANE_KEY.encode(), "the group's")
+    text = proved(job.directory.token, fields, GROUP_KEY.encode(), "the group's")
     try:
         home = parse_home(bytes.fromhex(text))
     except expected(ValueError) as exc:
@@ -282,15 +282,15 @@ def come_in(
         release: Callable[[], object] = job.release
         undo.callback(lambda: release())
         if not home.spans:
-            require_host(job.runtime, home.lane, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
+            require_host(job.runtime, home.group_id, Offer(ASKS, rank, num_ranks, bytes(BLOB_BYTES)), timeout_s)
         if before is not None:
             before.close()  # it has the group's membership
         layout = outbox_layout(MAX_RANKS, home.staging_bytes, extra_bytes, has_messages)
         region = SharedRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
-        OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
+        OutboxOwner(job.runtime.member.nonce, home.group_id, job.slot).sign(region)
         door = Entrance.open(job.store, undo) if home.spans else None
-        membership = GroupMembership(JobHandle(job, founders, home.lane, False, place.is_home), mode, asks=True)
+        membership = GroupMembership(JobHandle(job, founders, home.group_id, False, place.is_home), mode, asks=True)
         release = membership.close
         decision = membership.ask(
             Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s

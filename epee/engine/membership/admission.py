@@ -99,7 +99,7 @@ class Admission:
         """
         asking = self.waiting()  # before the view, see `Loop._decide`
         view, full = self._runtime.view(), self._epoch_regions.full
-        parts, known = parts_of(view, self._rank_table.lane), dict(self._rank_table.since)
+        parts, known = parts_of(view, self._rank_table.group_id), dict(self._rank_table.since)
         there: set[int] = {*asking}
         left: set[int] = set()
         for rank, slot in self._rank_table.present(view).items():
@@ -133,7 +133,7 @@ class Admission:
 
         `view`: a process that has a part in it with its offer asks no more; read before this.
         """
-        rank_table, locators = self._rank_table, locators_of(view, self._rank_table.lane)
+        rank_table, locators = self._rank_table, locators_of(view, self._rank_table.group_id)
         taking_part = rank_table.present(view)
         found: dict[int, int] = {}
         for slot, offer in sorted(self._told().items(), reverse=True):
@@ -180,7 +180,7 @@ class Admission:
     def _require_hosts(self, ranks: Collection[int]) -> None:
         """Raise where a process of another host was refused that would have had one of these ranks; once for each."""
         runtime = self._runtime
-        told = {rank: who for rank, who in refused(runtime, self._rank_table.lane).items() if rank in ranks}
+        told = {rank: who for rank, who in refused(runtime, self._rank_table.group_id).items() if rank in ranks}
         asking = self._askers(runtime.view()) if told else {}
         for rank in sorted(told.keys() - asking.keys()):
             who = told[rank]
@@ -230,7 +230,7 @@ class Admission:
             self._runtime.admit(slots)
         coming = {askers[rank] for rank in ranks if rank in askers}
         if coming:
-            strangers = tuple(sorted(coming.intersection(parts_of(view, self._rank_table.lane))))
+            strangers = tuple(sorted(coming.intersection(parts_of(view, self._rank_table.group_id))))
             members = {*self._rank_table.present(view).values()}
             if strangers:
                 self._want(members - {*strangers}, strangers, view.epoch)
@@ -247,7 +247,7 @@ class Admission:
         None: not all of it is here yet. Members that joined the first group with the job are described by their
         endpoints.
         """
-        told, known = self._told(), locators_of(view, self._rank_table.lane)
+        told, known = self._told(), locators_of(view, self._rank_table.group_id)
         wanted = set(coming)
         if not self._rank_table.is_home:
             wanted |= {slot for slot in members if slot not in known}
@@ -342,7 +342,7 @@ class Admission:
         locators: Iterable[Locator] = (),
         least: int = 0,
     ) -> None:
-        want = Want(self._rank_table.lane, tuple(sorted(members)), out, least, locators=tuple(locators))
+        want = Want(self._rank_table.group_id, tuple(sorted(members)), out, least, locators=tuple(locators))
         self._runtime.want(want, epoch)
 
     def _await_news(self, deadline: float) -> None:
@@ -378,7 +378,7 @@ class Admission:
         if not self._intake.join_epoch:
             return ""
         number = max(engine.seq, max(self._intake.first_call.values()) - 1)
-        place = f"epee/later/{self._rank_table.lane}/{self._intake.join_epoch}/{number}"
+        place = f"epee/later/{self._rank_table.group_id}/{self._intake.join_epoch}/{number}"
         if place != self._later[0]:
             self._later = (place, {})
         counts = self._later[1]

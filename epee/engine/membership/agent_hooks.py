@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, ignored
 from ...link.meeting import Partner
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import BY_ITSELF, FOREVER, LEFT, Decision, LaneState
+from ...view.protocol.messages import BY_ITSELF, FOREVER, LEFT, Decision, GroupState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ...view.transport.auth import Identity
@@ -106,24 +106,24 @@ class AgentHooks:
 
     # ---- on the agent thread
 
-    def freeze(self) -> LaneState:
+    def freeze(self) -> GroupState:
         """Stop the group between two calls and return its progress."""
-        lane = self._rank_table.lane
+        group_id = self._rank_table.group_id
         with self._lock:
             self._is_frozen = True
             engine, course = self._engine, self._course
         if engine is None or course is None:
-            return LaneState(lane, 0, self._claimed_unborn())
+            return GroupState(group_id, 0, self._claimed_unborn())
         while not engine.entry.stop_calls(LOCK_SLICE_S):
             if engine.flags & ENDED:
-                return LaneState(lane, engine.seq, engine.seq)
+                return GroupState(group_id, engine.seq, engine.seq)
         try:
             self._thawed.clear()
             engine.raise_flag(FROZEN)
             head = engine.queue[0] if engine.queue else None
             is_written = head is not None and head.writing
             completed = head.seq if is_written and head is not None else engine.num_retired
-            return LaneState(lane, completed, self._claimed(course, engine.seq))
+            return GroupState(group_id, completed, self._claimed(course, engine.seq))
         finally:
             engine.entry.let_calls()
 
@@ -142,7 +142,7 @@ class AgentHooks:
 
     def _claimed_unborn(self) -> int:
         """Return the number to report as the last call issued before there is an engine: other ranks may die."""
-        known, lane = self._rank_table.known, self._rank_table.lane
+        known, group_id = self._rank_table.known, self._rank_table.group_id
         later = self._runtime.since(known.epoch)
         if self._entry is not None:
             entries = [decision for decision in (known, *later) if self.is_entry(decision)]
@@ -150,7 +150,7 @@ class AgentHooks:
                 return 0  # it is in no view of the group
             known = entries[0]
         ours = self._rank_table.ours
-        course = Course(lane, ours(known), self._raises, None, self._is_joiner, self.hosts)
+        course = Course(group_id, ours(known), self._raises, None, self._is_joiner, self.hosts)
         for decision in later:
             if decision.epoch > known.epoch:
                 course.add(ours(decision))
@@ -165,8 +165,8 @@ class AgentHooks:
 
         A decision that rests on an earlier offer that was cancelled does not count.
         """
-        lane, epoch = self._rank_table.lane, decision.epoch
-        told = (p for p in decision.parts if (p.lane, p.since) == (lane, epoch))
+        group_id, epoch = self._rank_table.group_id, decision.epoch
+        told = (p for p in decision.parts if (p.group_id, p.since) == (group_id, epoch))
         return any((p.slot, p.locator) == self._entry and p.slot in self._rank_table.ranks_in(decision) for p in told)
 
     def begin_with(self, decision: Decision) -> None:
@@ -200,7 +200,7 @@ class AgentHooks:
         The lock is held.
         """
         assert self._engine is not None, "attach comes first"
-        parts = parts_of(decision, self._rank_table.lane)
+        parts = parts_of(decision, self._rank_table.group_id)
         gone = {slot: rank for slot, (when, rank) in shown.items() if parts.get(slot) != when}
         since = {slot: when for slot, (when, _) in shown.items() if slot not in gone}
         for slot in gone:
@@ -227,7 +227,7 @@ class AgentHooks:
 
     def _tell_lost(self, links: GroupLinks, decision: Decision) -> None:
         """Notify the links' thread of the remaining members, at once: others wait for its part."""
-        parts = parts_of(decision, self._rank_table.lane)
+        parts = parts_of(decision, self._rank_table.group_id)
         lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
         if lost:
             rank_of = self._ranks
@@ -242,7 +242,7 @@ class AgentHooks:
         for member, when, rank, part in self._rank_table.newcomers(decision, self._since):
             who = Identity(rank, 0, member.nonce)
             partner = Partner(part.address, part.port, who) if part is not None and part.port else None
-            owner = OutboxOwner(member.nonce, self._rank_table.lane, member.slot)
+            owner = OutboxOwner(member.nonce, self._rank_table.group_id, member.slot)
             new.append((member.slot, when, Newcomer(rank, member.host, partner, owner)))
         if new:
             self._since.update((slot, when) for slot, when, _ in new)

@@ -58,7 +58,7 @@ from ...link.topology import Roles, one_host
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Job, JobHandle
-from ...view.process.board import LaneRow
+from ...view.process.board import GroupRow
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import EXITED, FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
@@ -105,7 +105,7 @@ class GroupMembership:
         """
         fault_mode, _, self._on_stall = mode.partition("/")
         self.runtime = job_handle.job.runtime
-        self._takes_part = partial(takes_part, job_handle.lane)  # for buffers, which must not keep the group alive
+        self._takes_part = partial(takes_part, job_handle.group_id)  # for buffers, which must not keep the group alive
         self._job = job_handle.job
         self._raises = fault_mode == "raise"
         self._slots = job_handle.slots  # of the ranks that this process was given
@@ -114,11 +114,11 @@ class GroupMembership:
         self.hooks = hooks = AgentHooks(self.runtime, self._rank_table, self._raises, self._is_joiner)
         if asks:
             hooks.enter_as(job_handle.job.slot)
-        self._row: LaneRow | None
+        self._row: GroupRow | None
         called = hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble, hooks.asked
-        self._row = row = self.runtime.register(job_handle.lane, *called)
+        self._row = row = self.runtime.register(job_handle.group_id, *called)
         self._awaited = Awaited(self.runtime, self._on_stall)
-        self._awaited.begin(job_handle.lane, row)
+        self._awaited.begin(job_handle.group_id, row)
         self._rank_table.known = joined_by or self.runtime.view()
         self._links: tuple[GroupLinks, ...] = ()  # none in a group on one host
         self._owners: dict[int, OutboxOwner] = {}  # named in mirrors, by rank
@@ -217,7 +217,11 @@ class GroupMembership:
     def place(self) -> tuple[int, list[int], bool]:
         """The group's id, slots of its initial members (in a job's first group of all), whether it is that."""
         rank_table = self._rank_table
-        return rank_table.lane, rank_table.slot_of if rank_table.is_home else [*rank_table.founders], rank_table.is_home
+        return (
+            rank_table.group_id,
+            rank_table.slot_of if rank_table.is_home else [*rank_table.founders],
+            rank_table.is_home,
+        )
 
     @property
     def job(self) -> Job:
@@ -249,7 +253,7 @@ class GroupMembership:
         members = rank_table.begin(peer_regions.members)
         joined_in = rank_table.epoch if self._is_joiner else 0
         known, hosts = rank_table.ours(rank_table.known), self._hosts_of_slots(peer_regions)
-        self._course = course = Course(rank_table.lane, known, self._raises, None, self._is_joiner, hosts)
+        self._course = course = Course(rank_table.group_id, known, self._raises, None, self._is_joiner, hosts)
         self._arrival = Arrival(peer_regions, joined_in)
         peer_regions.exports.publish(peer_regions, VIEW, rank_table.epoch)
         if joined_in:
@@ -309,7 +313,7 @@ class GroupMembership:
         """Return the group's part in the view, for what is built on its first `num_ranks` ranks."""
         return GroupInView(
             self.runtime,
-            self._rank_table.lane,
+            self._rank_table.group_id,
             tuple(self._rank_table.slot_of[:num_ranks]),  # the group may have grown
             self._raises,
             self._on_stall,
@@ -349,7 +353,7 @@ class GroupMembership:
         if not self._links:
             return True
         gate, resolution, rank_table = self._gate, self._loss_resolution, self._rank_table
-        parts = parts_of(decision, rank_table.lane)
+        parts = parts_of(decision, rank_table.group_id)
         own = rank_table.slot_of[self._epoch_regions.full.rank]
         if parts.get(own) != rank_table.since[own] or not any(True for _ in rank_table.newcomers(decision)):
             return True
@@ -360,7 +364,7 @@ class GroupMembership:
                 self._leave_out(rank)
             gate.begun(decision)
         for later in list(self.hooks.decisions)[1:]:
-            self._cuts[later.epoch] = cut_of(later, rank_table.lane, Removal(0, 0, PUT_OUT))
+            self._cuts[later.epoch] = cut_of(later, rank_table.group_id, Removal(0, 0, PUT_OUT))
             gate.hear(later)
         self._look_settled()
         return gate.is_open(self._told)
@@ -369,7 +373,7 @@ class GroupMembership:
         """Return the offers of the members; nothing once this process has no agent, which its calls will raise."""
         own = {} if self._offer is None else {self._rank_table.slot_of[self._offer.rank]: self._offer}
         with ignored(InvalidState):
-            return parse_offers(self.runtime.told(self._rank_table.lane)) | own
+            return parse_offers(self.runtime.told(self._rank_table.group_id)) | own
         return {}
 
     def _read_marks(self) -> dict[int, Mark]:
@@ -390,8 +394,8 @@ class GroupMembership:
         """Have the mirrors of lost ranks settled; on one host all that was stored is here."""
         if not self._links:
             return
-        self._cuts[decision.epoch] = cut_of(decision, self._rank_table.lane, Removal(0, 0, PUT_OUT))
-        parts = parts_of(decision, self._rank_table.lane)
+        self._cuts[decision.epoch] = cut_of(decision, self._rank_table.group_id, Removal(0, 0, PUT_OUT))
+        parts = parts_of(decision, self._rank_table.group_id)
         present = [slot for slot, when in self._rank_table.since.items() if parts.get(slot) == when]
         self._loss_resolution.change(decision.epoch, [self._rank_table.rank_of[slot] for slot in present])
         if not self._loss_resolution.is_over:
@@ -401,7 +405,7 @@ class GroupMembership:
         """Begin a new placement with joiners, over several hosts."""
         if not self._links:
             return
-        parts = parts_of(decision, self._rank_table.lane)
+        parts = parts_of(decision, self._rank_table.group_id)
         staying = {slot: when for slot, when in self._rank_table.since.items() if parts.get(slot) == when}
         since = self._since_of_ranks(staying)
         rank_of = self._rank_table.rank_of
@@ -446,7 +450,7 @@ class GroupMembership:
         """
         rank = self._epoch_regions.full.rank
         slot = self._rank_table.slot_of[rank]
-        cut = cut_of(decision, self._rank_table.lane, Removal(slot, 0, PUT_OUT))
+        cut = cut_of(decision, self._rank_table.group_id, Removal(slot, 0, PUT_OUT))
         for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
             try:
                 op.step(op.peer_regions)
@@ -711,7 +715,7 @@ class GroupMembership:
             for peer_regions in self._all_regions():
                 peer_regions.forget_views()  # else mappings would live until a collection
         with ignored(NoQuorumError):  # the other ranks have left during an agreement: so does this one
-            self.runtime.unregister(self._rank_table.lane)
+            self.runtime.unregister(self._rank_table.group_id)
         self._awaited.end()
         self._row = None  # it keeps the board
         self._job.release(EXITED if failed else LEFT)

@@ -70,8 +70,8 @@ _SHARED = (
     "capacity",
     "first_cell",
     "verdict_base",
-    "lane_base",
-    "lane_data",
+    "channel_base",
+    "channel_data",
     "mirror_base",
     "exports",
     "host_of",
@@ -434,7 +434,7 @@ class Joiners:
             ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
         """
         for one in self._rank_table.newcomers(decision):
-            start, rank, part = first_seq(decision, self._rank_table.lane), one.rank, one.part
+            start, rank, part = first_seq(decision, self._rank_table.group_id), one.rank, one.part
             self._adopt(rank, part, decision.epoch)
             self.join_epoch = decision.epoch
             self.first_call[rank] = start

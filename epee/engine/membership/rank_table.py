@@ -61,7 +61,7 @@ class RankTable:
         joined: this process joins the running group.
 
     Attributes:
-        lane: id of the group.
+        group_id: id of the group.
         is_home: the group is the first of its job: processes that join the job join it.
         founders: slots of the initial members of a group that is not the first.
         slot_of: per rank the slot that has it, or had it last; no slot of the job where no process is known.
@@ -74,7 +74,7 @@ class RankTable:
     """
 
     def __init__(self, job_handle: JobHandle, known: Decision, joined: bool = False) -> None:
-        self.lane = job_handle.lane
+        self.group_id = job_handle.group_id
         self.is_home = job_handle.is_home
         self.founders = () if job_handle.is_home else tuple(job_handle.slots)
         nobody = range(MAX_RANKS, 2 * MAX_RANKS)
@@ -107,7 +107,7 @@ class RankTable:
         else:
             self.incarnations = {m.slot: m.incarnation for m in known.members if m.slot in self.rank_of}
         self._has_begun = True
-        self.since = parts_of(self.ours(known), self.lane)
+        self.since = parts_of(self.ours(known), self.group_id)
         for slot, rank in self.ranks_in(known).items():
             self._note(slot, rank, self.since[slot])
         members = sorted(self.rank_of[slot] for slot in self.since)
@@ -121,8 +121,8 @@ class RankTable:
 
     def ranks_in(self, decision: Decision) -> dict[int, int]:
         """Return the members of the group in a decision's view: slot -> rank; of several for a rank the oldest."""
-        parts, locators = parts_of(decision, self.lane), locators_of(decision, self.lane)
-        told = {part[1:3] for part in decision.parts if part.lane == self.lane}
+        parts, locators = parts_of(decision, self.group_id), locators_of(decision, self.group_id)
+        told = {part[1:3] for part in decision.parts if part.group_id == self.group_id}
         taken: dict[int, int] = {}
         for member in sorted(decision.members, key=lambda member: (parts.get(member.slot, 0), member.slot)):
             rank = self._rank(member.slot, locators.get(member.slot))
@@ -142,7 +142,7 @@ class RankTable:
         """Return whether a process of the view, which may have taken a slot of the group, belongs to the group."""
         if is_told:
             return True
-        if self.is_home and outbox_of(member, self.lane) is not None:
+        if self.is_home and outbox_of(member, self.group_id) is not None:
             return True
         if self._has_begun:
             return self.incarnations.get(member.slot) == member.incarnation
@@ -158,7 +158,7 @@ class RankTable:
 
     def parts(self, known: Decision) -> dict[int, OutboxEndpoint]:
         """Return the outboxes of all members of the group in a view, by slot, for a process that joins with it."""
-        found, since, locators = {}, parts_of(known, self.lane), locators_of(known, self.lane)
+        found, since, locators = {}, parts_of(known, self.group_id), locators_of(known, self.group_id)
         ranks = self.ranks_in(known)
         for member in known.members:
             part = self._part(member, since[member.slot], locators) if member.slot in ranks else None
@@ -169,9 +169,9 @@ class RankTable:
     def _part(self, member: Member, when: int, locators: Locators) -> OutboxEndpoint | None:
         """Return the outbox of a member that takes part since epoch `when`, if the group has it."""
         if self.is_home and when == member.incarnation:
-            return outbox_of(member, self.lane)
+            return outbox_of(member, self.group_id)
         locator = locators.get(member.slot)
-        return None if locator is None else locator.endpoint(member, self.lane)
+        return None if locator is None else locator.endpoint(member, self.group_id)
 
     def ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this group."""
@@ -185,8 +185,8 @@ class RankTable:
 
         `since`: of the members before it; None: as far as decisions have been applied.
         """
-        parts, known = parts_of(decision, self.lane), self.since if since is None else since
-        locators, ranks = locators_of(decision, self.lane), self.ranks_in(decision)
+        parts, known = parts_of(decision, self.group_id), self.since if since is None else since
+        locators, ranks = locators_of(decision, self.group_id), self.ranks_in(decision)
         for member in decision.members:
             when = parts.get(member.slot)
             if member.slot not in ranks or when is None or known.get(member.slot) == when:
@@ -201,7 +201,7 @@ class RankTable:
 
     def since_in(self, view: Decision) -> dict[int, int]:
         """Return since which epoch each rank takes part in a view."""
-        parts = parts_of(view, self.lane)
+        parts = parts_of(view, self.group_id)
         return {rank: parts[slot] for slot, rank in self.ranks_in(view).items()}
 
     def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
@@ -209,7 +209,7 @@ class RankTable:
         found = self.ranks_in(decision)
         for member in decision.members:
             if found.get(member.slot) in ranks:
-                yield OutboxOwner(member.nonce, self.lane, member.slot)
+                yield OutboxOwner(member.nonce, self.group_id, member.slot)
 
     # ---- applied decisions
 
@@ -246,7 +246,7 @@ class RankTable:
     def remove(self, decision: Decision) -> Iterator[int]:
         """Note the processes that a decision removes, or evicts, and yield the rank of each."""
         causes = {removal.slot: removal.cause for removal in decision.removed}
-        parts = parts_of(decision, self.lane)
+        parts = parts_of(decision, self.group_id)
         for slot, when in list(self.since.items()):
             if slot in causes or parts.get(slot) != when:
                 rank = self.rank_of[slot]
@@ -255,7 +255,7 @@ class RankTable:
 
     def is_over(self, decision: Decision) -> None:
         """Note that a decision has been applied completely."""
-        parts = parts_of(decision, self.lane)
+        parts = parts_of(decision, self.group_id)
         self.since = {slot: when for slot, when in self.since.items() if parts.get(slot) == when}
         self.epoch = decision.epoch
 

@@ -34,7 +34,7 @@ class Message(EngineCall):
         array: the elements, flat; `nbytes` is their size.
         written: a send of which every fragment is in the channel.
         verdict: of a send whose call has raised: the outcome of the message, as soon as it is known.
-        digest: of a send that is open (`SendLane.open`): distinguishes its repetition from another message.
+        digest: of a send that is open (`SendChannel.open`): distinguishes its repetition from another message.
         is_known: of a send that is open: its caller was notified that it has been delivered.
         heir_of: of a send that has not begun: the open one that it may be the repetition of.
     """
@@ -184,7 +184,7 @@ class IncomingMessage:
         return self.cancelled or self.bytes_seen == self.total
 
 
-class SendLane:
+class SendChannel:
     """State of the channel to one peer."""
 
     __slots__ = ("first", "freed_seen", "next_message", "next_slot", "open", "queue", "waiting")
@@ -199,7 +199,7 @@ class SendLane:
         self.freed_seen = first - 1
 
 
-class RecvLane:
+class RecvChannel:
     """State of the channel from one peer."""
 
     __slots__ = ("current", "declined", "first", "next_message", "next_slot", "unexpected", "woken")

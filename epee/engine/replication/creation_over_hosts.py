@@ -198,9 +198,9 @@ def link(
         peer: Partner(records[peer].address, records[peer].port, Identity(peer, 0, owners[peer].nonce))
         for peer in topology.elsewhere
     }
-    lane = token.derive(b"links", owners[rank].lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
+    group_id = token.derive(b"links", owners[rank].group_id.to_bytes(8, "little"))[:JOB_ID_BYTES]
     partners = {peer: others[peer] for peer in topology.partners()}
-    meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=True)
+    meeting = Meeting(token, group_id, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=True)
     undo.callback(meeting.close)
     maker = LinkMaker(records[rank].link_mac, records[rank].link)
     undo.callback(maker.close)

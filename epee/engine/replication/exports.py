@@ -30,17 +30,17 @@ from ...link.topology import Topology
 from ...memory.shared import HEADER_BYTES
 from ..outbox import (
     CELL_WORDS,
+    CHANNEL_SLOT_BYTES,
+    CHANNEL_WORDS,
     CONSUMED,
     DRAINED,
     FILLED,
     FINAL,
     GAVE_UP,
-    LANE_SLOT_BYTES,
-    LANE_WORDS,
     MERGED,
     NO_EXPORTS,
     NUM_CELLS,
-    NUM_LANE_SLOTS,
+    NUM_CHANNEL_SLOTS,
     SLOT_MESSAGE,
     SOURCE_WORDS,
     TAKEN_BACK,
@@ -91,7 +91,7 @@ class Exports:
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not sent yet
         # the gateways with which bytes were sent whose word is to come, and how to send them again
         self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
-        self._verdicts, self._lanes = peer_regions.verdict_base[0], peer_regions.lane_base[0]
+        self._verdicts, self._channels = peer_regions.verdict_base[0], peer_regions.channel_base[0]
         self.on_close: Callable[[], object] = int  # further resources to release
         self.is_receiving: Callable[[], bool] = bool  # whether mirrors that this rank keeps may still change
 
@@ -177,7 +177,7 @@ class Exports:
         self, outboxes: PeerRegions, index: int, value: int, peer: int, slot_number: int, nbytes: int
     ) -> None:
         """Publish a fragment for `peer` in a slot of its channel, whose words begin at `index`."""
-        start = outboxes.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
+        start = outboxes.channel_data[peer] + (slot_number - 1) % NUM_CHANNEL_SLOTS * CHANNEL_SLOT_BYTES
         self.fragment(peer, start, nbytes, index + SLOT_MESSAGE, index + TAKEN_BACK)
         self.publish(outboxes, index, value)
 
@@ -191,7 +191,7 @@ class Exports:
             for gateway in self.routes.gateways.values():
                 (self._write_late if gateway in self._late else self._tell)(gateway, index, value)
             return
-        base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
+        base, size = (self._channels, CHANNEL_WORDS) if index >= self._channels else (self._verdicts, SOURCE_WORDS)
         reader = self.routes.gateway_of((index - base) // size)
         if reader is not None:
             (self._write_late if reader in self._late else self._tell)(reader, index, value)

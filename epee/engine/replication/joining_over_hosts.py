@@ -199,7 +199,7 @@ class Entrance:
         rank, token = peer_regions.rank, membership.token
         topology = Topology(rank, [parts[peer].host if peer in parts else "" for peer in range(peer_regions.num_ranks)])
         owners = {peer: part.owner for peer, part in parts.items()}
-        lane = token.derive(b"links", home.lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
+        group_id = token.derive(b"links", home.group_id.to_bytes(8, "little"))[:JOB_ID_BYTES]
         others = {
             peer: Partner(parts[peer].address, parts[peer].port, Identity(peer, 0, owners[peer].nonce))
             for peer in topology.elsewhere
@@ -207,7 +207,7 @@ class Entrance:
         }
         peer_regions.place(topology.host_of, decision.epoch)
         with contextlib.ExitStack() as undo:
-            meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), {}, self._listener, stays=True)
+            meeting = Meeting(token, group_id, Identity(rank, 0, owners[rank].nonce), {}, self._listener, stays=True)
             undo.callback(meeting.close)
             for peer, partner in others.items():
                 meeting.admit(peer, partner)

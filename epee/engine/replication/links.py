@@ -68,11 +68,11 @@ from ...memory.signals import fence, futex_wake
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
 from ..outbox import (
     BELL,
+    CHANNEL_WORDS,
     CONSUMED,
     CONSUMED_TOO,
     FINAL,
     GENERATION,
-    LANE_WORDS,
     LIFE,
     LIFE_BORN,
     LIFE_LEFT,
@@ -146,7 +146,7 @@ class LinkReader:
         self.peer = peer
         self.answers = Answers()
         self._peer_regions = peer_regions
-        self._lanes = peer_regions.lane_base[0]
+        self._channels = peer_regions.channel_base[0]
         self._links, self._keeper = links, keeper
         self._mirror: Mirror | None = None  # of the incoming frames
         self._is_void = False  # the incoming frames are not wanted
@@ -212,8 +212,8 @@ class LinkReader:
             if peer_regions.words[rank][SLEEPERS]:
                 futex_wake(mirror.region.address + 8 * word)
                 break
-        if word >= self._lanes:
-            rank = (word - self._lanes) // LANE_WORDS
+        if word >= self._channels:
+            rank = (word - self._channels) // CHANNEL_WORDS
             if rank in peer_regions.here and peer_regions.words[rank][BELL]:
                 futex_wake(peer_regions.address[rank] + 8 * BELL)
 

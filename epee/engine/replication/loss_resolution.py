@@ -266,7 +266,7 @@ class Gate:
 
     def _leave(self, decision: Decision) -> list[int]:
         """Stop waiting for the ranks that a decision removes; return their slots."""
-        parts = parts_of(decision, self._rank_table.lane)
+        parts = parts_of(decision, self._rank_table.group_id)
         gone = [slot for slot, when in self._staying.items() if parts.get(slot) != when]
         self._staying = {slot: when for slot, when in self._staying.items() if slot not in gone}
         return gone

@@ -85,18 +85,18 @@ def look_at_groups(pid: int) -> list[tuple[Progress, ...]]:
         AuthError: it is another user's process. ResourceError: it has ended, or may not be read.
     """
     require_own(pid)
-    lanes: dict[int, list[tuple[_Memory, bytes]]] = {}
+    groups: dict[int, list[tuple[_Memory, bytes]]] = {}
     closed = []  # no process holds them open, or it has just ended
     for memory in _opened(_mapped(pid)):
         state = _read(memory, 0, 8 * STATE_WORDS)
         if len(state) < 8 * STATE_WORDS:
             closed.append(memory)
         else:
-            lane = memoryview(state).cast("Q")[OWNER + 2]  # words of `OutboxOwner`: nonce, nonce, lane, slot
-            lanes.setdefault(lane, []).append((memory, state))
+            group_id = memoryview(state).cast("Q")[OWNER + 2]  # words of `OutboxOwner`: nonce, nonce, group_id, slot
+            groups.setdefault(group_id, []).append((memory, state))
     found = [
         [_progress(memory, state) for memory, state in group]
-        for group in lanes.values()
+        for group in groups.values()
         if any(memory.is_mirror for memory, _ in group)
     ]
     if len(found) == 1:  # else the owner is not known

@@ -25,13 +25,13 @@ from ...memory.shared import HEADER_BYTES, SharedRegion
 from ...memory.signals import SEQ_BITS
 from ..outbox import (
     CELL_WORDS,
+    CHANNEL_SLOT_BYTES,
+    CHANNEL_SLOT_WORDS,
     COMPLETES,
     GAVE_UP,
-    LANE_SLOT_BYTES,
-    LANE_SLOT_WORDS,
     LIFE,
     NUM_CELLS,
-    NUM_LANE_SLOTS,
+    NUM_CHANNEL_SLOTS,
     OFFSET,
     SLOT_BYTES,
     SLOT_MESSAGE,
@@ -91,7 +91,7 @@ def tell_all(
             write(8 * (cell + _HEADER_WORDS), payload, NO_WORD, 0, 0)
             write(8 * (cell + 1), _packed(header[1:]), cell, header[TAG], 0)
         for reader in readers:
-            _tell_marks(write, words, peer_regions.lane_base[reader])
+            _tell_marks(write, words, peer_regions.channel_base[reader])
             first = peer_regions.verdict_base[reader]
             write(8 * first, bytes(data[8 * first : 8 * (first + SOURCE_WORDS)]), NO_WORD, 0, 0)
         for slot in slots:
@@ -125,18 +125,18 @@ def _slots(
     came = max(joined.get(source, 0), joined.get(reader, 0))
     number = max(peer_regions.words[reader][peer_regions.verdict_base[source]] + 1, first_number(came) if came else 1)
     while True:
-        slot = (number - 1) % NUM_LANE_SLOTS
-        index = peer_regions.lane_base[reader] + slot * LANE_SLOT_WORDS
-        header = words[index : index + LANE_SLOT_WORDS].tolist()
-        used = max(1, -(-header[SLOT_BYTES] // LANE_SLOT_BYTES))
-        if header[0] != peer_regions.epoch_bits | number or used > NUM_LANE_SLOTS - slot:
+        slot = (number - 1) % NUM_CHANNEL_SLOTS
+        index = peer_regions.channel_base[reader] + slot * CHANNEL_SLOT_WORDS
+        header = words[index : index + CHANNEL_SLOT_WORDS].tolist()
+        used = max(1, -(-header[SLOT_BYTES] // CHANNEL_SLOT_BYTES))
+        if header[0] != peer_regions.epoch_bits | number or used > NUM_CHANNEL_SLOTS - slot:
             return
-        yield _Slot(index, header, peer_regions.lane_data[reader] + slot * LANE_SLOT_BYTES, header[SLOT_BYTES])
+        yield _Slot(index, header, peer_regions.channel_data[reader] + slot * CHANNEL_SLOT_BYTES, header[SLOT_BYTES])
         number += used
 
 
-def _tell_marks(write: Write, words: memoryview, lane: int) -> None:
+def _tell_marks(write: Write, words: memoryview, channel: int) -> None:
     """Send which messages of a channel were aborted."""
-    for index in range(lane + TAKEN_BACK, lane + NUM_LANE_SLOTS * LANE_SLOT_WORDS, LANE_SLOT_WORDS):
+    for index in range(channel + TAKEN_BACK, channel + NUM_CHANNEL_SLOTS * CHANNEL_SLOT_WORDS, CHANNEL_SLOT_WORDS):
         if words[index]:
             write(0, b"", index, words[index], 0)

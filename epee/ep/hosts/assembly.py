@@ -102,15 +102,15 @@ class Assembly:
         Raises:
             As `Buffer.barrier`.
         """
-        patience = max(1e-3, deadline - time.monotonic())
+        timeouts = max(1e-3, deadline - time.monotonic())
         while True:
             there, awaited = self._expected()
             now = time.monotonic()
-            row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + patience))
+            row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + timeouts))
             try:
-                told = self._control.all_gather_bytes(row + data, time.monotonic() + patience, OP_SYNC)
+                told = self._control.all_gather_bytes(row + data, time.monotonic() + timeouts, OP_SYNC)
             except Exception as error:
-                if not is_loss(error) or time.monotonic() > deadline + patience:
+                if not is_loss(error) or time.monotonic() > deadline + timeouts:
                     raise
                 time.sleep(PAUSE_S)
                 continue

@@ -45,7 +45,7 @@ from ...errors import CommTimeoutError, UnsupportedError, expected
 from ...memory.claim import OwnerEndedError
 from ...memory.shared import BLOB_BYTES
 from ...view.group import GroupInView
-from ...view.transport.wire import LANE_LIMIT
+from ...view.transport.wire import GROUP_ID_LIMIT
 from ..config import BufferConfig
 from ..control.bootstrap import compare
 from ..job import job_handle_of, process_of
@@ -83,7 +83,7 @@ def create_here(
     with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
         if not job_handle.slots:
             job_handle = held.enter_context(job_found(group, config))
-        records = compare(group, config, lambda: _PROPOSAL.pack(_newest, secrets.randbelow(LANE_LIMIT)))
+        records = compare(group, config, lambda: _PROPOSAL.pack(_newest, secrets.randbelow(GROUP_ID_LIMIT)))
         proposals = {peer: _PROPOSAL.unpack_from(record.blob) for peer, record in records.items()}
         _newest = 1 + max(newest for newest, _ in proposals.values())
         _, group_id = proposals[min(proposals)]

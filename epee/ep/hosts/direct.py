@@ -104,7 +104,7 @@ from ..throughput.placement import Ints
 from .birth import come_into, tell_of
 from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
 from .notices import BufferNotice, note_had
-from .rows import CallPatience, RowsPlan
+from .rows import CallTimeouts, RowsPlan
 
 _DATA_SIGNATURE = pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]])
 _AGREED = struct.Struct("<QQ")  # number of the last agreement, epoch in which the newest process has joined the group
@@ -226,7 +226,7 @@ class DirectExchange(SyncExchange):
         self._await_refusal(deadline)
         engine, started = self.engine, time.monotonic()
         try:
-            done = engine.run(make, CallPatience.until(deadline))
+            done = engine.run(make, CallTimeouts.until(deadline))
         except expected(CommTimeoutError) as error:
             self._interrupt()
             raise self._silent(error, started, is_data=make is DataPlan) from error
@@ -244,10 +244,10 @@ class DirectExchange(SyncExchange):
         self.settled = done.seq
         return done
 
-    def run(self, make: Make, patience: CallPatience) -> Operation:
+    def run(self, make: Make, timeouts: CallTimeouts) -> Operation:
         """Run a call of a `sync`."""
         self._interrupt()
-        return self.engine.run(make, patience)
+        return self.engine.run(make, timeouts)
 
     def _silent(self, error: CommTimeoutError, started: float, is_data: bool) -> CommTimeoutError:
         """Return the error of a call that a timeout has ended."""
@@ -265,7 +265,7 @@ class DirectExchange(SyncExchange):
         self._await_refusal(deadline)
         self._number += 1
         row = self._row(header, counts, text, OP_NAMES[header.op], self.membership.mark)
-        self._refusal = self.engine.start(row.plan, CallPatience.until(deadline))
+        self._refusal = self.engine.start(row.plan, CallTimeouts.until(deadline))
 
     def _await_refusal(self, deadline: float) -> None:
         """Wait for the end of a call that this rank has refused, whatever it is.

@@ -27,7 +27,7 @@ from ..epoch_memory import Memory
 from ..throughput.placement import Ints
 from .exchange import HostsExchange
 from .member_sync import MembersOfEngine, SyncExchange
-from .rows import CallPatience, OwnRow
+from .rows import CallTimeouts, OwnRow
 
 
 class MemberExchange(HostsExchange, SyncExchange):
@@ -59,11 +59,11 @@ class MemberExchange(HostsExchange, SyncExchange):
             raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
         return rows
 
-    def run(self, make: Make, patience: CallPatience) -> Operation:
+    def run(self, make: Make, timeouts: CallTimeouts) -> Operation:
         """As `HostsExchange.run`."""
         self._is_running = True  # before the check whether the buffer is to be closed
         try:
-            return super().run(make, patience)
+            return super().run(make, timeouts)
         finally:
             self._is_running = False
 

@@ -40,7 +40,7 @@ from ..config import BufferConfig
 from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
+from .rows import CallTimeouts, MemberRows, OwnRow, RowsOverEngine
 
 
 class Step:
@@ -124,8 +124,8 @@ class HostsExchange(RowsOverEngine):
             ProtocolError: a row cannot be right.
         """
         last = self.peer_regions
-        row, patience = self._row(header, counts, text), CallPatience.until(deadline)
-        met = self._read(row, self.run(row.plan, patience))
+        row, timeouts = self._row(header, counts, text), CallTimeouts.until(deadline)
+        met = self._read(row, self.run(row.plan, timeouts))
         if header.op in OPS_OF_CPUS and header.expert_alignment > 1 and met.members != last.members:
             raise Moved  # a later piece of a gather has other members than the piece before
         return met.rows
@@ -133,18 +133,18 @@ class HostsExchange(RowsOverEngine):
     def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:
         """Send this rank's row and return a step with the rows of all ranks, which moves the data; raises as `call`."""
         # for each of its calls: a rank that has finished one waits anew in the next
-        patience = CallPatience.until(deadline)
-        return Step(lambda make: self.run(make, patience), self._read, self._row(header, counts, b""))
+        timeouts = CallTimeouts.until(deadline)
+        return Step(lambda make: self.run(make, timeouts), self._read, self._row(header, counts, b""))
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Send this rank's row, as one that refuses the call, and wait for no rank."""
-        self.engine.start(self._row(header, counts, text).plan, CallPatience.until(deadline))
+        self.engine.start(self._row(header, counts, text).plan, CallTimeouts.until(deadline))
 
-    def run(self, make: Make, patience: CallPatience) -> Operation:
+    def run(self, make: Make, timeouts: CallTimeouts) -> Operation:
         """Run a call of the engine to its end."""
         self._interrupt()
         try:
-            op = self.engine.run(make, patience)
+            op = self.engine.run(make, timeouts)
         except expected(AbortedError):
             self._interrupt()  # the engine knows only that it was closed
             raise

@@ -70,7 +70,7 @@ from ..config import BufferConfig
 from ..control.header import OP_SYNC, REASON_BYTES, Header
 from ..control.membership import Agreed, Membership
 from .notices import BufferNotice, present_ranks
-from .rows import CallPatience, OwnRow, RowsOverEngine, RowsPlan
+from .rows import CallTimeouts, OwnRow, RowsOverEngine, RowsPlan
 
 GRACE_S = 0.05  # how long to wait for a rank that no rank counts on
 WANT_PAUSE_S = 0.1  # between two identical requests to the agent
@@ -147,7 +147,7 @@ class SyncExchange(RowsOverEngine):
         """Run the next call with an engine: the first one, or that with which this rank has returned."""
         raise NotImplementedError
 
-    def run(self, make: Make, patience: CallPatience) -> Operation:
+    def run(self, make: Make, timeouts: CallTimeouts) -> Operation:
         """Run a call of the engine to its end."""
         raise NotImplementedError
 
@@ -201,7 +201,7 @@ class MemberSync:
         own = self._exchange.sync_row(_ROW.pack(*row) + data)
         self.open_row = own, len(data)
         try:
-            found = self._found(self._exchange.run(own.plan, CallPatience.until(deadline)))
+            found = self._found(self._exchange.run(own.plan, CallTimeouts.until(deadline)))
         except BaseException as error:
             if is_own(error):
                 self.open_row = None  # it has failed on all
@@ -241,7 +241,7 @@ class MemberSync:
                 where = self._exchange.where("sync")
                 raise CommTimeoutError(f"{where}: the end of an interrupted sync is still open; repeat it")
             if op.error is None:
-                found = self._found(op if op is latest else self._exchange.run(own.plan, CallPatience.until(deadline)))
+                found = self._found(op if op is latest else self._exchange.run(own.plan, CallTimeouts.until(deadline)))
         self.open_row = None
         if found is None or not self.is_over(found[0]):
             return None
@@ -288,7 +288,7 @@ class MemberSync:
         self._started = now = time.monotonic()
         wait_s = max(1.0, deadline - now)
         settings = self._engine.membership.runtime.settings
-        agents_s = settings.no_quorum_s + settings.patience_s  # enough for the agents
+        agents_s = settings.no_quorum_s + settings.wait_limit_s  # enough for the agents
         last, num_more = max(deadline, now) + agents_s, self._num_ranks
         try:
             while True:

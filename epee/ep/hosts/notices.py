@@ -3,8 +3,8 @@
 A buffer has an engine with a group id of its own (`birth.py`). A process that has taken a lost rank in the
 group learns of the buffer by a **notice**: number of the buffer among those of the group, its group id, the sizes of
 its outboxes, and its configuration. Each member publishes its notices on its board, under a group id used for nothing
-else; the agents carry them to other hosts (`view/process/board.py`, `LaneTold`). So neither the store nor a call of the
-group is needed, and the notices of a dead process disappear with it.
+else; the agents carry them to other hosts (`view/process/board.py`, `GroupReport`). So neither the store nor a call of
+the group is needed, and the notices of a dead process disappear with it.
 
     a buffer runs    if a member has a notice of it, and so have all members that were in the job when it was made. A
                      member that was in the job then and has no notice has closed the buffer: then it is over.
@@ -42,7 +42,7 @@ from ...view.process.board import MAX_TOLD_BYTES
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision
 from ...view.runtime import Runtime
-from ...view.transport.wire import LANE_LIMIT
+from ...view.transport.wire import GROUP_ID_LIMIT
 from ..config import CONFIG_NAMES, BufferConfig
 from ..making import fits
 
@@ -96,20 +96,20 @@ def parse_notice(data: bytes) -> BufferNotice | None:
         words = _WORDS.unpack(data[_HEAD.size + length :])
     except expected(EpeeError, struct.error):
         return None
-    is_lane = home.spans == (num_hosts > 1) and home.lane < LANE_LIMIT
-    can_be = number and 1 <= num_hosts <= home.num_ranks == words[0] and is_lane
+    is_group = home.spans == (num_hosts > 1) and home.group_id < GROUP_ID_LIMIT
+    can_be = number and 1 <= num_hosts <= home.num_ranks == words[0] and is_group
     return BufferNotice(number, num_hosts, epoch, home, words) if can_be else None
 
 
-def notice_lane(group_lane: int, place: int) -> int:
+def notice_group_id(group_id: int, place: int) -> int:
     """Return the group id under which a process publishes the notice with index `place`."""
-    return (group_lane ^ (place + 1) * _SALT) & ((1 << 62) - 1)
+    return (group_id ^ (place + 1) * _SALT) & ((1 << 62) - 1)
 
 
 def require_slot(job_handle: GroupInView) -> None:
     """Raise `ResourceError` if this process has as many notices of a group as it can publish."""
     with _lock:
-        is_full = len(_taken.get(job_handle.runtime, {}).get(job_handle.lane, ())) >= MAX_NOTICES
+        is_full = len(_taken.get(job_handle.runtime, {}).get(job_handle.group_id, ())) >= MAX_NOTICES
     if job_handle.is_open and is_full:
         raise ResourceError(_TOO_MANY)
 
@@ -120,15 +120,15 @@ def tell(job_handle: GroupInView, notice: BufferNotice) -> Callable[[], None]:
     Raises:
         ResourceError: this process has too many buffers of the group.
     """
-    runtime, lane = job_handle.runtime, job_handle.lane
+    runtime, group_id = job_handle.runtime, job_handle.group_id
     with _lock:
-        taken = _taken.setdefault(runtime, {}).setdefault(lane, set())
+        taken = _taken.setdefault(runtime, {}).setdefault(group_id, set())
         place = next((place for place in range(MAX_NOTICES) if place not in taken), None)
         if place is None:
             raise ResourceError(_TOO_MANY)
         taken.add(place)
         note_had(job_handle, notice)
-    own = notice_lane(lane, place)
+    own = notice_group_id(group_id, place)
 
     def take_back() -> None:
         """Remove the notice."""
@@ -192,7 +192,7 @@ def find_on_one_host(
     for notice, rank in _running(job_handle, group.rank(), timeout_s):
         theirs = notice.words
         is_like = all(theirs[at] == own[at] for at in like) and (theirs[device] > 0) == is_cuda
-        if is_like and notice.home.lane not in had:  # a joiner takes part in the oldest one
+        if is_like and notice.home.group_id not in had:  # a joiner takes part in the oldest one
             is_alone = notice.num_hosts == 1
             host = runtime.host_of(job_handle.slots[rank])
             return OnOneHost(notice, rank, host, runtime.member.host) if is_alone else None
@@ -202,7 +202,7 @@ def find_on_one_host(
 def note_had(job_handle: GroupInView, notice: BufferNotice) -> None:
     """Record that this process has a running buffer, before it publishes a notice of it: the next one is another."""
     with _lock:
-        _had.setdefault(job_handle.runtime, set()).add(notice.home.lane)
+        _had.setdefault(job_handle.runtime, set()).add(notice.home.group_id)
 
 
 def find_running(
@@ -228,7 +228,9 @@ def find_running(
     running = [
         (notice, rank)
         for notice, rank in _running(job_handle, group.rank(), timeout_s)
-        if (notice.num_hosts > 1) == job_handle.spans and notice.home.lane not in had and _is_of_kind(notice, config)
+        if (notice.num_hosts > 1) == job_handle.spans
+        and notice.home.group_id not in had
+        and _is_of_kind(notice, config)
     ]
     for notice, rank in running:
         if fits(notice.words, rank, config, group.rank()):
@@ -257,7 +259,7 @@ def awaited_room(group: dist.ProcessGroup, job_handle: GroupInView, config: Buff
         theirs = notice.words
         is_like = theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :]
         is_fit = (notice.num_hosts > 1) == job_handle.spans
-        if is_fit and is_like and theirs[at] and notice.home.lane not in had:
+        if is_fit and is_like and theirs[at] and notice.home.group_id not in had:
             found.append(theirs[at])
     return own[at] if own[at] in found else found[0] if found else 0
 
@@ -272,7 +274,7 @@ def _running(job_handle: GroupInView, own_rank: int, timeout_s: float) -> list[t
     found: dict[int, tuple[BufferNotice, int]] = {}
     for rank in present:
         for notice in told.get(job_handle.slots[rank], {}).values():
-            found.setdefault(notice.home.lane, (notice, rank))
+            found.setdefault(notice.home.group_id, (notice, rank))
     running = []
     host_of = {member.slot: member.host for member in view.members}
     for notice, rank in found.values():
@@ -282,7 +284,7 @@ def _running(job_handle: GroupInView, own_rank: int, timeout_s: float) -> list[t
             if notice.num_hosts > 1 or host_of[job_handle.slots[p]] == host_of[job_handle.slots[rank]]
         ]
         should = [peer for peer in may if peer != own_rank and since[job_handle.slots[peer]] <= notice.epoch]
-        if all(notice.home.lane in told.get(job_handle.slots[peer], {}) for peer in should):
+        if all(notice.home.group_id in told.get(job_handle.slots[peer], {}) for peer in should):
             running.append((notice, rank))
     return sorted(running, key=lambda found: found[0].number)
 
@@ -310,17 +312,17 @@ def _told(job_handle: GroupInView) -> Mapping[int, Mapping[int, BufferNotice]]:
     """Return the notices of each slot, by group id of the buffer."""
     found: dict[int, dict[int, BufferNotice]] = {}
     for place in range(MAX_NOTICES):
-        for slot, data in job_handle.runtime.told(notice_lane(job_handle.lane, place)).items():
+        for slot, data in job_handle.runtime.told(notice_group_id(job_handle.group_id, place)).items():
             notice = parse_notice(data)
             if notice is not None:
-                found.setdefault(slot, {})[notice.home.lane] = notice
+                found.setdefault(slot, {})[notice.home.group_id] = notice
     return found
 
 
 def present_ranks(job_handle: GroupInView, view: Decision) -> list[int]:
     """Return the ranks with a process that takes part in the group in a view, ascending."""
     members = {member.slot: member for member in view.members}
-    parts = parts_of(view, job_handle.lane)
+    parts = parts_of(view, job_handle.group_id)
     found = []
     for rank, slot in enumerate(job_handle.slots):
         member = members.get(slot)

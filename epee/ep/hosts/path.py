@@ -54,7 +54,7 @@ from ..control.header import ExchangedRows, combine_header, dispatch_header
 from ..control.messages import ControlPlaneOver
 from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
 from ..paths import PathOverHosts
-from ..streams import Lane, RunOptions
+from ..streams import CallStream, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding
 from ..throughput.order import RANKS_THEN_BIAS
 from ..throughput.partial import lost_weight
@@ -185,7 +185,7 @@ class HostsPath(PathOverHosts):
 
     # ---- dispatch
 
-    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
+    def dispatch(self, call: DispatchCall, deadline: float, group_id: CallStream, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         counts = call.plan.counts if call.plan is not None else None
         header = dispatch_header(call, self.rank, 0, call.expert_alignment)
@@ -325,7 +325,7 @@ class HostsPath(PathOverHosts):
 
     # ---- combine
 
-    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
+    def combine(self, call: CombineCall, deadline: float, group_id: CallStream, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         handle = _own(call.handle)
         if call.order is not RANKS_THEN_BIAS:

@@ -37,13 +37,13 @@ _MARK = struct.Struct("<Q")
 MARK_BYTES = _MARK.size  # at the beginning of a row: what its writer knows, which is no part of the call
 
 
-class CallPatience(NamedTuple):
+class CallTimeouts(NamedTuple):
     """The options of a call that the engine reads from torch."""
 
     timeout: timedelta
 
     @classmethod
-    def until(cls, deadline: float) -> CallPatience:
+    def until(cls, deadline: float) -> CallTimeouts:
         """Return it for a call that begins now; `deadline` is a `time.monotonic()` value."""
         return cls(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
 

@@ -124,7 +124,7 @@ class LatencyBuffer(SharedBuffer):
         path = self._rows
         if isinstance(path, LatencyCudaPath):
             calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
-            self.again = CallsAgain(self._turns, self._exchange, path, self._lanes, self._timeout, *calls)
+            self.again = CallsAgain(self._turns, self._exchange, path, self._call_streams, self._timeout, *calls)
 
     @classmethod
     def of_bytes(
@@ -284,12 +284,12 @@ class LatencyBuffer(SharedBuffer):
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeouts[0])
             while True:
-                with attempt, self._lanes.lane(check_run_options(*run)) as lane:
+                with attempt, self._call_streams.call_stream(check_run_options(*run)) as call_stream:
                     if carries_gradient(x, others[1]):
                         warn_of_gradients("LatencyBuffer.dispatch")
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.dispatch((x, *others), flags, run[1], timeout_s)
-                    result = self._rows.dispatch(call, lane)
+                    result = self._rows.dispatch(call, call_stream)
                     return self.hooked(result)
 
     def combine(
@@ -359,13 +359,13 @@ class LatencyBuffer(SharedBuffer):
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeouts[0])
             while True:
-                with attempt, self._lanes.lane(check_run_options(*run)) as lane:
+                with attempt, self._call_streams.call_stream(check_run_options(*run)) as call_stream:
                     if carries_gradient(y, others[0]):
                         warn_of_gradients("LatencyBuffer.combine")
                     known = check_latency_handle(handle, self._id, self._exchange.epoch)
                     timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
                     call = self._plans.combine(known, (y, *others), return_hook, run[1], timeout_s)
-                    result = self._rows.combine(call, lane)
+                    result = self._rows.combine(call, call_stream)
                     return self.hooked(result)
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:

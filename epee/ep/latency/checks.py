@@ -21,10 +21,10 @@ from .types import (
     QUANTISATION_NAMES,
     SCALE_BLOCK,
     CallSizes,
+    CheckedLatencyCombine,
+    CheckedLatencyDispatch,
     LatencyCombineCall,
-    LatencyCombineFacts,
     LatencyDispatchCall,
-    LatencyDispatchFacts,
     LatencyHandle,
     Quantisation,
 )
@@ -130,8 +130,8 @@ def check_latency_dispatch(
         check_topk_idx(idx, config.num_experts)
     if config.is_cuda:
         check_rows("x", rows)
-    facts = LatencyDispatchFacts(sizes, num_tokens, how, mask is None, return_hook)
-    return LatencyDispatchCall(facts, rows, idx, weights, mask, timeout_s)
+    checked = CheckedLatencyDispatch(sizes, num_tokens, how, mask is None, return_hook)
+    return LatencyDispatchCall(checked, rows, idx, weights, mask, timeout_s)
 
 
 def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyHandle:
@@ -187,5 +187,5 @@ def check_latency_combine(
             if other is not None and overlap(out, other):
                 raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
     assert isinstance(partial_dtype, torch.dtype)
-    facts = LatencyCombineFacts(sizes, handle.num_tokens, partial_dtype, mask is None, is_split)
-    return LatencyCombineCall(facts, handle, rows, weights, out, mask, timeout_s)
+    checked = CheckedLatencyCombine(sizes, handle.num_tokens, partial_dtype, mask is None, is_split)
+    return LatencyCombineCall(checked, handle, rows, weights, out, mask, timeout_s)

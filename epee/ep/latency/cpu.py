@@ -31,7 +31,7 @@ from ..config import BufferConfig
 from ..control.header import OPS_OF_CPUS
 from ..control.messages import ControlPlaneOver
 from ..paths import Path
-from ..streams import Lane
+from ..streams import CallStream
 from ..throughput.placement import Ints
 from .pending_call import NoFreeSlot, PendingCall, PendingCalls
 from .region import SectionCut
@@ -118,16 +118,16 @@ class LatencyCalls(Path, ABC):
 
     # -- dispatch
 
-    def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
+    def dispatch(self, call: LatencyDispatchCall, call_stream: CallStream) -> LatencyDispatched:
         """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
-        options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.checked.return_hook)
         self._require_place(options)
         self._pending_calls.check()
         self._pending_calls.require_slot()
         with plain_tensors():  # a hook may write them in another mode
             handle = self._new_handle(call)
-            got = self._empty_result(call.facts.quantisation, handle)
-        how = call.facts.quantisation
+            got = self._empty_result(call.checked.quantisation, handle)
+        how = call.checked.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         last_seq = self._wire.seq
         try:
@@ -138,14 +138,14 @@ class LatencyCalls(Path, ABC):
             with self._pending_calls.sending(pending_call):
                 self._send_tokens(pending_call, call, handle)
             return self._pending_calls.finish(
-                pending_call, got, lambda: self._receive_tokens(pending_call, call.facts.quantisation, got, handle)
+                pending_call, got, lambda: self._receive_tokens(pending_call, call.checked.quantisation, got, handle)
             )
         except BaseException as error:
             self._pending_calls.abandon(last_seq, error)
             raise
 
     def _new_handle(self, call: LatencyDispatchCall) -> CpuLatencyHandle:
-        buffer_id, config, cut = call.facts.sizes
+        buffer_id, config, cut = call.checked.sizes
         num_local = config.num_local_experts
         idx = array_of(call.topk_idx).copy()
         weights = np.ones(idx.shape, dtype=np.float32)
@@ -235,9 +235,9 @@ class LatencyCalls(Path, ABC):
         """Return `[num_local_experts, num_ranks * max_tokens, hidden]`: the partial sums read y in place."""
         return self._memory((config.num_local_experts, _capacity(config), config.hidden), torch.bfloat16)
 
-    def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
+    def combine(self, call: LatencyCombineCall, call_stream: CallStream) -> LatencyCombined:
         """Run one combine, or its send phase; raises as `Buffer.combine`."""
-        options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.checked.return_hook)
         handle = call.handle
         assert isinstance(handle, CpuLatencyHandle)
         self._require_place(options)
@@ -251,7 +251,7 @@ class LatencyCalls(Path, ABC):
         weights = handle.topk_weights if call.topk_weights is None else array_of(call.topk_weights).copy()
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, array_of(got))
-        kind = _KIND_OF_PARTIAL[call.facts.partial_dtype]
+        kind = _KIND_OF_PARTIAL[call.checked.partial_dtype]
         head = SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code)
         last_seq = self._wire.seq
         try:
@@ -261,7 +261,7 @@ class LatencyCalls(Path, ABC):
             return self._pending_calls.finish(
                 pending_call,
                 result,
-                lambda: self._receive_partials(pending_call, call.facts.partial_dtype, result, handle),
+                lambda: self._receive_partials(pending_call, call.checked.partial_dtype, result, handle),
             )
         except BaseException as error:
             self._pending_calls.abandon(last_seq, error)

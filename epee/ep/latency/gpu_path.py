@@ -57,7 +57,7 @@ from ..hosts.gpu_members import GpuMembers
 from ..losses import death
 from ..making import told_alike
 from ..paths import GpuPath, Making
-from ..streams import CURRENT, Lane
+from ..streams import CURRENT, CallStream
 from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.half import Half
@@ -122,7 +122,7 @@ class LatencyCudaPath(GpuPath, Memory):
         self.config, self.rank, self.control, _, self._watch, self._closing = making
         super().__init__(platform)
         self._timeout_ns = int(timeout * 1e9)
-        self._lane: GpuMembers = self.control.exchange.membership
+        self._members: GpuMembers = self.control.exchange.membership
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
         self._look_at = 0.0  # when a call checks again for dead ranks
@@ -134,20 +134,20 @@ class LatencyCudaPath(GpuPath, Memory):
             self.core.device.mark_dead, self.core.device.waiting, f"epee-latency-{self.rank}"
         )
         try:
-            self._notifier.start(self._lane.processes)
-            self._lane.memory = self
-            if not self._lane.is_in:
-                self._lane.join(deadline)
+            self._notifier.start(self._members.processes)
+            self._members.memory = self
+            if not self._members.is_in:
+                self._members.join(deadline)
         except BaseException:
             self.close()
             raise
 
     def _make_core(self, deadline: float) -> LatencyCore:
         control, config = self.control, latency_config(self.config, self.rank)
-        if not self._lane.is_in:
+        if not self._members.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
-            with told_alike(self._lane.death_in_birth):
+            with told_alike(self._members.death_in_birth):
                 return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
@@ -193,7 +193,7 @@ class LatencyCudaPath(GpuPath, Memory):
         """Raise what the kernels have reported since the last check."""
         is_capturing = self._platform.is_capturing()
         if not is_capturing:
-            self._lane.require_place(is_masked=True)
+            self._members.require_place(is_masked=True)
         try:
             self.core.check()
         except expected(CommTimeoutError) as error:
@@ -205,22 +205,22 @@ class LatencyCudaPath(GpuPath, Memory):
         self._notifier.stop()
         self.core.device.drain(CLOSE_GRACE_S)
         self.core.close()
-        self._lane.memory = Memory()  # no reference cycle keeps a closed path
+        self._members.memory = Memory()  # no reference cycle keeps a closed path
 
     # -- calls
 
-    def dispatch(self, call: LatencyDispatchCall, run_on: Lane) -> LatencyDispatched:
+    def dispatch(self, call: LatencyDispatchCall, run_on: CallStream) -> LatencyDispatched:
         """Run one dispatch, or its send phase; raises as `Buffer.dispatch`."""
-        facts, x, topk_idx, topk_weights, active_ranks, timeout_s = call
+        checked, x, topk_idx, topk_weights, active_ranks, timeout_s = call
         is_capturing = self._platform.is_capturing()
-        self._require("dispatch", facts.is_strict, is_capturing)
-        buffer_id, config, planner = facts.sizes
-        if facts.plan is None:
-            how = CoreOptions(timeout_s, facts.is_strict, facts.return_hook, *facts.quantisation)
-            facts.plan = planner.dispatch(facts.num_tokens, x.stride(0) * x.itemsize, how)
+        self._require("dispatch", checked.is_strict, is_capturing)
+        buffer_id, config, planner = checked.sizes
+        if checked.plan is None:
+            how = CoreOptions(timeout_s, checked.is_strict, checked.return_hook, *checked.quantisation)
+            checked.plan = planner.dispatch(checked.num_tokens, x.stride(0) * x.itemsize, how)
         try:
             got = self.core.dispatch(
-                facts.plan, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
+                checked.plan, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
             )
             if not is_capturing:
                 self.core.check()
@@ -236,21 +236,21 @@ class LatencyCudaPath(GpuPath, Memory):
         rows = got.x if scales is None else (got.x, scales)
         return CudaLatencyDispatched(rows, handle, run_on, self.config.device, got.stream, hook)
 
-    def combine(self, call: LatencyCombineCall, run_on: Lane) -> LatencyCombined:
+    def combine(self, call: LatencyCombineCall, run_on: CallStream) -> LatencyCombined:
         """Run one combine, or its send phase; raises as `Buffer.combine`."""
-        facts, handle, y, topk_weights, out, active_ranks, timeout_s = call
+        checked, handle, y, topk_weights, out, active_ranks, timeout_s = call
         core = _core_of(handle)
         is_capturing = self._platform.is_capturing()
-        self._require("combine", facts.is_strict, is_capturing)
-        if facts.plan is None:
+        self._require("combine", checked.is_strict, is_capturing)
+        if checked.plan is None:
             how, is_wide = (
-                CoreOptions(timeout_s, facts.is_strict, facts.return_hook),
-                facts.partial_dtype == torch.float32,
+                CoreOptions(timeout_s, checked.is_strict, checked.return_hook),
+                checked.partial_dtype == torch.float32,
             )
-            facts.plan = facts.sizes.ready.combine(facts.num_tokens, how, is_wide, topk_weights is not None)
+            checked.plan = checked.sizes.ready.combine(checked.num_tokens, how, is_wide, topk_weights is not None)
         try:
             got = self.core.combine(
-                facts.plan, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
+                checked.plan, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
             )
             if not is_capturing:
                 self.core.check()
@@ -260,7 +260,7 @@ class LatencyCudaPath(GpuPath, Memory):
         if run_on.is_own:
             run_on.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
         hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
-        num_local = facts.sizes.config.num_local_experts
+        num_local = checked.sizes.config.num_local_experts
         return CudaLatencyCombined(got, topk_weights, core, num_local, run_on, self.config.device, got.stream, hook)
 
     def quiet_stream(self, op: int, is_strict: bool, is_split: bool) -> int | None:
@@ -276,7 +276,7 @@ class LatencyCudaPath(GpuPath, Memory):
         is_quiet = (
             not (self._given_up or self._closing.asked or self._notifier.told)
             and (not is_strict or time.monotonic() < self._look_at)
-            and self._lane.is_calm()
+            and self._members.is_calm()
         )
         return self.core.quiet_stream(op, is_split) if is_quiet else None
 
@@ -292,7 +292,7 @@ class LatencyCudaPath(GpuPath, Memory):
         use_ue8m0: bool,
         return_hook: bool,
         reads_counts: bool = False,
-        run_on: Lane = CURRENT,
+        run_on: CallStream = CURRENT,
     ) -> LatencyDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
@@ -306,10 +306,10 @@ class LatencyCudaPath(GpuPath, Memory):
         if stream is None:
             return None
         quantisation = use_fp8, round_scale, use_ue8m0
-        facts = known.find_dispatch(x, topk_idx, topk_weights, active_ranks, quantisation, return_hook)
-        if facts is None or facts.plan is None:
+        checked = known.find_dispatch(x, topk_idx, topk_weights, active_ranks, quantisation, return_hook)
+        if checked is None or checked.plan is None:
             return None
-        core, plan, (buffer_id, config, _) = self.core, facts.plan, facts.sizes
+        core, plan, (buffer_id, config, _) = self.core, checked.plan, checked.sizes
         counts = plan.new_counts() if reads_counts else None
         got = core.dispatch(
             plan, x, topk_idx, topk_weights, active_ranks, None, self._timeout_ns, False, stream, counts
@@ -337,7 +337,7 @@ class LatencyCudaPath(GpuPath, Memory):
         partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
         return_hook: bool,
-        run_on: Lane = CURRENT,
+        run_on: CallStream = CURRENT,
     ) -> LatencyCombined | None:
         """Run a cached combine, as `dispatch_again`."""
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None, return_hook)
@@ -346,17 +346,19 @@ class LatencyCudaPath(GpuPath, Memory):
         is_own = handle.buffer_id == known.buffer_id and handle.epoch == self.control.exchange.epoch
         if not (is_own and handle.is_received):
             return None
-        facts = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks, return_hook)
-        if facts is None or facts.plan is None:
+        checked = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks, return_hook)
+        if checked is None or checked.plan is None:
             return None
         core = self.core
         of_dispatch = handle.core
-        got = core.combine(facts.plan, y, of_dispatch, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
+        got = core.combine(
+            checked.plan, y, of_dispatch, topk_weights, out, active_ranks, self._timeout_ns, False, stream
+        )
         if core.device.codes != NO_REPORTS:
             core.check()
         if run_on.is_own:
             run_on.keep((y, topk_weights, of_dispatch.words, active_ranks), (got.x, got.words))
-        num_local = facts.sizes.config.num_local_experts
+        num_local = checked.sizes.config.num_local_experts
         hook = None if got.hook is None else ReceivePhase(self, "combine", got.hook)
         return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, run_on, self.config.device, stream, hook)
 
@@ -383,7 +385,7 @@ class LatencyCudaPath(GpuPath, Memory):
             raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
         mask = self.core.active_ranks if active_ranks is None else active_ranks
         used = self.core.memory.tags()
-        return sync(self.control, self._lane, mask.tolist(), active_ranks, used, deadline)
+        return sync(self.control, self._members, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
 
@@ -431,7 +433,7 @@ class LatencyCudaPath(GpuPath, Memory):
         core, is_capturing, stream = self.core, False, None
         if is_quiet:
             has_changed = self._given_up or self._closing.asked or self._notifier.told or core.is_poisoned
-            if not has_changed and self._lane.is_calm():
+            if not has_changed and self._members.is_calm():
                 stream = core.device.quiet_stream()
             if stream is None:
                 return False
@@ -441,7 +443,7 @@ class LatencyCudaPath(GpuPath, Memory):
         if not is_quiet:
             is_capturing = self._platform.is_capturing()
             if not is_capturing:
-                self._lane.require_place(is_masked=True)
+                self._members.require_place(is_masked=True)
         try:
             phase.half(stream)
             if not is_capturing and core.device.codes != NO_REPORTS:
@@ -465,24 +467,24 @@ class LatencyCudaPath(GpuPath, Memory):
             self._look_at = now + LOOK_S
             if dead := self._dead():
                 raise self._death(op, dead)
-        if self._lane.is_calm():
+        if self._members.is_calm():
             return
-        state = self._lane.state()
-        self._lane.require_place(not is_strict)
+        state = self._members.state()
+        self._members.require_place(not is_strict)
         if is_strict:
-            self._lane.require_all(op, self.core.num_calls)
+            self._members.require_all(op, self.core.num_calls)
             self._note_calm(state)
         elif now >= self._masked_look_at:
             self._masked_look_at = now + LOOK_S
             with contextlib.suppress(PeerError):  # left to the mask
-                self._lane.require_place(is_masked=False)
-                self._lane.require_all(op, self.core.num_calls)
+                self._members.require_place(is_masked=False)
+                self._members.require_all(op, self.core.num_calls)
                 self._note_calm(state)
 
     def _note_calm(self, state: tuple[int, PeerRegions]) -> None:
         """Record that nothing delays any call, strict or not (`quiet_stream`)."""
         if not self.control.exchange.membership.must_turn:
-            self._lane.note_calm(state)
+            self._members.note_calm(state)
 
     def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
         """Raise that a dead rank is the cause of a timeout, if it is; else allow no call before a sync."""

@@ -44,7 +44,7 @@ from ..control.ending import CallEnd
 from ..control.messages import reason_bytes
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
-from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Patience, SectionHeader, Wire
+from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, SectionHeader, Timeouts, Wire
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result", LatencyDispatched, LatencyCombined)
@@ -113,7 +113,7 @@ class PendingCall:
     def start(self) -> None:
         """Start the clock of a phase."""
         self.started = time.monotonic()
-        self.patience = Patience(self.started + self.options.timeout_s, self.options.timeout_s)
+        self.timeouts = Timeouts(self.started + self.options.timeout_s, self.options.timeout_s)
 
     @property
     def began(self) -> float:
@@ -276,13 +276,13 @@ class PendingCalls:
         num_ranks = self.wire.config.num_ranks
         order = [(self.wire.rank + step) % num_ranks for step in range(1, num_ranks + 1)]
         for dst in order:
-            if dst in pending_call.peers() and not self.wire.has_room(dst, pending_call.seq, pending_call.patience):
+            if dst in pending_call.peers() and not self.wire.has_room(dst, pending_call.seq, pending_call.timeouts):
                 self.lose(pending_call, dst)
         return [dst for dst in order if dst in pending_call.peers()]
 
     def has_come(self, pending_call: PendingCall, src: int, field_name: str = "head") -> bool:
         """Wait for the message of a peer, or its weights (`early`); return False if it is lost."""
-        if self.wire.has_come(src, pending_call.seq, pending_call.patience, field_name):
+        if self.wire.has_come(src, pending_call.seq, pending_call.timeouts, field_name):
             if field_name == "head":
                 return True
             if self.wire.is_early(src, pending_call.seq):
@@ -348,9 +348,9 @@ class PendingCalls:
         self, pending_call: PendingCall, heads: dict[int, SectionHeader], error: EpeeError | None
     ) -> dict[int, SectionHeader]:
         """Wait for the messages that this rank lacks: a peer has all of its own, so these are on their way, too."""
-        patience = Patience(time.monotonic() + GRACE_S, 0.0)
+        timeouts = Timeouts(time.monotonic() + GRACE_S, 0.0)
         for src in sorted(pending_call.lost):
-            if not self.wire.has_come(src, pending_call.seq, patience):
+            if not self.wire.has_come(src, pending_call.seq, timeouts):
                 raise error or self._end_of(pending_call).given_up()
             del pending_call.lost[src]
             head = self.head(pending_call, src)
@@ -494,7 +494,7 @@ class PendingCalls:
         Raises:
             MismatchError: a message says why.
         """
-        until = min(time.monotonic() + GRACE_S, pending_call.patience.deadline)
+        until = min(time.monotonic() + GRACE_S, pending_call.timeouts.deadline)
         dead = self._dead()
         missing = [rank for rank in pending_call.others() if rank not in dead]
         while missing:

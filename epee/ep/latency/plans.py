@@ -1,7 +1,7 @@
 """Cached results of the checks of calls, found again by a cache key.
 
 Almost all calls of a model equal an earlier one in shapes, types, devices and flags. So on GPUs, where a call costs the
-CPU some 20 us, the inputs of the checks form a key, and their result is the call's entry (`LatencyDispatchFacts`): a
+CPU some 20 us, the inputs of the checks form a key, and their result is the call's entry (`CheckedLatencyDispatch`): a
 call whose key is cached needs no checks, and finds what the path has prepared for such calls (`latency/gpu/plan.py`). A
 key holds everything that a check of `checks.py` reads except data and addresses; what depends on those (where x begins,
 whether `out` overlaps an input, whether the handle has been received) is checked in each call. A call that fails there,
@@ -36,10 +36,10 @@ from .checks import (
 )
 from .types import (
     CallSizes,
+    CheckedLatencyCombine,
+    CheckedLatencyDispatch,
     LatencyCombineCall,
-    LatencyCombineFacts,
     LatencyDispatchCall,
-    LatencyDispatchFacts,
     LatencyHandle,
 )
 
@@ -51,7 +51,7 @@ class _LatencyLike(NamedTuple):
     """The entry of calls that are alike, and a comparison of tensors with theirs."""
 
     looks: MetadataCheck
-    facts: Any
+    checked: Any
 
 
 class LatencyPlans:
@@ -69,8 +69,8 @@ class LatencyPlans:
         self._sizes, self.buffer_id = sizes, sizes.buffer_id
         self._remembers = config.is_cuda
         self._looks_at_ids = config.device == CPU  # where kernels do not check ids, or are emulated
-        self._dispatches: dict[Hashable, LatencyDispatchFacts] = {}
-        self._combines: dict[Hashable, LatencyCombineFacts] = {}
+        self._dispatches: dict[Hashable, CheckedLatencyDispatch] = {}
+        self._combines: dict[Hashable, CheckedLatencyCombine] = {}
         self._like_dispatches: dict[Hashable, _LatencyLike] = {}  # the same by less, for `find_dispatch`
         self._like_combines: dict[Hashable, _LatencyLike] = {}
 
@@ -95,19 +95,19 @@ class LatencyPlans:
         key: Hashable
         try:
             key = _dispatch_key(given, flags)
-            facts = None if async_op and flags[0] is not False else self._dispatches.get(key)  # both are refused
+            checked = None if async_op and flags[0] is not False else self._dispatches.get(key)  # both are refused
         except expected(*_NO_KEY):
-            key = facts = None
+            key = checked = None
         x, topk_idx, topk_weights, active_ranks = given
-        if facts is not None and not (facts.num_tokens and x.data_ptr() % 16):
+        if checked is not None and not (checked.num_tokens and x.data_ptr() % 16):
             if self._looks_at_ids:
                 check_topk_idx(topk_idx, self._config.num_experts)
-            return LatencyDispatchCall(facts, x, topk_idx, topk_weights, active_ranks, timeout_s)
+            return LatencyDispatchCall(checked, x, topk_idx, topk_weights, active_ranks, timeout_s)
         call = check_latency_dispatch(self._sizes, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s)
         is_whole = call.x.stride(1) == 1  # a layout without rows has another stride there
         is_as_given = call.x is x and call.topk_idx is topk_idx and call.topk_weights is topk_weights
         if key is not None and is_whole and is_as_given and call.active_ranks is active_ranks:
-            _remember(self._dispatches, key, call.facts)
+            _remember(self._dispatches, key, call.checked)
         return call
 
     def combine(
@@ -132,22 +132,22 @@ class LatencyPlans:
         key: Hashable
         try:
             key = _combine_key(handle.num_tokens, given, return_hook) if self._remembers else None
-            facts = None if async_op and return_hook is not False else self._combines.get(key)  # likewise
+            checked = None if async_op and return_hook is not False else self._combines.get(key)  # likewise
         except expected(*_NO_KEY):
-            key = facts = None
-        if facts is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
-            return LatencyCombineCall(facts, handle, y, topk_weights, out, active_ranks, timeout_s)
+            key = checked = None
+        if checked is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
+            return LatencyCombineCall(checked, handle, y, topk_weights, out, active_ranks, timeout_s)
         call = check_latency_combine(self._sizes, handle, GivenToCombine(*given), return_hook, async_op, timeout_s)
         is_as_given = call.y is y and call.topk_weights is topk_weights and call.out is out
         if key is not None and is_as_given and call.active_ranks is active_ranks:
-            _remember(self._combines, key, call.facts)
+            _remember(self._combines, key, call.checked)
         return call
 
     # -- found by less
 
     def find_dispatch(
         self, x: Any, idx: Any, weights: Any, mask: Any, quantisation: tuple[Any, Any, Any], return_hook: Any
-    ) -> LatencyDispatchFacts | None:
+    ) -> CheckedLatencyDispatch | None:
         """Return the cache entry of dispatches with the default options whose arguments match, if there is one.
 
         `quantisation`: use_fp8, round_scale, use_ue8m0.
@@ -164,23 +164,23 @@ class LatencyPlans:
             key = x.shape, weights is None, mask is None, quantisation, return_hook
             like = self._like_dispatches.get(key)
             if like is not None and like.looks(*tensors):
-                facts: LatencyDispatchFacts | None = like.facts
+                checked: CheckedLatencyDispatch | None = like.checked
             else:
                 flags = return_hook, use_fp8, round_scale, use_ue8m0
-                facts = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags))
-                if facts is not None:
-                    _note(self._like_dispatches, key, facts, tensors)
+                checked = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags))
+                if checked is not None:
+                    _note(self._like_dispatches, key, checked, tensors)
             if x.data_ptr() % 16:
                 return None
         except expected(*_NO_KEY):
             return None
-        if facts is not None and self._looks_at_ids:
+        if checked is not None and self._looks_at_ids:
             check_topk_idx(idx, self._config.num_experts)
-        return facts
+        return checked
 
     def find_combine(
         self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any, return_hook: Any
-    ) -> LatencyCombineFacts | None:
+    ) -> CheckedLatencyCombine | None:
         """Return the cache entry of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
         tensors = [y]
         if weights is not None:
@@ -195,13 +195,13 @@ class LatencyPlans:
             key = num_tokens, weights is None, out is None, mask is None, partial_dtype, return_hook
             like = self._like_combines.get(key)
             if like is not None and like.looks(*tensors):
-                facts: LatencyCombineFacts | None = like.facts
+                checked: CheckedLatencyCombine | None = like.checked
             else:
                 given = y, weights, out, mask, partial_dtype
-                facts = self._combines.get(_combine_key(num_tokens, given, return_hook))
-                if facts is not None:
-                    _note(self._like_combines, key, facts, tensors)
-            return None if out is not None and _meet(out, y, weights) else facts
+                checked = self._combines.get(_combine_key(num_tokens, given, return_hook))
+                if checked is not None:
+                    _note(self._like_combines, key, checked, tensors)
+            return None if out is not None and _meet(out, y, weights) else checked
         except expected(*_NO_KEY):
             return None
 
@@ -265,8 +265,8 @@ def _remember(known: dict[Hashable, Any], key: Hashable, entry: object) -> None:
     known[key] = entry
 
 
-def _note(known: dict[Hashable, Any], key: Hashable, facts: object, tensors: Sequence[Any]) -> None:
+def _note(known: dict[Hashable, Any], key: Hashable, checked: object, tensors: Sequence[Any]) -> None:
     """Cache an entry under the properties of a call's tensors, if these can be compared."""
     looks = metadata_check_of(*tensors)
     if looks is not None:
-        _remember(known, key, _LatencyLike(looks, facts))
+        _remember(known, key, _LatencyLike(looks, checked))

@@ -65,7 +65,7 @@ QUANTISATION_NAMES = tuple(Quantisation.__annotations__)
 
 
 @dataclass(eq=False, slots=True)
-class LatencyDispatchFacts:
+class CheckedLatencyDispatch:
     """The properties of a dispatch without its data, cached; calls with equal keys share one (`plans.py`).
 
     Attributes:
@@ -86,8 +86,8 @@ class LatencyDispatchFacts:
 
 
 @dataclass(eq=False, slots=True)
-class LatencyCombineFacts:
-    """The properties of a combine without its data, as `LatencyDispatchFacts`.
+class CheckedLatencyCombine:
+    """The properties of a combine without its data, as `CheckedLatencyDispatch`.
 
     Attributes:
         sizes: of the buffer.
@@ -108,14 +108,14 @@ class LatencyDispatchCall(NamedTuple):
     """A checked dispatch.
 
     Attributes:
-        facts: the properties of its arguments.
+        checked: the properties of its arguments.
         x: `[num_tokens, hidden]` bfloat16.
         topk_idx: `[num_tokens, num_topk]` int64, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
         active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
-    facts: LatencyDispatchFacts
+    checked: CheckedLatencyDispatch
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -127,7 +127,7 @@ class LatencyCombineCall(NamedTuple):
     """A checked combine.
 
     Attributes:
-        facts: the properties of its arguments.
+        checked: the properties of its arguments.
         handle: of the dispatch.
         y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for those of the dispatch.
@@ -135,7 +135,7 @@ class LatencyCombineCall(NamedTuple):
         active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
-    facts: LatencyCombineFacts
+    checked: CheckedLatencyCombine
     handle: LatencyHandle
     y: torch.Tensor
     topk_weights: torch.Tensor | None

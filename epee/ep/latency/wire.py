@@ -82,7 +82,7 @@ assert 8 + _HEAD.size == 8 * HEAD_WORDS
 _LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1 << 32), (0, 1))
 
 
-class Patience(NamedTuple):
+class Timeouts(NamedTuple):
     """The wait limits of a phase.
 
     Attributes:
@@ -208,11 +208,11 @@ class Wire(ABC):
     def _at(self, field: str, src: int, seq: int) -> tuple[RegionWords, int]:
         """Return where the tag of a peer's message ("head") or of its weights ("early") can be read here."""
 
-    def has_room(self, dst: int, seq: int, patience: Patience) -> bool:
+    def has_room(self, dst: int, seq: int, timeouts: Timeouts) -> bool:
         """Wait until `dst` has freed what call `seq` will overwrite."""
         region = self.regions[dst]
         index = region.at("freed", self.slot(seq))
-        return self._wait(region, index, lambda word: self._is_freed(word, seq), dst, seq, patience)
+        return self._wait(region, index, lambda word: self._is_freed(word, seq), dst, seq, timeouts)
 
     def _is_freed(self, word: int, seq: int) -> bool:
         """Return whether a rank's word says that it has freed what call `seq` will overwrite, or a later one."""
@@ -220,7 +220,7 @@ class Wire(ABC):
         found, done = untag(word)
         return last <= 0 or (done >= last and found == self._epoch())
 
-    def has_come(self, src: int, seq: int, patience: Patience, field: str = "head") -> bool:
+    def has_come(self, src: int, seq: int, timeouts: Timeouts, field: str = "head") -> bool:
         """Wait until the message of `src` in call `seq` (or, `field="early"`, its weights) can be read here.
 
         Returns False if it did not arrive in time, or if `src` is dead or has cut this rank off. Waiting for weights
@@ -234,7 +234,7 @@ class Wire(ABC):
             """Return whether the awaited tag is there, or that of the whole message."""
             return word == want or region.words[head] == want
 
-        return self._wait(region, index, is_there, src, seq, patience)
+        return self._wait(region, index, is_there, src, seq, timeouts)
 
     def is_here(self, src: int, seq: int) -> bool:
         """Whether the message of a peer has arrived."""
@@ -247,21 +247,21 @@ class Wire(ABC):
         return region.words[index] == tag(self._epoch(), seq)
 
     def _wait(
-        self, region: RegionWords, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
+        self, region: RegionWords, index: int, is_there: Callable[[int], bool], peer: int, seq: int, timeouts: Timeouts
     ) -> bool:
-        if self._poll(region.words, index, is_there, patience):
+        if self._poll(region.words, index, is_there, timeouts):
             return True
         try:
-            return self._sleep(region, index, is_there, peer, seq, patience)
+            return self._sleep(region, index, is_there, peer, seq, timeouts)
         finally:
             self._say_waiting(seq, time.monotonic())
 
-    def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], patience: Patience) -> bool:
+    def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], timeouts: Timeouts) -> bool:
         """Poll a word for about a millisecond."""
         for _ in range(SPIN_LOADS):
             if is_there(words[index]):
                 return True
-        yield_until = min(time.monotonic() + YIELD_S, patience.deadline)
+        yield_until = min(time.monotonic() + YIELD_S, timeouts.deadline)
         while time.monotonic() < yield_until:
             if is_there(words[index]):
                 return True
@@ -269,11 +269,11 @@ class Wire(ABC):
         return False
 
     def _sleep(
-        self, region: RegionWords, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
+        self, region: RegionWords, index: int, is_there: Callable[[int], bool], peer: int, seq: int, timeouts: Timeouts
     ) -> bool:
         words = region.words
-        until = patience.deadline
-        limit = until + self.config.num_ranks * patience.timeout_s
+        until = timeouts.deadline
+        limit = until + self.config.num_ranks * timeouts.timeout_s
         self._say_waiting(seq, until)
         while True:
             seen = words[index]
@@ -285,7 +285,7 @@ class Wire(ABC):
             if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
-                later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)
+                later = min(self._waits_until(peer, seq) + timeouts.timeout_s, limit)
                 if later <= now:
                     return is_there(words[index])
                 until = later

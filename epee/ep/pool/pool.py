@@ -20,7 +20,7 @@ from ..base import SharedBuffer
 from ..control.bootstrap import all_gather_bytes, hosts_of, refuse_to_make
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
-from ..streams import Lane, Lanes, RunOptions
+from ..streams import CallStream, CallStreams, RunOptions
 from . import agreement
 from .latency import LatelyKey, LatencyRooms, current_gpu
 from .needs import LatencyNeed, Need, Wish
@@ -65,7 +65,7 @@ class BufferPool:
         self._rooms = ThroughputRooms(group, timeout, memory, current_gpu(), wide_partials)
         self.recall: Callable[[object], Like | None] = self._rooms.recall
         self.latest: Callable[..., Like | None] = self._rooms.latest
-        self._lanes: dict[torch.device, Lanes] = {}
+        self._call_streams: dict[torch.device, CallStreams] = {}
         self._is_closed = False
         self._latency = LatencyRooms(group, timeout, latency_bytes, meets)
 
@@ -125,7 +125,7 @@ class BufferPool:
         """Cache how calls with this key are made, after one of them in a room that all ranks find without asking.
 
         Args:
-            key: equal for calls for whose tensors `topk_facts` and whose options are equal.
+            key: equal for calls for whose tensors `checked_topk` and whose options are equal.
             room: of the call.
             given: its x, topk_idx and topk_weights.
             options: its layout and expert_alignment, num_sms, and sync.
@@ -186,20 +186,20 @@ class BufferPool:
         With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, as far
             as a rank knows that cannot compute its own call's shape.
         """
-        if is_gpu and self._rooms.lane is not None:
+        if is_gpu and self._rooms.link is not None:
             self.refuse(error)
             return
         self._send_refusal(agreement.pack_refusal(self.group.size(), error))
 
     def refuse(self, error: Exception) -> None:
         """Make the peers' next call fail at once because of `error`, if there is a room for it."""
-        lane = self._rooms.lane
-        if lane is not None and not self._is_closed:
-            lane.refuse(error)
+        link = self._rooms.link
+        if link is not None and not self._is_closed:
+            link.refuse(error)
 
     def refuse_first(self, error: Exception) -> None:
         """Do as `refuse`; without a room the peers are making one, and are notified there. Collective then."""
-        if self._rooms.lane is None and not self._is_closed:
+        if self._rooms.link is None and not self._is_closed:
             refuse_to_make(self.group, error)
         self.refuse(error)
 
@@ -250,8 +250,8 @@ class BufferPool:
     def share(self, data: bytes) -> list[bytes]:
         """Return the `data` of all ranks (equally long, not empty), in rank order. Collective."""
         self._check_open()
-        lane = self._rooms.lane
-        return all_gather_bytes(self.group, data) if lane is None else lane.all_gather_bytes(data)
+        link = self._rooms.link
+        return all_gather_bytes(self.group, data) if link is None else link.all_gather_bytes(data)
 
     def check(self) -> None:
         """Raise errors on this rank's GPU since the last call."""
@@ -262,7 +262,7 @@ class BufferPool:
         """Whether tensors of this device travel by GPU kernels."""
         return device.type == "cuda"
 
-    def lane(self, device: torch.device, async_op: bool, previous_event: torch.cuda.Event | None) -> Lane:
+    def call_stream(self, device: torch.device, async_op: bool, previous_event: torch.cuda.Event | None) -> CallStream:
         """Return the stream on which a call with tensors of `device` runs, with all that its caller computes around it.
 
         Args:
@@ -270,11 +270,11 @@ class BufferPool:
             async_op: on `own_stream`, else on the current stream.
             previous_event: waited for first.
         """
-        return self._lanes_of(device).lane(RunOptions(async_op=async_op, previous_event=previous_event))
+        return self._call_streams_of(device).call_stream(RunOptions(async_op=async_op, previous_event=previous_event))
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of calls that are asked for an event."""
-        return self._lanes_of(device).own_stream()
+        return self._call_streams_of(device).own_stream()
 
     def close(self) -> None:
         """Close what is in use; a room that was replaced is closed with its last handle. Local, idempotent."""
@@ -289,9 +289,9 @@ class BufferPool:
     def _cores(self) -> list[SharedBuffer]:
         return [*self._rooms.wholes, *self._latency.wholes]
 
-    def _lanes_of(self, device: torch.device) -> Lanes:
-        lanes = self._lanes.get(device)
-        return self._lanes.setdefault(device, Lanes(device)) if lanes is None else lanes
+    def _call_streams_of(self, device: torch.device) -> CallStreams:
+        call_streams = self._call_streams.get(device)
+        return self._call_streams.setdefault(device, CallStreams(device)) if call_streams is None else call_streams
 
     def _send_refusal(self, record: bytes) -> None:
         try:

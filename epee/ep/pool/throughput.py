@@ -131,8 +131,8 @@ class Room:
     def refuse(self, error: Exception) -> None:
         """Make the peers' call by a handle of this room fail at once because of `error`."""
         others = None if self._others is None else self._others()
-        lane = None if others is None else others.lane
-        (self.core if lane is None else lane).refuse(error)
+        link = None if others is None else others.link
+        (self.core if link is None else link).refuse(error)
 
     def num_sms(self, wanted: int) -> int | None:
         """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default.
@@ -178,7 +178,7 @@ class ThroughputRooms:
         wide_partials: as of `Buffer`, on CPUs.
 
     Attributes:
-        lane: the buffer through which the ranks' CPU threads meet, and are notified of refusals: the one used last.
+        link: the buffer through which the ranks' CPU threads meet, and are notified of refusals: the one used last.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ThroughputRooms:
         self.whole: Buffer | None = None
         self._cut: dict[tuple[object, ...], Room] = {}
         self._made: dict[tuple[object, ...], Room] = {}
-        self.lane: Buffer | None = None
+        self.link: Buffer | None = None
         self._last: Room | None = None  # on CPUs that was used last, of those that are not replaced
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
         self._likes: dict[object, Like] = {}  # over the current memory
@@ -228,7 +228,7 @@ class ThroughputRooms:
         """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
         if self.whole is None:
             return None
-        self.lane = self.whole  # through which all will agree, if they must
+        self.link = self.whole  # through which all will agree, if they must
         room = self._cut_for(need)
         if room is None or not room.fits(need):
             self.refuse_standing(NoRoomError("a rank has more tokens than the buffer has room for"))
@@ -239,7 +239,7 @@ class ThroughputRooms:
     def refuse_standing(self, error: Exception) -> None:
         """Make the peers' next call in the memory that there is fail because of `error`; all will agree through it."""
         assert self.whole is not None
-        self.lane = self.whole
+        self.link = self.whole
         self.whole.refuse(error)
 
     def recall(self, key: object) -> Like | None:
@@ -263,7 +263,7 @@ class ThroughputRooms:
         like: Any
         for like in self._lately:
             if like.options == options and like.looks(*tensors):
-                self.lane = like.room.core
+                self.link = like.room.core
                 if len(self._made) > 1:
                     self._note(like.room)
                 found: Like = like
@@ -281,7 +281,7 @@ class ThroughputRooms:
         """Close the buffers in use; replaced ones are closed with their last handle. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
-        self.whole = self.lane = self._last = None
+        self.whole = self.link = self._last = None
         self._cut.clear()
         self._likes.clear()
         self._lately.clear()
@@ -291,9 +291,9 @@ class ThroughputRooms:
     def _note(self, room: Room) -> None:
         """Make a call in `room` run after those in others: the calls of one pool run one after another."""
         if not room.is_apart:
-            self.lane = room.core
+            self.link = room.core
         elif any(room is made for made in self._made.values()):  # one that was replaced ends with its last handle
-            self.lane, self._last = room.core, room
+            self.link, self._last = room.core, room
         for other in self._made.values() if len(self._made) > 1 else ():
             if other is not room:
                 other.core.join()
@@ -391,7 +391,7 @@ class ThroughputRooms:
         _log.info("memory for dispatch and combine: %d bytes on %s", made.nbytes, device)
         if self.whole is not None and self.whole.is_recorded:
             self._kept.append(self.whole)
-        self.whole = self.lane = made
+        self.whole = self.link = made
         self._memory = memory
         self._cut.clear()
         self._likes.clear()

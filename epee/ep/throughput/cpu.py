@@ -38,7 +38,7 @@ from ..control.sync import sync
 from ..handle import Combined, CpuHandle, Dispatched, Handle
 from ..hosts.direct import DirectExchange
 from ..paths import Making, Path
-from ..streams import Lane, RunOptions
+from ..streams import CallStream, RunOptions
 from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, without_destinations
@@ -107,7 +107,7 @@ class CpuPath(Path):
         """Bytes that this rank's arenas map; pages never touched cost nothing."""
         return self.arenas.nbytes
 
-    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
+    def dispatch(self, call: DispatchCall, deadline: float, call_stream: CallStream, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         limit_s = deadline - time.monotonic()
         arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
@@ -137,7 +137,7 @@ class CpuPath(Path):
                 self.exchange.abandon()  # peers may wait for rows that will not arrive
             raise
 
-    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
+    def combine(self, call: CombineCall, deadline: float, call_stream: CallStream, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
         arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)

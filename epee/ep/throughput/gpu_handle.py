@@ -53,7 +53,7 @@ class CudaHandle(Handle):
 
     @Late
     def form(self) -> tuple[object, ...]:
-        """The part of a handle that the rules of a combine read, as `plans.combine_facts`."""
+        """The part of a handle that the rules of a combine read, as `plans.checked_combine`."""
         order = self.order
         sums = None if order is None else (order.by, order.bias_first, order.round_partials)
         return self.layout, self.expert_alignment, self.num_tokens, self.with_topk, self.capacity, sums
@@ -290,7 +290,7 @@ class HandleMaker:
         handle.kept, handle.routing = got.kept, self._routing(call)
         return handle
 
-    def _facts(self, plan: DispatchPlan) -> dict[str, Any]:
+    def _checked(self, plan: DispatchPlan) -> dict[str, Any]:
         """Return the common fields of the handles of a plan's dispatches."""
         made = self._new(plan.new_handle(0), 0)
         form = made.form  # computed once for all of them
@@ -298,12 +298,12 @@ class HandleMaker:
 
     def like(self, plan: DispatchPlan, got: DispatchResult, epoch: int) -> CudaHandle:
         """Return the handle of a cached dispatch."""
-        if not plan.handle_facts:
-            plan.handle_facts = self._facts(plan)
+        if not plan.checked_handle:
+            plan.checked_handle = self._checked(plan)
         core = got.handle
         handle = object.__new__(CudaHandle)  # and the fields at once, as one by one takes longer
         handle.__dict__.update(
-            plan.handle_facts,
+            plan.checked_handle,
             seq=core.call_idx,
             epoch=epoch,
             core=core,

@@ -41,7 +41,7 @@ from ..hosts.gpu_members import GpuMembers
 from ..making import told_alike
 from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
-from ..streams import CURRENT, Lane, RunOptions
+from ..streams import CURRENT, CallStream, RunOptions
 from .gpu.combine import combine, combine_input, refuse
 from .gpu.dispatch import DispatchPlan, plan_of
 from .gpu.epochs import Epochs
@@ -99,29 +99,29 @@ class CudaPath(GpuPath):
         self._exchange = control.exchange
         self._handles = HandleMaker(self.config, self.rank, buffer_id, control.exchange)
         super().__init__(platform)
-        self._lane: GpuMembers = control.exchange.membership
+        self._members: GpuMembers = control.exchange.membership
         self._timeout = timeout
         deadline = time.monotonic() + timeout
         config = throughput_config(self.config, self.rank)
         self.core = self.machine = machine = self._make_machine(config, deadline)
         self.shape = Shape(machine, config)
-        self._epochs = Epochs(making, self._lane, machine)
+        self._epochs = Epochs(making, self._members, machine)
         self._notifier = self._epochs.notifier
         machine.interrupt = self._epochs.interrupt
-        machine.reason_of = self._lane.reason_of
+        machine.reason_of = self._members.reason_of
         try:
             self._epochs.begin(deadline)
         except BaseException:
-            self._lane.leave()  # before its memory is freed: a rank that can no longer map it sees the reason
+            self._members.leave()  # before its memory is freed: a rank that can no longer map it sees the reason
             self.close()
             raise
 
     def _make_machine(self, config: ThroughputConfig, deadline: float) -> Machine:
-        if not self._lane.is_in:  # receives the others' memory of expert-layout rows with its first combine
+        if not self._members.is_in:  # receives the others' memory of expert-layout rows with its first combine
             return Machine(self._platform, replace(config, room_expert_slot_bytes=0), self._all_gather)
         self._require_all()
         try:
-            with told_alike(self._lane.death_in_birth):
+            with told_alike(self._members.death_in_birth):
                 return Machine(self._platform, config, self._all_gather)
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
@@ -131,7 +131,7 @@ class CudaPath(GpuPath):
 
     def _require_all(self) -> None:
         """Raise if the group has lost ranks: ranks that make a buffer together map all memory then."""
-        lost = [rank for rank in range(self.config.num_ranks) if rank not in self._lane.entered]
+        lost = [rank for rank in range(self.config.num_ranks) if rank not in self._members.entered]
         if lost:
             raise RankFailedError(
                 f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
@@ -181,7 +181,7 @@ class CudaPath(GpuPath):
         """
         return isinstance(error, PeerError) or self._closing.asked
 
-    def dispatch(self, call: DispatchCall, deadline: float, run_on: Lane, run: RunOptions) -> Dispatched:
+    def dispatch(self, call: DispatchCall, deadline: float, run_on: CallStream, run: RunOptions) -> Dispatched:
         """Run one dispatch; raises as `Buffer.dispatch`."""
         known = None if call.handle is None else _own(call.handle)
         is_capturing = self._platform.is_capturing()
@@ -214,7 +214,7 @@ class CudaPath(GpuPath):
         return result
 
     def _end_dispatch(
-        self, run_on: Lane, inputs: tuple[torch.Tensor | None, ...], got: DispatchResult, result: CudaDispatched
+        self, run_on: CallStream, inputs: tuple[torch.Tensor | None, ...], got: DispatchResult, result: CudaDispatched
     ) -> None:
         """Record what a dispatch on the buffer's own stream reads and returns, and its event."""
         handle: Any = result.handle
@@ -222,7 +222,7 @@ class CudaPath(GpuPath):
         got.readers.extend(run_on.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
         result.event = run_on.event(self.config.device, got.readers[0])
 
-    def combine(self, call: CombineCall, deadline: float, run_on: Lane, run: RunOptions) -> Combined:
+    def combine(self, call: CombineCall, deadline: float, run_on: CallStream, run: RunOptions) -> Combined:
         """Run one combine; raises as `Buffer.combine`."""
         handle = _own(call.handle)
         bias = call.bias
@@ -295,7 +295,7 @@ class CudaPath(GpuPath):
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return sync(self.control, self._lane, marks, active_ranks, self.machine.tags(), deadline)
+        return sync(self.control, self._members, marks, active_ranks, self.machine.tags(), deadline)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Does nothing while a graph is recorded."""
@@ -306,7 +306,7 @@ class CudaPath(GpuPath):
         elif isinstance(error, NoRoomError):
             refuse(self.shape, REFUSED_NO_ROOM, _seconds_to(deadline))
         else:
-            reason, members = reason_bytes(error), self._lane
+            reason, members = reason_bytes(error), self._members
             code, timeout_s = REFUSED_INVALID_ARGUMENT, _seconds_to(deadline)
             refuse(self.shape, code, timeout_s, lambda call: members.post_reason(call, reason))
 
@@ -328,7 +328,7 @@ class CudaPath(GpuPath):
         self._epochs.close()
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        if not self._lane.is_in:  # a replacement maps the others' memory when they have admitted it
+        if not self._members.is_in:  # a replacement maps the others' memory when they have admitted it
             return [data] * self.config.num_ranks
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
 
@@ -340,7 +340,7 @@ class CudaPath(GpuPath):
         """
         is_quiet = (
             not (self._closing.asked or self._notifier.told)
-            and self._lane.is_calm()
+            and self._members.is_calm()
             and self._exchange.reduced_members is None
         )
         return self.machine.quiet_stream() if is_quiet else None
@@ -356,7 +356,7 @@ class CudaPath(GpuPath):
         expert_alignment: int,
         num_sms: int | None,
         sync: bool,
-        run_on: Lane = CURRENT,
+        run_on: CallStream = CURRENT,
     ) -> CudaDispatched | None:
         """Run a cached dispatch if the fast path is allowed; otherwise return None without side effects.
 
@@ -420,7 +420,7 @@ class CudaPath(GpuPath):
         handle: object,
         topk_weights: torch.Tensor | None,
         num_sms: int | None,
-        run_on: Lane = CURRENT,
+        run_on: CallStream = CURRENT,
     ) -> Combined | None:
         """Run a cached combine without bias and `out`, as `dispatch_again`."""
         stream = self.quiet_stream()

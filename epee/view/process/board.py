@@ -35,7 +35,7 @@ from ...memory.claim import require_own
 from ...memory.shared import BLOB_BYTES, HEADER_BYTES, SharedRegion
 from ...memory.signals import futex_sleep, futex_wake
 from ..protocol.messages import BY_ITSELF, FOREVER, LEFT, BoardState
-from ..transport.wire import EPOCH_LIMIT, LANE_LIMIT, MAX_MEMBERS, MAX_STATE_BYTES, decode_state, encode_state
+from ..transport.wire import EPOCH_LIMIT, GROUP_ID_LIMIT, MAX_MEMBERS, MAX_STATE_BYTES, decode_state, encode_state
 
 logger = logging.getLogger("epee")
 
@@ -56,7 +56,7 @@ NUM_WORDS = _NAMES + MAX_ROWS * _NAME_WORDS
 _COPIES = 8 * NUM_WORDS
 _HEAD = struct.Struct("<Q16s")
 _COPY_BYTES = _HEAD.size + MAX_STATE_BYTES
-_ROW = struct.Struct("<Q16sQQQQQ")  # lane + 1, op, seq, epoch, slots waited for, since (ns), progress
+_ROW = struct.Struct("<Q16sQQQQQ")  # group_id + 1, op, seq, epoch, slots waited for, since (ns), progress
 PERIOD_S = 0.5  # of the heartbeat
 _SIGEV_THREAD = 2
 _CLOCK_MONOTONIC = 1
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     """The current activity of a group.
 
     Attributes:
-        lane: its id.
+        group_id: its id.
         op: name of the call that runs, cut at 16 letters; empty between calls.
         seq: number of the call.
         epoch: in which it runs.
@@ -79,7 +79,7 @@ class Row(NamedTuple):
         name: of the group or buffer, cut at 64 bytes; empty if it has not been set.
     """
 
-    lane: int
+    group_id: int
     op: str
     seq: int
     epoch: int
@@ -89,13 +89,13 @@ class Row(NamedTuple):
     name: str = ""
 
 
-class LaneRow:
+class GroupRow:
     """The row in which an engine shows its activity; one thread at a time. A call costs a fraction of a microsecond."""
 
     def __init__(
         self,
         line: memoryview,
-        lane: int,
+        group_id: int,
         told: memoryview | None = None,
         on_tell: Callable[[bytes], None] | None = None,
         name: memoryview | None = None,
@@ -104,12 +104,12 @@ class LaneRow:
 
         Args:
             line: of the row.
-            lane: id of its group.
+            group_id: id of its group.
             told: memory for the data that the group publishes; None: it has no reader.
             on_tell: sends that data to other hosts.
             name: memory for the name; None: it has no reader.
         """
-        self._line, self._lane = line, lane
+        self._line, self._group_id = line, group_id
         self._name = memoryview(bytearray(8 * _NAME_WORDS)) if name is None else name
         self.call_it("")
         self._on_tell: Callable[[bytes], None] | None = None  # an empty entry is nothing to report
@@ -123,7 +123,7 @@ class LaneRow:
         """Show that call `seq` named `op` (ASCII) runs in `epoch` and waits for a set of slots (bit i for slot i)."""
         self._progress += 1
         since_ns = time.monotonic_ns()
-        _ROW.pack_into(self._line, 0, self._lane + 1, op, seq, epoch, waits_for, since_ns, self._progress)
+        _ROW.pack_into(self._line, 0, self._group_id + 1, op, seq, epoch, waits_for, since_ns, self._progress)
 
     def idle(self) -> None:
         """Show that no call runs."""
@@ -193,16 +193,16 @@ class Board:
         """Report that this process has left (LEFT), or ends without having left (EXITED), and writes nothing more."""
         self._words[_LEFT] = 1 + BY_ITSELF.index(cause)
 
-    def row(self, lane: int, on_tell: Callable[[bytes], None] | None = None) -> LaneRow:
-        """Return a free row for group `lane`; one without readers when all are taken."""
+    def row(self, group_id: int, on_tell: Callable[[bytes], None] | None = None) -> GroupRow:
+        """Return a free row for group `group_id`; one without readers when all are taken."""
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
             if self._words[at] == 0:
                 line, place = self._words[at : at + _WORDS_PER_LINE], _TOLD + number * _TOLD_WORDS
                 told, start = self._words[place : place + _TOLD_WORDS], _NAMES + number * _NAME_WORDS
                 name = self._words[start : start + _NAME_WORDS]
-                return LaneRow(line.cast("B"), lane, told.cast("B"), on_tell, name.cast("B"))
-        return LaneRow(memoryview(bytearray(_ROW.size)), lane, None, on_tell)
+                return GroupRow(line.cast("B"), group_id, told.cast("B"), on_tell, name.cast("B"))
+        return GroupRow(memoryview(bytearray(_ROW.size)), group_id, None, on_tell)
 
     def close(self) -> None:
         """Drop this process's hold; idempotent. Other processes keep what they attached."""
@@ -288,23 +288,25 @@ class BoardView:
         rows = []
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
-            lane, op, seq, epoch, mask, since_ns, progress = _ROW.unpack(bytes(self._words[at : at + _WORDS_PER_LINE]))
+            group_id, op, seq, epoch, mask, since_ns, progress = _ROW.unpack(
+                bytes(self._words[at : at + _WORDS_PER_LINE])
+            )
             name = op.rstrip(b"\0")
-            is_possible = 0 < lane <= LANE_LIMIT and name.isascii() and seq <= FOREVER and epoch <= EPOCH_LIMIT
+            is_possible = 0 < group_id <= GROUP_ID_LIMIT and name.isascii() and seq <= FOREVER and epoch <= EPOCH_LIMIT
             if is_possible:
                 slots = tuple(slot for slot in range(MAX_MEMBERS) if mask >> slot & 1)
                 start = _NAMES + number * _NAME_WORDS
                 raw = bytes(self._words[start : start + _NAME_WORDS]).rstrip(b"\0")
                 called = _printable(raw.decode("utf-8", "ignore"))
                 rows.append(
-                    Row(lane - 1, _printable(name.decode()), seq, epoch, slots, since_ns / 1e9, progress, called)
+                    Row(group_id - 1, _printable(name.decode()), seq, epoch, slots, since_ns / 1e9, progress, called)
                 )
         return rows
 
-    def told(self, lane: int) -> bytes:
+    def told(self, group_id: int) -> bytes:
         """Return the data that its owner publishes about its part in a group; empty if it has none."""
         for number in range(MAX_ROWS):
-            if self._words[_ROWS + number * _WORDS_PER_LINE] == lane + 1:
+            if self._words[_ROWS + number * _WORDS_PER_LINE] == group_id + 1:
                 place = _TOLD + number * _TOLD_WORDS
                 data = bytes(self._words[place : place + _TOLD_WORDS])
                 return data[8 : 8 + min(int.from_bytes(data[:8], "little"), MAX_TOLD_BYTES)]

@@ -10,8 +10,8 @@ people and for reports. A process that cannot be watched, because descriptors or
 `retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing worse.
 
 A process of another host has neither pidfd nor board here (`RemotePeer`): agents of its host report its end
-(`protocol/messages.Obituary`), the process itself its part in groups (`wire.LaneTold`). A joiner may learn a view, and
-send its data, before it is added here: the data is kept until then. On each new connection a process sends all its
+(`protocol/messages.Obituary`), the process itself its part in groups (`wire.GroupReport`). A joiner may learn a view,
+and send its data, before it is added here: the data is kept until then. On each new connection a process sends all its
 data, between two marks; what is not repeated there was removed while there was no connection.
 
 A forked child closes its copies of the descriptors; a crash leaves nothing.
@@ -30,7 +30,7 @@ from ...descriptors import Descriptor
 from ...errors import AuthError, ProtocolError, ResourceError, expected, shortage
 from ...memory.claim import OwnerEndedError
 from ..protocol.messages import BoardState, Decision, Member
-from ..transport.wire import BEGIN, END, MAX_LANES, MAX_MEMBERS, Endpoint, parse_endpoint
+from ..transport.wire import BEGIN, END, MAX_GROUPS, MAX_MEMBERS, Endpoint, parse_endpoint
 from .board import PERIOD_S, BeatView, BoardView
 from .detector import is_readable, is_torn_down, open_process
 
@@ -106,9 +106,9 @@ class Peer:
             return "frozen"
         return "busy" if now - self._seen.get("turns", (0, now))[1] > BUSY_S else "running"
 
-    def told(self, lane: int) -> bytes:
+    def told(self, group_id: int) -> bytes:
         """Return the data that it publishes for a group; `ValueError` if its board was dropped meanwhile."""
-        return b"" if self.board is None else self.board.told(lane)
+        return b"" if self.board is None else self.board.told(group_id)
 
     @property
     def has_told(self) -> bool:
@@ -130,7 +130,7 @@ class Peer:
                 view.close()
 
 
-class LanesTold:
+class GroupReports:
     """The data that a process of another host has sent for its groups.
 
     Attributes:
@@ -143,25 +143,25 @@ class LanesTold:
         self._told: dict[int, bytes] = {}
         self._unsaid: set[int] | None = None  # groups whose data has not come yet, while the process sends all of it
 
-    def note(self, lane: int, data: bytes) -> None:
+    def note(self, group_id: int, data: bytes) -> None:
         """Replace the data of a group; the group id of the marks belongs to no group."""
-        if (lane, data) == BEGIN:
+        if (group_id, data) == BEGIN:
             self._unsaid = set(self._told)
-        elif (lane, data) == END:
+        elif (group_id, data) == END:
             for taken_back in self._unsaid or ():
                 self._told.pop(taken_back, None)
             self._unsaid = None
             self.is_whole = True
-        elif data and (lane in self._told or len(self._told) < MAX_LANES):
-            self._told[lane] = data
+        elif data and (group_id in self._told or len(self._told) < MAX_GROUPS):
+            self._told[group_id] = data
         elif not data:
-            self._told.pop(lane, None)
+            self._told.pop(group_id, None)
         if self._unsaid:
-            self._unsaid.discard(lane)
+            self._unsaid.discard(group_id)
 
-    def get(self, lane: int) -> bytes:
+    def get(self, group_id: int) -> bytes:
         """Return the data of a group, empty where none was sent."""
-        return self._told.get(lane, b"")
+        return self._told.get(group_id, b"")
 
 
 class RemotePeer(Peer):
@@ -173,25 +173,27 @@ class RemotePeer(Peer):
 
     has_left = False
 
-    def __init__(self, member: Member, endpoint: Endpoint, is_up: Callable[[bytes], bool], lanes: LanesTold) -> None:
+    def __init__(
+        self, member: Member, endpoint: Endpoint, is_up: Callable[[bytes], bool], groups: GroupReports
+    ) -> None:
         super().__init__(member, endpoint)
         self.is_mappable = False
         self._is_up = is_up
-        self.lanes = lanes
+        self.groups = groups
 
     @property
     def is_wanting(self) -> bool:
         """False: it cannot be watched from here."""
         return False
 
-    def told(self, lane: int) -> bytes:
+    def told(self, group_id: int) -> bytes:
         """Return the data that it has sent for a group."""
-        return self.lanes.get(lane)
+        return self.groups.get(group_id)
 
     @property
     def has_told(self) -> bool:
         """As `Peer.has_told`."""
-        return self.is_dead or self.lanes.is_whole
+        return self.is_dead or self.groups.is_whole
 
     def health(self, now: float) -> str:
         """Return "dead", "reachable" (its kernel answers; more cannot be seen from here) or "unreachable"."""
@@ -212,7 +214,9 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
         self._nonce_of: dict[int, bytes] = {}  # of pidfds
         self._ending: list[int] = []  # pidfds of processes that are dead but have not been reaped
-        self._early: dict[bytes, LanesTold] = {}  # of processes that have not been announced here yet, the oldest first
+        self._early: dict[
+            bytes, GroupReports
+        ] = {}  # of processes that have not been announced here yet, the oldest first
 
     def add(self, member: Member, pid: int = 0) -> bool:
         """Watch a member; False when it is proved dead already (its board cannot be mapped any more).
@@ -237,8 +241,8 @@ class Peers:
         if pid not in (0, endpoint.pid):
             raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
         is_here = member.host == self._host
-        lanes = self._early.pop(member.nonce, None) or LanesTold()
-        peer = Peer(member, endpoint) if is_here else RemotePeer(member, endpoint, self._is_up, lanes)
+        groups = self._early.pop(member.nonce, None) or GroupReports()
+        peer = Peer(member, endpoint) if is_here else RemotePeer(member, endpoint, self._is_up, groups)
         self._peers[member.nonce] = peer
         return self._attend(peer)
 
@@ -250,15 +254,15 @@ class Peers:
         peer.is_dead, peer.has_left = True, has_left
         return True
 
-    def note_told(self, nonce: bytes, lane: int, data: bytes) -> None:
+    def note_told(self, nonce: bytes, group_id: int, data: bytes) -> None:
         """Store the data that a process of another host sends for a group."""
         peer = self._peers.get(nonce)
         if isinstance(peer, RemotePeer):
-            peer.lanes.note(lane, data)
+            peer.groups.note(group_id, data)
         elif peer is None and (data or nonce in self._early):
             if nonce not in self._early and len(self._early) >= MAX_MEMBERS:
                 del self._early[next(iter(self._early))]
-            self._early.setdefault(nonce, LanesTold()).note(lane, data)
+            self._early.setdefault(nonce, GroupReports()).note(group_id, data)
 
     def retry(self) -> list[Peer]:
         """Try again to watch and map the processes for which it has failed; return those found dead."""

@@ -58,9 +58,9 @@ from .messages import (
     BoardState,
     Commit,
     Decision,
+    GroupState,
     Join,
     JoinRefused,
-    LaneState,
     Member,
     Message,
     Nack,
@@ -177,7 +177,7 @@ class Agent(Proposer):
         """Promise `ballot` as soon as the groups are frozen."""
         if ballot >= self._pending:
             self._pending = ballot
-        if self._lanes is not None:
+        if self._groups is not None:
             self._give_promise()
         elif not self._freezing:
             self._freezing = True
@@ -186,26 +186,28 @@ class Agent(Proposer):
     def _frozen(self, event: Frozen) -> None:
         if self._freezing and event.epoch == self.epoch:
             self._freezing = False
-            self._lanes = self._told(event.lanes)
+            self._groups = self._told(event.groups)
             self._give_promise()
 
-    def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
+    def _told(self, groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
         """Return the group states to promise: a joiner has completed no call from before its join."""
-        return tuple(s if s.completed >= self._first_seq(s.lane) else LaneState(s.lane, 0, *s[2:]) for s in lanes)
+        return tuple(
+            s if s.completed >= self._first_seq(s.group_id) else GroupState(s.group_id, 0, *s[2:]) for s in groups
+        )
 
-    def _first_seq(self, lane: int) -> int:
-        came = self._came_back.get(lane, self.joined)
-        return 0 if came is None else first_seq(came, lane)
+    def _first_seq(self, group_id: int) -> int:
+        came = self._came_back.get(group_id, self.joined)
+        return 0 if came is None else first_seq(came, group_id)
 
     def _give_promise(self) -> None:
         ballot, self._pending = self._pending, NO_BALLOT
-        assert self._lanes is not None
+        assert self._groups is not None
         if ballot < self.promised or ballot == NO_BALLOT:
             return
         if ballot != self.promised:
             self.promised = ballot
             self._write_board()
-        answer = Promise(ballot, self.epoch, self.accepted_ballot, self.accepted, self._lanes)
+        answer = Promise(ballot, self.epoch, self.accepted_ballot, self.accepted, self._groups)
         if ballot.slot == self.me.slot:
             self._promise(self.me.nonce, answer)
         else:
@@ -293,24 +295,24 @@ class Agent(Proposer):
             return
         if not self.epoch:
             self.joined = decision
-        was_frozen = self._freezing or self._lanes is not None
+        was_frozen = self._freezing or self._groups is not None
         changed = not is_null(decision, self.decided)
         self.me = mine
         if changed:
             self._tries = 0
         elif self._wants:
             self._tries += 1
-            self._no_wants_before = self._t + self.settings.patience_s
-        own = {part.lane: part.since for part in decision.parts if part[1:3] == mine[:2]}
-        self._came_back = {lane: came for lane, came in self._came_back.items() if lane in own}
-        self._came_back.update((lane, decision) for lane, since in own.items() if since == decision.epoch)
+            self._no_wants_before = self._t + self.settings.wait_limit_s
+        own = {part.group_id: part.since for part in decision.parts if part[1:3] == mine[:2]}
+        self._came_back = {group_id: came for group_id, came in self._came_back.items() if group_id in own}
+        self._came_back.update((group_id, decision) for group_id, since in own.items() if since == decision.epoch)
         self._enter(decision)
         self._write_board()
         self._out.append(Decide(decision))
         if was_frozen:
             self._out.append(Thaw())
         if not changed:
-            self.joins.postpone(self._t + self.settings.patience_s)
+            self.joins.postpone(self._t + self.settings.wait_limit_s)
         self._settle_joins(decision)
 
     def _enter(self, decision: Decision) -> None:
@@ -328,7 +330,7 @@ class Agent(Proposer):
         self.slot_of = {member.nonce: member.slot for member in decision.members}
         self.promised = self.accepted_ballot = self._pending = NO_BALLOT
         self.accepted = None
-        self._lanes = None
+        self._groups = None
         self._freezing = False
         self._fresh_epoch()
         self.gone = {}
@@ -382,7 +384,7 @@ class Agent(Proposer):
             self._learn(event.state.decided)
             return
         self._read.add(slot)
-        self._mourned_at = self._t - self.settings.patience_s  # at once
+        self._mourned_at = self._t - self.settings.wait_limit_s  # at once
         if event.state is not None:
             self._note_board(slot, event.state)
 
@@ -448,7 +450,7 @@ class Agent(Proposer):
         """Stop asking, but do not end at once: the sender may be leaving itself, and a decision may be under way."""
         if not self.epoch and message.nonce == self.me.nonce and not self._refusal:
             self._refusal = message.reason or "refused"
-            self._join_at = self._t + self.settings.patience_s
+            self._join_at = self._t + self.settings.wait_limit_s
 
     def _join(self, sender: bytes, message: Join) -> None:
         """Handle a join request: from the joiner itself, or passed on by a member, which means that it is admitted."""

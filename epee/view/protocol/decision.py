@@ -40,7 +40,7 @@ from .messages import (
     BoardState,
     Cut,
     Decision,
-    LaneState,
+    GroupState,
     Member,
     Part,
     Removal,
@@ -53,7 +53,7 @@ BLANK = Decision(0, ())
 
 def compose(
     current: Decision,
-    lanes: Mapping[int, Sequence[LaneState]],
+    groups: Mapping[int, Sequence[GroupState]],
     gone: Mapping[int, str],
     evicted: Mapping[int, str] | None = None,
     joiners: Sequence[Member] = (),
@@ -62,7 +62,7 @@ def compose(
     """Return the decision after `current`.
 
     Args:
-        lanes: slot that promised -> the states of its groups.
+        groups: slot that promised -> the states of its groups.
         gone: slots that are dead or have left, with the cause.
         evicted: slots to remove that may still live, with the cause.
         joiners: the processes that join; of several for one slot the first does, for a slot that stays occupied none.
@@ -71,11 +71,11 @@ def compose(
     causes = {**(evicted or {}), **gone}
     staying = {member.slot: member for member in current.members if member.slot not in causes}
     removed = [Removal(*m[:2], causes[m.slot], m.host) for m in current.members if m.slot in causes]
-    has_all = staying.keys() <= lanes.keys()
-    used = {state.lane for states in lanes.values() for state in states} if has_all else None
+    has_all = staying.keys() <= groups.keys()
+    used = {state.group_id for states in groups.values() for state in states} if has_all else None
     parts, met = _parts(current, staying, wants, used)
-    told = _told((*current.parts, *parts), staying, lanes)
-    asked = [LaneState(want.lane, 0, want.seq) for want in wants if want.lane in met]
+    told = _told((*current.parts, *parts), staying, groups)
+    asked = [GroupState(want.group_id, 0, want.seq) for want in wants if want.group_id in met]
     spans = spans_hosts(current)
     is_cut = any(r.cause in MAY_LIVE for r in removed) or any(p.since == -current.epoch - 1 for p in parts)
     is_cut |= spans and has_all and bool(removed)
@@ -94,19 +94,19 @@ def compose(
 
 
 def _told(
-    parts: Iterable[Part], staying: Mapping[int, Member], lanes: Mapping[int, Sequence[LaneState]]
-) -> list[tuple[int, LaneState]]:
+    parts: Iterable[Part], staying: Mapping[int, Member], groups: Mapping[int, Sequence[GroupState]]
+) -> list[tuple[int, GroupState]]:
     """Return the reported states of the groups that the slots are in before and after the decision.
 
     `parts`: those before and after it, also of former members.
     """
-    out = {(part.lane, *part[1:3]) for part in parts if part.since < 0}
+    out = {(part.group_id, *part[1:3]) for part in parts if part.since < 0}
     return [
         (slot, state)
-        for slot, states in lanes.items()
+        for slot, states in groups.items()
         if slot in staying
         for state in states
-        if (state.lane, *staying[slot][:2]) not in out
+        if (state.group_id, *staying[slot][:2]) not in out
     ]
 
 
@@ -122,9 +122,9 @@ def _parts(
     members = {member[:2] for member in current.members}
     known = {part[:3]: part for part in current.parts if part[1:3] in members}
     for want in wants:
-        now, before, locators = parts_of(current, want.lane), dict(known), dict(want.locators)
+        now, before, locators = parts_of(current, want.group_id), dict(known), dict(want.locators)
         for slot, member in staying.items():
-            key = (want.lane, slot, member.incarnation)
+            key = (want.group_id, slot, member.incarnation)
             if slot in want.out and slot in now:
                 known[key] = Part(*key, -current.epoch - 1)
             elif slot in want.members and slot not in now:
@@ -134,17 +134,17 @@ def _parts(
         if len(known) > MAX_PARTS or len(met) == MAX_PARTS:
             known = before
         else:
-            met.add(want.lane)
-    parts = (part for _, part in sorted(known.items()) if used is None or part.lane in used)
+            met.add(want.group_id)
+    parts = (part for _, part in sorted(known.items()) if used is None or part.group_id in used)
     return tuple(parts), tuple(sorted(met))
 
 
-def parts_of(decision: Decision, lane: int) -> dict[int, int]:
+def parts_of(decision: Decision, group_id: int) -> dict[int, int]:
     """Return slot -> the epoch since which it takes part in a group, for the members of the job that are not out of it.
 
     Whether a member belongs to the group at all is not checked.
     """
-    since = {part[1:3]: part.since for part in decision.parts if part.lane == lane}
+    since = {part[1:3]: part.since for part in decision.parts if part.group_id == group_id}
     parts = {member.slot: since.get(member[:2], member.incarnation) for member in decision.members}
     return {slot: when for slot, when in parts.items() if when > 0}
 
@@ -154,28 +154,28 @@ def without(want: Want, silent: Container[int], gone: Container[int], current: D
     members = tuple(slot for slot in want.members if slot not in silent)
     if len(members) < len(want.members) and not want.least:
         return None
-    now = parts_of(current, want.lane)
+    now = parts_of(current, want.group_id)
     if sum(slot in now and slot not in gone for slot in members) < want.least:
         return None
     out = tuple(sorted({*want.out, *want.members} - {*members}))
     return want._replace(members=members, out=out)
 
 
-def _cuts(told: Iterable[tuple[int, LaneState]], spans: bool) -> tuple[Cut, ...]:
+def _cuts(told: Iterable[tuple[int, GroupState]], spans: bool) -> tuple[Cut, ...]:
     """Return the cuts; with their holders where the job `spans` hosts."""
     furthest: dict[int, tuple[int, int]] = {}
     for slot, state in told:
-        furthest[state.lane] = max(furthest.get(state.lane, (-1, 0)), (state.completed, -slot))
-    return tuple(Cut(lane, seq, -slot if spans else -1) for lane, (seq, slot) in sorted(furthest.items()))
+        furthest[state.group_id] = max(furthest.get(state.group_id, (-1, 0)), (state.completed, -slot))
+    return tuple(Cut(group_id, seq, -slot if spans else -1) for group_id, (seq, slot) in sorted(furthest.items()))
 
 
-def _starts(told: Iterable[LaneState], has_all: bool) -> tuple[Start, ...]:
+def _starts(told: Iterable[GroupState], has_all: bool) -> tuple[Start, ...]:
     states: dict[int, set[tuple[int, bool]]] = {}
     for state in told:
-        states.setdefault(state.lane, set()).add((state.issued, state.is_pull))
+        states.setdefault(state.group_id, set()).add((state.issued, state.is_pull))
     return tuple(
-        Start(lane, max(found)[0] + 1, has_all and len(found) == 1 and min(found)[1])
-        for lane, found in sorted(states.items())
+        Start(group_id, max(found)[0] + 1, has_all and len(found) == 1 and min(found)[1])
+        for group_id, found in sorted(states.items())
     )
 
 

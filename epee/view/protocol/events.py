@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .messages import LEFT, BoardState, Decision, LaneState, Member, Message, Want
+from .messages import LEFT, BoardState, Decision, GroupState, Member, Message, Want
 
 
 class AgentSettings(NamedTuple):
@@ -20,8 +20,8 @@ class AgentSettings(NamedTuple):
         policy: the effect of an accusation: "evict" removes the accused, "error" and "wait" leave the view unchanged. A
         lost host is removed under any policy.
         answer_s: time within which a live process answers, when nothing is wrong.
-        patience_s: time that a coordinator waits for a silent member before "evict" leaves it out where some member is
-        accused, and time for which an accusation or the request of a joiner stays valid without being repeated.
+        wait_limit_s: time that a coordinator waits for a silent member before "evict" leaves it out where some member
+            is accused, and time for which an accusation or the request of a joiner stays valid without being repeated.
         no_quorum_s: after this time without a decision that is needed the agent reports `NoQuorum`.
         admit: "auto" adds joiners as they come, "ask" waits for an `Admit` at any one member.
         silence_s: how long a member that is not accused may owe an answer before it is removed together with a lost
@@ -32,7 +32,7 @@ class AgentSettings(NamedTuple):
 
     policy: str = "error"
     answer_s: float = 0.1
-    patience_s: float = 0.8
+    wait_limit_s: float = 0.8
     no_quorum_s: float = 5.0
     admit: str = "auto"
     silence_s: float = 10.0
@@ -70,7 +70,7 @@ class HostLost(NamedTuple):
     """No agent of a host can be reached: all connections were reset and cannot be made again, or are silent.
 
     Its members may live, so this is an accusation of all of them at once; it is repeated, like `Accused`, while it
-    holds (at least twice in `patience_s`). It counts under any policy.
+    holds (at least twice in `wait_limit_s`). It counts under any policy.
     """
 
     host: str
@@ -89,9 +89,9 @@ class BoardRead(NamedTuple):
 class Accused(NamedTuple):
     """The local engine waited for this member until its timeout, without progress.
 
-    The engine names all members that are behind, not one, and repeats this while it goes on waiting (at least twice in
-    `patience_s`): accusations do not survive a decision. An accusation formed before a decision that the engine has not
-    adopted yet does not count either: a rank that has moved on to the new view looks silent in the old one.
+    The engine names all members that are behind, not one, and repeats this while it goes on waiting (at least twice
+    in `wait_limit_s`): accusations do not survive a decision. An accusation formed before a decision that the engine
+    has not adopted yet does not count either: a rank that has moved on to the new view looks silent in the old one.
 
     Attributes:
         epoch: that of the last decision that the engine had adopted when it checked which members are behind.
@@ -99,7 +99,7 @@ class Accused(NamedTuple):
 
     slot: int
     incarnation: int
-    lane: int
+    group_id: int
     seq: int
     epoch: int
 
@@ -107,8 +107,8 @@ class Accused(NamedTuple):
 class Wanted(NamedTuple):
     """The local engine requests that members leave, or come back to, one group, after the group has agreed on it.
 
-    It repeats this while it waits (at least twice in `patience_s`): wants do not survive a decision, whatever it says,
-    because their reasons may no longer hold. Of two that contradict each other the first is met, or none.
+    It repeats this while it waits (at least twice in `wait_limit_s`): wants do not survive a decision, whatever it
+    says, because their reasons may no longer hold. Of two that contradict each other the first is met, or none.
 
     Attributes:
         epoch: that of the last decision that the engine had adopted; an older one does not count.
@@ -122,7 +122,7 @@ class Frozen(NamedTuple):
     """The local engines have stopped for `Freeze(epoch)`: nothing completes or starts until `Thaw`, in any group."""
 
     epoch: int
-    lanes: tuple[LaneState, ...]
+    groups: tuple[GroupState, ...]
 
 
 class JoinAsked(NamedTuple):

@@ -63,25 +63,25 @@ class Removal(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The last seq of `lane` to which the contributions of slots count that were removed, or put out, alive.
+    """The last seq of `group_id` to which the contributions of slots count that were removed, or put out, alive.
 
     It also holds for dead slots without a remaining member of the group on their host: no process can report what they
     have left. `holder`: the lowest slot that had completed this call; its data of the removed slots extends to the cut.
     -1: the cut concerns one host only, no rank needs to ask.
     """
 
-    lane: int
+    group_id: int
     seq: int
     holder: int = -1
 
 
 class Start(NamedTuple):
-    """The first seq of `lane` in which joiners take part.
+    """The first seq of `group_id` in which joiners take part.
 
     `among`: the call before it does not need the removed slots, and all remaining members had begun it.
     """
 
-    lane: int
+    group_id: int
     seq: int
     among: bool = False
 
@@ -90,14 +90,14 @@ class Part(NamedTuple):
     """The difference between a member's part in one group and its part in the job; without an entry they are the same.
 
     Attributes:
-        lane: id of the group.
+        group_id: id of the group.
         slot, incarnation: the member.
         since: the epoch in which it came (back) into the group; below 0 it is out, since epoch `-since`.
         locator: what others need to know of its part, opaque here; kept as long as it has the part, and sent to all
         joiners.
     """
 
-    lane: int
+    group_id: int
     slot: int
     incarnation: int
     since: int
@@ -115,7 +115,7 @@ class Want(NamedTuple):
     """A member's request for a set of members of one group.
 
     Attributes:
-        lane: id of the group.
+        group_id: id of the group.
         members: slots that are to take part from the next epoch on; a slot that is out comes back.
         out: slots that are to take part no more, though they stay in the job.
         least: how many of the current participants must stay. `members` that do not answer are left out if so many
@@ -126,7 +126,7 @@ class Want(NamedTuple):
         describes all joiners, and gives them the other members, whichever process dies and whichever message is lost.
     """
 
-    lane: int
+    group_id: int
     members: tuple[int, ...]
     out: tuple[int, ...] = ()
     least: int = 0
@@ -150,14 +150,14 @@ class Decision(NamedTuple):
     met: tuple[int, ...] = ()
 
 
-class LaneState(NamedTuple):
+class GroupState(NamedTuple):
     """The progress of a frozen agent in one group: highest seq completed, highest seq issued.
 
     `is_pull`: the last call issued is open, and does not need removed slots (AMONG in `outcome.py`); all calls before
     it are settled (no rank will ask about them).
     """
 
-    lane: int
+    group_id: int
     completed: int
     issued: int
     is_pull: bool = False
@@ -177,7 +177,7 @@ class Promise(NamedTuple):
     epoch: int
     accepted_ballot: Ballot
     accepted: Decision | None
-    lanes: tuple[LaneState, ...]
+    groups: tuple[GroupState, ...]
 
 
 class Nack(NamedTuple):

@@ -98,7 +98,7 @@ class EpochChange:
     def __init__(
         self,
         decision: Decision,
-        lane: int,
+        group_id: int,
         removed: tuple[Removal, ...],
         starts: list[int],
         past: int,
@@ -106,14 +106,14 @@ class EpochChange:
     ) -> None:
         self.epoch = decision.epoch
         self.removed = tuple(
-            (r.slot, r.incarnation, cut_of(decision, lane, r, r.slot not in unwitnessed)) for r in removed
+            (r.slot, r.incarnation, cut_of(decision, group_id, r, r.slot not in unwitnessed)) for r in removed
         )
-        self.limit = issued_before(decision, lane)
+        self.limit = issued_before(decision, group_id)
         self.cap = self.limit
         newest = max(starts, default=1)
         self.last = max(self.limit or 0, newest, past + 1 if newest > 1 else 0)
         self.hit: int | None = None
-        start = start_of(decision, lane)
+        start = start_of(decision, group_id)
         self.among = start.seq - 1 if start is not None and start.among else 0
 
     def limit_to(self, slot: int, cut: int) -> None:
@@ -137,7 +137,7 @@ class Course:
     """The sequence of epoch changes of one group, as one process needs it.
 
     Args:
-        lane: id of the group.
+        group_id: id of the group.
         view: the first view of this process in the group: the initial one, or the one that added the process.
         raises: mode "raise"; else "mask".
         slots: the slots that belong to the group, which may become more; None for all.
@@ -147,14 +147,14 @@ class Course:
 
     def __init__(
         self,
-        lane: int,
+        group_id: int,
         view: Decision,
         raises: bool,
         slots: Container[int] | None = None,
         joined: bool = False,
         hosts: Mapping[int, object] | None = None,
     ) -> None:
-        self.lane = lane
+        self.group_id = group_id
         self._hosts = hosts or None
         self._host_of: dict[tuple[int, int], object] = {}  # of (slot, since)
         self.raises = raises
@@ -165,17 +165,17 @@ class Course:
         self._last = 0
         # the last call that ended at an intermediate epoch, and that epoch: see `ended_on_the_way`
         self._on_the_way = (0, 0)
-        self.first_seq = first_seq(view, lane) if joined else 1
+        self.first_seq = first_seq(view, group_id) if joined else 1
         self._members = {
             view.epoch: {
                 slot: (since, self.first_seq if since == view.epoch else 1)
-                for slot, since in parts_of(view, lane).items()
+                for slot, since in parts_of(view, group_id).items()
                 if self._ours(slot)
             }
         }
         self._note_hosts(view)
         if joined:
-            turn = EpochChange(view, lane, self._gone_at(view), [self.first_seq], 0)
+            turn = EpochChange(view, group_id, self._gone_at(view), [self.first_seq], 0)
             turn.hit = self.first_seq
             self.note(turn)
             self.base = view.epoch - 1
@@ -200,9 +200,9 @@ class Course:
         if self.turns and self.turns[-1].epoch == decision.epoch:
             return self.turns[-1]
         before = self._members[self._latest]
-        start = first_seq(decision, self.lane)
+        start = first_seq(decision, self.group_id)
         after: dict[int, tuple[int, int]] = {}
-        for slot, since in parts_of(decision, self.lane).items():
+        for slot, since in parts_of(decision, self.group_id).items():
             if self._ours(slot):
                 old = before.get(slot)
                 after[slot] = old if old is not None and old[0] == since else (since, start)
@@ -214,7 +214,7 @@ class Course:
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
         stay = {slot for slot in after if before.get(slot, (0, 0))[0] == after[slot][0]}
         alone = [removal.slot for removal in removed if not self._is_witnessed(removal.slot, before, stay)]
-        turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last, alone)
+        turn = EpochChange(decision, self.group_id, removed, [start for _, start in after.values()], self._last, alone)
         if joins:
             turn.cap = turn.limit or 0  # all members were asked: a group that none of them reported has no issued calls
             for earlier in self.turns:
@@ -225,7 +225,7 @@ class Course:
 
     def _note_hosts(self, view: Decision) -> None:
         """Record the hosts on which the members of a view run."""
-        since = parts_of(view, self.lane)
+        since = parts_of(view, self.group_id)
         for member in view.members if self._hosts is not None else ():
             if member.slot in since:
                 self._host_of[member.slot, since[member.slot]] = member.host or (self._hosts or {}).get(member.slot)
@@ -248,7 +248,7 @@ class Course:
 
     def _gone_at(self, view: Decision) -> tuple[Removal, ...]:
         """Return the slots that left the group by `view`, for a process that knows no earlier view."""
-        since = {part[1:3]: part.since for part in view.parts if part.lane == self.lane}
+        since = {part[1:3]: part.since for part in view.parts if part.group_id == self.group_id}
         gone = [r for r in view.removed if since.get(r[:2], r.incarnation) > 0]
         gone += [Removal(slot, 0, PUT_OUT) for (slot, _), when in since.items() if when == -view.epoch]
         return tuple(sorted(r for r in gone if self._ours(r.slot)))
@@ -402,19 +402,19 @@ class Course:
         return turn.hit < seq or turn.hit == seq != turn.among
 
 
-def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool = True) -> int:
+def cut_of(decision: Decision, group_id: int, removal: Removal, is_witnessed: bool = True) -> int:
     """Return the last seq to which a removed slot's contribution counts; `FOREVER`: everything it left complete."""
     if removal.cause in BY_ITSELF or (removal.cause not in (*MAY_LIVE, PUT_OUT) and is_witnessed):
         return FOREVER
     for cut in decision.cuts:
-        if cut.lane == lane:
+        if cut.group_id == group_id:
             return cut.seq
     return 0
 
 
-def holder_of(decision: Decision, lane: int) -> int:
+def holder_of(decision: Decision, group_id: int) -> int:
     """Return the slot that has all data of the removed slots that counts in a group, up to its cut; -1: not needed."""
-    return next((cut.holder for cut in decision.cuts if cut.lane == lane), -1)
+    return next((cut.holder for cut in decision.cuts if cut.group_id == group_id), -1)
 
 
 def loss_of(decision: Decision, slot: int) -> str:
@@ -425,20 +425,20 @@ def loss_of(decision: Decision, slot: int) -> str:
     return PUT_OUT
 
 
-def start_of(decision: Decision, lane: int) -> Start | None:
+def start_of(decision: Decision, group_id: int) -> Start | None:
     """Return the start that a decision gives to the joiners of a group; None when no member reported the group."""
-    return next((start for start in decision.starts if start.lane == lane), None)
+    return next((start for start in decision.starts if start.group_id == group_id), None)
 
 
-def issued_before(decision: Decision, lane: int) -> int | None:
+def issued_before(decision: Decision, group_id: int) -> int | None:
     """Return the last seq that any member had issued at the freeze; None when no member reported the group."""
-    start = start_of(decision, lane)
+    start = start_of(decision, group_id)
     return None if start is None else start.seq - 1
 
 
-def first_seq(decision: Decision, lane: int) -> int:
+def first_seq(decision: Decision, group_id: int) -> int:
     """Return the first call of a group in which the joiners of `decision` take part."""
-    issued = issued_before(decision, lane)
+    issued = issued_before(decision, group_id)
     return 1 if issued is None else issued + 1
 
 

@@ -40,9 +40,9 @@ from .messages import (
     BoardState,
     Commit,
     Decision,
+    GroupState,
     Join,
     JoinRefused,
-    LaneState,
     Member,
     Message,
     Nack,
@@ -55,7 +55,7 @@ from .messages import (
 )
 
 
-class Facts(NamedTuple):
+class Findings(NamedTuple):
     """The input of a campaign from the agent, for the members of the current epoch.
 
     Attributes:
@@ -101,7 +101,7 @@ class Campaign:
         self.ballot = ballot
         self.current = current
         self.slots = frozenset(member.slot for member in current.members)
-        self.promises: dict[int, tuple[LaneState, ...]] = {}
+        self.promises: dict[int, tuple[GroupState, ...]] = {}
         self.acks: set[int] = set()
         self.proposal: Decision | None = None
         self._adopted: tuple[Ballot, Decision | None] = (Ballot(0, -1), None)
@@ -109,7 +109,7 @@ class Campaign:
     def note_promise(self, slot: int, promise: Promise) -> None:
         """Count a promise of this ballot; idempotent."""
         if slot not in self.promises:
-            self.promises[slot] = promise.lanes
+            self.promises[slot] = promise.groups
             if promise.accepted is not None and promise.accepted_ballot > self._adopted[0]:
                 self._adopted = (promise.accepted_ballot, promise.accepted)
 
@@ -118,28 +118,28 @@ class Campaign:
         if self.proposal is not None:
             self.acks.add(slot)
 
-    def lost_to(self, facts: Facts) -> Ballot | None:
+    def lost_to(self, findings: Findings) -> Ballot | None:
         """Return the higher ballot that a dead member had promised, which ends this one; None if there is none."""
-        promised = highest_promise(facts.boards, self.current.epoch)
+        promised = highest_promise(findings.boards, self.current.epoch)
         return promised if promised > self.ballot else None
 
-    def is_chosen(self, facts: Facts) -> bool:
+    def is_chosen(self, findings: Findings) -> bool:
         """Return whether a quorum has accepted the proposal."""
-        return self.proposal is not None and self._quorum(self.acks, facts)
+        return self.proposal is not None and self._quorum(self.acks, findings)
 
-    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+    def choose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         """Return the decision to propose now, None while more must be known."""
-        if not self._quorum(self.promises, facts):
+        if not self._quorum(self.promises, findings):
             return None
-        adopted = max(self._adopted, highest_accepted(facts.boards, self.current.epoch), key=lambda pair: pair[0])
+        adopted = max(self._adopted, highest_accepted(findings.boards, self.current.epoch), key=lambda pair: pair[0])
         if adopted[1] is not None:
             return adopted[1]
-        return self._compose(facts, answer_s, patience_s)
+        return self._compose(findings, answer_s, wait_limit_s)
 
-    def _quorum(self, acks: set[int] | dict[int, tuple[LaneState, ...]], facts: Facts) -> bool:
-        return has_quorum(self.slots, facts.boards, acks)
+    def _quorum(self, acks: set[int] | dict[int, tuple[GroupState, ...]], findings: Findings) -> bool:
+        return has_quorum(self.slots, findings.boards, acks)
 
-    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         """Compose a decision.
 
         Removing a live member and joins need the promise of every remaining member. So does, in a job over several
@@ -147,63 +147,63 @@ class Campaign:
         one group needs the promise of every member that takes part in it afterwards. A member that is put out need not
         answer, and a member that does not answer in time is put out where the want allows it. A lost host says nothing
         about members on other hosts, which may only be slow: they are removed with it once they have been silent as
-        long as a host may be, or, where a member is accused, after `patience_s`.
+        long as a host may be, or, where a member is accused, after `wait_limit_s`.
         """
         has_pull = any(state.is_pull for states in self.promises.values() for state in states)
-        if has_pull and facts.waited_s < answer_s and not self.slots - facts.gone.keys() <= self.promises.keys():
+        if has_pull and findings.waited_s < answer_s and not self.slots - findings.gone.keys() <= self.promises.keys():
             return None  # the call continues among the remaining members if all of them have begun it
-        if facts.lost and facts.waited_s < answer_s and self._within_reach(facts) - self.promises.keys():
+        if findings.lost and findings.waited_s < answer_s and self._within_reach(findings) - self.promises.keys():
             return None  # a member that answers has precedence
-        evicted = self._evicted(facts)
-        accused = facts.accusers.keys() - facts.gone.keys()
-        if len(accused) > 1 and facts.waited_s < answer_s and accused - self.promises.keys():
+        evicted = self._evicted(findings)
+        accused = findings.accusers.keys() - findings.gone.keys()
+        if len(accused) > 1 and findings.waited_s < answer_s and accused - self.promises.keys():
             return None  # of several accused members those that do not answer go first
-        wanted = evicted | dict.fromkeys((slot for slot in facts.replaced if slot not in self.promises), STALLED)
-        joiners = facts.joiners
-        has_cuts = self._has_cuts(facts)
-        silent = {s for s in self.slots if s not in facts.gone and s not in self.promises and s not in wanted}
-        if any(silent.intersection(want.members) for want in facts.wants):
-            may_wait_s = answer_s if facts.gone else max(answer_s, facts.join_wait_s)
-            if facts.waited_s < may_wait_s:
+        wanted = evicted | dict.fromkeys((slot for slot in findings.replaced if slot not in self.promises), STALLED)
+        joiners = findings.joiners
+        has_cuts = self._has_cuts(findings)
+        silent = {s for s in self.slots if s not in findings.gone and s not in self.promises and s not in wanted}
+        if any(silent.intersection(want.members) for want in findings.wants):
+            may_wait_s = answer_s if findings.gone else max(answer_s, findings.join_wait_s)
+            if findings.waited_s < may_wait_s:
                 return None
         if silent and (wanted or joiners or has_cuts):
-            if facts.waited_s < answer_s:
+            if findings.waited_s < answer_s:
                 return None
-            if evicted and (has_cuts or not facts.gone):
-                if facts.waited_s < patience_s or not facts.may_evict:
+            if evicted and (has_cuts or not findings.gone):
+                if findings.waited_s < wait_limit_s or not findings.may_evict:
                     return None
-                if STALLED not in evicted.values() and silent - facts.mute:
+                if STALLED not in evicted.values() and silent - findings.mute:
                     return None
                 wanted |= dict.fromkeys(silent, STALLED)
-            elif has_cuts or (not facts.gone and facts.waited_s < facts.join_wait_s):
+            elif has_cuts or (not findings.gone and findings.waited_s < findings.join_wait_s):
                 return None
             else:
                 wanted, joiners = {}, ()  # dead members are handled first; the rest waits for a later epoch
-        unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted.keys()
+        unheard = self.slots - findings.gone.keys() - self.promises.keys() - wanted.keys()
         silent = (
-            set(unheard) if facts.waited_s >= patience_s else set()
+            set(unheard) if findings.waited_s >= wait_limit_s else set()
         )  # a slow machine is no reason to remove a member
-        left = (without(want, silent, facts.gone.keys() | wanted.keys(), self.current) for want in facts.wants)
+        left = (without(want, silent, findings.gone.keys() | wanted.keys(), self.current) for want in findings.wants)
         wants = tuple(want for want in left if want is not None and not unheard.intersection(want.members))
-        return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)
+        return compose(self.current, self.promises, findings.gone, wanted, joiners, wants)
 
-    def _has_cuts(self, facts: Facts) -> bool:
+    def _has_cuts(self, findings: Findings) -> bool:
         """Return whether dead slots may count up to a cut, which no remaining member may move then."""
-        return bool(facts.gone) and spans_hosts(self.current)
+        return bool(findings.gone) and spans_hosts(self.current)
 
-    def _within_reach(self, facts: Facts) -> set[int]:
+    def _within_reach(self, findings: Findings) -> set[int]:
         """Return the slots that have not failed or left and run on hosts that the coordinator itself can reach."""
-        away = {host for host, by in facts.lost.items() if self.ballot.slot in by}
-        return {m.slot for m in self.current.members if m.slot not in facts.gone and m.host not in away}
+        away = {host for host, by in findings.lost.items() if self.ballot.slot in by}
+        return {m.slot for m in self.current.members if m.slot not in findings.gone and m.host not in away}
 
-    def _evicted(self, facts: Facts) -> dict[int, str]:
+    def _evicted(self, findings: Findings) -> dict[int, str]:
         """Return the members to remove alive, with causes: all members of lost hosts, and else the worst connected
         ones."""
-        hosts = {member.slot: member.host for member in self.current.members if member.slot not in facts.gone}
-        lost = choose_lost(hosts, facts.lost, self.promises)
+        hosts = {member.slot: member.host for member in self.current.members if member.slot not in findings.gone}
+        lost = choose_lost(hosts, findings.lost, self.promises)
         evicted = {slot: UNREACHABLE for slot, host in hosts.items() if host in lost}
         live = hosts.keys() - evicted.keys()
-        return evicted | dict.fromkeys(choose_evicted(live, facts.accusers, self.promises), STALLED)
+        return evicted | dict.fromkeys(choose_evicted(live, findings.accusers, self.promises), STALLED)
 
 
 MAX_PENDING = 256
@@ -291,7 +291,7 @@ class Joins:
                 request.occupant_lives = True
 
     def ready(
-        self, now: float, rank_table: Mapping[int, Member], leaving: Collection[int], patience_s: float
+        self, now: float, rank_table: Mapping[int, Member], leaving: Collection[int], wait_limit_s: float
     ) -> tuple[list[Member], set[int]]:
         """Return the joiners that may be proposed now, and the silent occupants that they replace."""
         members: list[Member] = []
@@ -302,7 +302,7 @@ class Joins:
                 continue
             if slot not in rank_table or slot in leaving:
                 members.append(request.member)
-            elif request.probed is not None and not request.occupant_lives and now - request.probed >= patience_s:
+            elif request.probed is not None and not request.occupant_lives and now - request.probed >= wait_limit_s:
                 members.append(request.member)
                 replaced.add(slot)
         return members, replaced
@@ -362,7 +362,7 @@ class Proposer:
         self._out: list[Effect] = []
         self._t = 0.0
         self._now: float | None = None
-        self._lanes: tuple[LaneState, ...] | None = None
+        self._groups: tuple[GroupState, ...] | None = None
         self._freezing = False
         self._contacts: dict[bytes, Member] = {}
         self._join_at = NEVER
@@ -404,19 +404,19 @@ class Proposer:
         allowed = due + 2 * self.settings.answer_s
         self._t += min(max(passed, 0.0), allowed)
         self._now = now
-        if passed > allowed + self.settings.patience_s and self.epoch:
+        if passed > allowed + self.settings.wait_limit_s and self.epoch:
             self._ask_everybody()  # this process may have been stopped, and evicted
 
     def _set_tick(self, now: float) -> None:
         """Compute when the next `Tick` is due."""
-        answer_s, patience_s = self.settings.answer_s, self.settings.patience_s
+        answer_s, wait_limit_s = self.settings.answer_s, self.settings.wait_limit_s
         times = [NEVER]
         if not self.epoch:
             times.append(self._join_at)
         if self.campaign is not None:
             times.append(self._resend_at)
             began = self._campaign_began
-            waits = (answer_s, patience_s, self._join_wait())
+            waits = (answer_s, wait_limit_s, self._join_wait())
             times += [began + wait for wait in waits if began + wait > self._t]
         if self._start_at is not None:
             if self.campaign is None:
@@ -424,12 +424,12 @@ class Proposer:
             if self._trouble_since is not None and not self._told_no_quorum:
                 times.append(self._trouble_since + self.settings.no_quorum_s)
         if self._obituaries():
-            times.append(self._mourned_at + patience_s / 2)
+            times.append(self._mourned_at + wait_limit_s / 2)
         for _, heard in self._wants.values():
-            times += [t for t in (heard + patience_s, self._no_wants_before) if t > self._t]
+            times += [t for t in (heard + wait_limit_s, self._no_wants_before) if t > self._t]
         for request in self.joins.requests.values():
-            times.append(request.heard + patience_s)
-            times += [t for t in (request.not_before, (request.probed or 0.0) + patience_s) if t > self._t]
+            times.append(request.heard + wait_limit_s)
+            times += [t for t in (request.not_before, (request.probed or 0.0) + wait_limit_s) if t > self._t]
         self.next_tick = now + max(answer_s / 16, min(times) - self._t)
 
     # ---- causes
@@ -459,32 +459,32 @@ class Proposer:
             self._note_want(event.want)
 
     def _note_want(self, want: Want) -> None:
-        known = self._wants.get(want.lane)
+        known = self._wants.get(want.group_id)
         num_locators = len(want.locators) + sum(len(other.locators) for other, _ in self._wants.values())
         if known is None and num_locators > MAX_PARTS:
             return  # a report has to fit into a frame; its engine repeats it when others are met
         if known is None or known[0] == want:
-            self._wants[want.lane] = want, self._t
+            self._wants[want.group_id] = want, self._t
 
     def _expire(self) -> None:
-        before = self._t - self.settings.patience_s
+        before = self._t - self.settings.wait_limit_s
         for accusers in (self._accusers, self._lost):
             _expire(accusers, before)
-        self._wants = {lane: (want, t) for lane, (want, t) in self._wants.items() if t >= before}
+        self._wants = {group_id: (want, t) for group_id, (want, t) in self._wants.items() if t >= before}
         if self.joins.requests:
             self.joins.expire(before)
 
-    def _facts(self) -> Facts:
+    def _findings(self) -> Findings:
         accusers = {slot: frozenset(by) for slot, by in self._accusers.items() if slot not in self.gone}
         joiners: list[Member] = []
         replaced: set[int] = set()
         if self.joins.requests:
             leaving = {*self.gone, *self._suspected()}
-            joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
+            joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.wait_limit_s)
         wants = tuple(want for want, _ in self._wants.values()) if self._t >= self._no_wants_before else ()
-        waited, patience = self._t - self._campaign_began, self._join_wait()
+        waited, timeouts = self._t - self._campaign_began, self._join_wait()
         lost = {host: frozenset(by) for host, by in self._lost.items()}
-        return Facts(
+        return Findings(
             self.gone,
             self.boards,
             accusers,
@@ -492,7 +492,7 @@ class Proposer:
             frozenset(replaced),
             wants,
             waited,
-            patience,
+            timeouts,
             lost,
             self.settings.policy == "evict",
             frozenset(slot for slot, since in self._owing.items() if self._t - since >= self.settings.silence_s),
@@ -513,8 +513,8 @@ class Proposer:
         if not (self.joins.requests or self._wants):
             return 0.0
         if self._wants and self._tries:
-            return self.settings.patience_s
-        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
+            return self.settings.wait_limit_s
+        return min(self.settings.wait_limit_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
 
     def _position(self) -> int:
         """Return the number of coordinators before this member: those believed alive in lower slots."""
@@ -547,10 +547,12 @@ class Proposer:
         if self._accusers or self._lost or self._wants or self.joins.requests:
             self._expire()
             self._probe()
-        facts = self._facts()
+        findings = self._findings()
         self._mourn()
-        trouble = bool(facts.gone or facts.accusers or facts.lost or self.promised != NO_BALLOT or self._freezing)
-        if not (trouble or facts.joiners or facts.wants or self.campaign is not None):
+        trouble = bool(
+            findings.gone or findings.accusers or findings.lost or self.promised != NO_BALLOT or self._freezing
+        )
+        if not (trouble or findings.joiners or findings.wants or self.campaign is not None):
             self._start_at = self._trouble_since = None
             return
         if self._start_at is None:
@@ -561,7 +563,7 @@ class Proposer:
             if self._t >= begins_at:
                 self._begin()
             elif self._t >= self._report_at:
-                self._tell_coordinator(facts)
+                self._tell_coordinator(findings)
         if self.campaign is not None:
             self._run(self.campaign)
 
@@ -629,19 +631,19 @@ class Proposer:
     def _coordinator(self) -> int:
         return min(self._believed(), default=self.me.slot)
 
-    def _tell_coordinator(self, facts: Facts) -> None:
+    def _tell_coordinator(self, findings: Findings) -> None:
         slot = self._coordinator()
-        accused = [slot for slot, by in facts.accusers.items() if self.me.slot in by]
-        causes = [Removal(s, self.members[s].incarnation, cause) for s, cause in facts.gone.items()]
+        accused = [slot for slot, by in findings.accusers.items() if self.me.slot in by]
+        causes = [Removal(s, self.members[s].incarnation, cause) for s, cause in findings.gone.items()]
         causes += [Removal(s, self.members[s].incarnation, STALLED) for s in accused]
-        lost = {host for host, by in facts.lost.items() if self.me.slot in by}
+        lost = {host for host, by in findings.lost.items() if self.me.slot in by}
         causes += [
             Removal(*m[:2], UNREACHABLE) for s, m in self.members.items() if m.host in lost and s not in self.gone
         ]
         self._report_at = self._t + self.settings.answer_s
-        if (causes or facts.wants) and slot != self.me.slot:
+        if (causes or findings.wants) and slot != self.me.slot:
             self._out.append(
-                Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)), tuple(sorted(facts.wants))))
+                Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)), tuple(sorted(findings.wants))))
             )
 
     # ---- obituaries of this host's members, for other hosts
@@ -659,7 +661,7 @@ class Proposer:
     def _mourn(self) -> None:
         """Send the obituaries of this host to other hosts, repeatedly: a message may be lost."""
         obituaries = self._obituaries()
-        if obituaries and self._t >= self._mourned_at + self.settings.patience_s / 2:
+        if obituaries and self._t >= self._mourned_at + self.settings.wait_limit_s / 2:
             self._mourned_at = self._t
             for member in self._elsewhere():
                 self._out += [Send(member, obituary) for obituary in obituaries]
@@ -693,7 +695,7 @@ class Proposer:
 
     def _note_asked(self) -> None:
         """Count how long others owe an answer: over several ballots, as a rival may end each one soon."""
-        if self._t > self._asked_at + self.settings.patience_s:  # a member that is not asked owes nothing
+        if self._t > self._asked_at + self.settings.wait_limit_s:  # a member that is not asked owes nothing
             self._owing.clear()
         self._asked_at = self._t
         for slot in self.members.keys() - {self.me.slot}:
@@ -705,8 +707,8 @@ class Proposer:
 
     def _run(self, campaign: Campaign) -> None:
         """Advance the ballot as far as possible."""
-        facts = self._facts()
-        lost = campaign.lost_to(facts)
+        findings = self._findings()
+        lost = campaign.lost_to(findings)
         if lost is not None:
             self._highest = max(self._highest, lost)
             self._begin()
@@ -714,12 +716,12 @@ class Proposer:
                 self._run(self.campaign)
             return
         if campaign.proposal is None:
-            campaign.proposal = campaign.choose(facts, self.settings.answer_s, self.settings.patience_s)
+            campaign.proposal = campaign.choose(findings, self.settings.answer_s, self.settings.wait_limit_s)
             if campaign.proposal is not None:
                 self._take(campaign.ballot, campaign.proposal)
                 campaign.acks.add(self.me.slot)
                 self._send_phase(campaign)
-        if campaign.is_chosen(facts):
+        if campaign.is_chosen(findings):
             self._announce(campaign)
         elif self._t >= self._resend_at:
             self._send_phase(campaign)

@@ -88,7 +88,7 @@ from .auth import (
     refusal,
 )
 from .directory import Door, JobDirectory, connect_door, socket_name
-from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, LaneTold, decode, encode, parse_endpoint
+from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, GroupReport, decode, encode, parse_endpoint
 
 HANDSHAKE_S = 5.0
 CALL_S = 0.5  # how long a call to another host may go unanswered before it is made again
@@ -465,7 +465,7 @@ class Switchboard:
         door: Door,
         poll: select.epoll,
         listener: socket.socket | None = None,
-        greet: Callable[[Member], list[Message | LaneTold]] = lambda to: [],
+        greet: Callable[[Member], list[Message | GroupReport]] = lambda to: [],
     ) -> None:
         """Take over `door`, to which others connect, and `listener`, for processes on other hosts.
 
@@ -489,7 +489,7 @@ class Switchboard:
         """True when everything that was sent has left this process, or was dropped."""
         return all(connection.is_idle for connection in self._outgoing.values())
 
-    def send(self, to: Member, message: Message | LaneTold, now: float) -> None:
+    def send(self, to: Member, message: Message | GroupReport, now: float) -> None:
         """Send a message, or drop it if it cannot be sent."""
         for part in _parts(message):
             connection = self._outgoing.get(to.nonce) or self._connect(to, now)
@@ -505,7 +505,7 @@ class Switchboard:
         if all(self._put(connection, message, now) for message in self._greet(to)):
             self._watch(connection, now)
 
-    def _put(self, connection: Outgoing, message: Message | LaneTold, now: float) -> bool:
+    def _put(self, connection: Outgoing, message: Message | GroupReport, now: float) -> bool:
         """Queue a message on a connection; False when that has ended."""
         try:
             if not connection.send(encode(message)):
@@ -543,7 +543,7 @@ class Switchboard:
         for listener in self._listeners:
             self._poll.register(listener, select.EPOLLIN)
 
-    def handle(self, fd: int, now: float) -> list[tuple[bytes, Message | LaneTold]]:
+    def handle(self, fd: int, now: float) -> list[tuple[bytes, Message | GroupReport]]:
         """Handle a ready descriptor; return (sender's nonce, message) pairs."""
         if fd in self._incoming:
             return self._receive(self._incoming[fd])
@@ -704,7 +704,7 @@ class Switchboard:
         self._incoming[incoming.fd] = incoming
         self._poll.register(incoming.fd, select.EPOLLIN)
 
-    def _receive(self, connection: Incoming) -> list[tuple[bytes, Message | LaneTold]]:
+    def _receive(self, connection: Incoming) -> list[tuple[bytes, Message | GroupReport]]:
         was_known = connection.peer is not None
         try:
             payloads = connection.readable()
@@ -753,7 +753,7 @@ def _seen(exc: Exception) -> int:
     return NO_ANSWER if is_away else UNKNOWN
 
 
-def _parts(message: Message | LaneTold) -> list[Message | LaneTold]:
+def _parts(message: Message | GroupReport) -> list[Message | GroupReport]:
     """Split a Commit that could be longer than a frame; its receiver takes decisions one by one anyway.
 
     The last part alone is the answer to a question: the parts before it have come by then.

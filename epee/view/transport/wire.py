@@ -41,9 +41,9 @@ from ..protocol.messages import (
     Commit,
     Cut,
     Decision,
+    GroupState,
     Join,
     JoinRefused,
-    LaneState,
     Locator,
     Member,
     Message,
@@ -267,8 +267,8 @@ class TupleCodec(Codec):
 
 
 MAX_MEMBERS = 64  # of a job; slots are below it
-MAX_LANES = 1024  # in which one process takes part
-MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision may contain every group of every member
+MAX_GROUPS = 1024  # in which one process takes part
+MAX_ALL_GROUPS = MAX_MEMBERS * MAX_GROUPS  # a decision may contain every group of every member
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_EXTRA_BYTES = 640  # of an endpoint
@@ -276,7 +276,7 @@ MAX_ADDRESS_BYTES = 64  # an IPv6 address with its zone
 MAX_REASON_BYTES = 1 << 10
 MAX_LOCATOR_BYTES = 96
 MAX_DECISION_BYTES = (
-    41 * MAX_ALL_LANES + (48 + MAX_LOCATOR_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
+    41 * MAX_ALL_GROUPS + (48 + MAX_LOCATOR_BYTES) * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
 )  # a cut and a start per group
 MAX_FRAME_BYTES = 4 << 20  # one decision, or the states of one process's groups in a Promise
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
@@ -284,7 +284,7 @@ NONCE_BYTES = 16
 MAX_HOST_BYTES = 32
 MAX_TOLD_BYTES = 256  # of a process's data for a group, sent to other hosts
 EPOCH_LIMIT = ROUND_LIMIT = INCARNATION_LIMIT = 1 << 48  # a joiner's incarnation is the epoch that it joins in
-LANE_LIMIT = (1 << 63) - 1
+GROUP_ID_LIMIT = (1 << 63) - 1
 
 
 def _rule_of_decision(decision: Decision) -> str:
@@ -298,7 +298,7 @@ def _rule_of_decision(decision: Decision) -> str:
     if strange or late:
         return f"{(strange or late)[0]} speaks of no member, or of another epoch"
     mute = next((part for part in decision.parts if part.since < 0 and part.locator), None)
-    return "" if mute is None else f"{mute} is out of the lane, and tells of its part in it"
+    return "" if mute is None else f"{mute} is out of the group, and tells of its part in it"
 
 
 def _rule_of_want(want: Want) -> str:
@@ -326,7 +326,7 @@ def _rule_of_accept(accept: Accept) -> str:
     return ""
 
 
-def _rule_of_lane(state: LaneState) -> str:
+def _rule_of_group(state: GroupState) -> str:
     is_wrong = state.completed > state.issued or (state.is_pull and state.completed == state.issued)
     return (
         f"completed {state.completed} of {state.issued} calls, the last one open: {state.is_pull}" if is_wrong else ""
@@ -336,7 +336,7 @@ def _rule_of_lane(state: LaneState) -> str:
 _SLOT = Number(0, MAX_MEMBERS - 1)
 _EPOCH = Number(0, EPOCH_LIMIT)
 _INCARNATION = Number(0, INCARNATION_LIMIT)
-_LANE = Number(0, LANE_LIMIT)
+_GROUP_ID = Number(0, GROUP_ID_LIMIT)
 _SEQ = Number(0, FOREVER)
 _QUESTION = Number(0, FOREVER)
 _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
@@ -344,40 +344,43 @@ _BALLOT = TupleCodec(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1)
 _HOST = Text(MAX_HOST_BYTES)
 _MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES), _HOST)
 _REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE, EXITED), _HOST)
-_CUT = TupleCodec(Cut, _LANE, _SEQ, Number(-1, MAX_MEMBERS - 1))
-_START = TupleCodec(Start, _LANE, _SEQ, Flag())
+_CUT = TupleCodec(Cut, _GROUP_ID, _SEQ, Number(-1, MAX_MEMBERS - 1))
+_START = TupleCodec(Start, _GROUP_ID, _SEQ, Flag())
 _LOCATOR = Bytes(0, MAX_LOCATOR_BYTES)
-_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT), _LOCATOR)
+_PART = TupleCodec(Part, _GROUP_ID, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT), _LOCATOR)
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
 _LOCATORS = Many(TupleCodec(Locator, _SLOT, _LOCATOR), MAX_MEMBERS, key=lambda locator: locator.slot)
 _LEAST, _USED = Number(0, MAX_MEMBERS), Number(0, FOREVER - 1)
-_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, _LEAST, _USED, _LOCATORS, rule=_rule_of_want)
-_LANE_STATE = TupleCodec(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
+_WANT = TupleCodec(Want, _GROUP_ID, _SLOTS, _SLOTS, _LEAST, _USED, _LOCATORS, rule=_rule_of_want)
+_GROUP_STATE = TupleCodec(GroupState, _GROUP_ID, _SEQ, _SEQ, Flag(), rule=_rule_of_group)
 _DECISION = TupleCodec(
     Decision,
     _EPOCH,
     Many(_MEMBER, MAX_MEMBERS, key=lambda member: member.slot),
     Many(_REMOVAL, MAX_MEMBERS, key=lambda removal: removal.slot),
-    Many(_CUT, MAX_ALL_LANES, key=lambda cut: cut.lane),
-    Many(_START, MAX_ALL_LANES, key=lambda start: start.lane),
+    Many(_CUT, MAX_ALL_GROUPS, key=lambda cut: cut.group_id),
+    Many(_START, MAX_ALL_GROUPS, key=lambda start: start.group_id),
     Many(_PART, MAX_PARTS, key=lambda part: part[:3]),
-    Many(_LANE, MAX_PARTS, key=lambda lane: lane),
+    Many(_GROUP_ID, MAX_PARTS, key=lambda group_id: group_id),
     rule=_rule_of_decision,
 )
-_LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)
+_LANES = Many(_GROUP_STATE, MAX_GROUPS, key=lambda state: state.group_id)
 _STATE = TupleCodec(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), rule=_rule_of_accepted)
 
 
-class LaneTold(NamedTuple):
+class GroupReport(NamedTuple):
     """The data that a process publishes about its part in a group; inside its host it stands on its board. Not for
     the agent."""
 
-    lane: int
+    group_id: int
     data: bytes
 
 
-PING = LaneTold(LANE_LIMIT, b"")  # of a group id that no group has
-BEGIN, END = LaneTold(LANE_LIMIT, b"begin"), LaneTold(LANE_LIMIT, b"end")  # around all data that a process sends
+PING = GroupReport(GROUP_ID_LIMIT, b"")  # of a group id that no group has
+BEGIN, END = (
+    GroupReport(GROUP_ID_LIMIT, b"begin"),
+    GroupReport(GROUP_ID_LIMIT, b"end"),
+)  # around all data that a process sends
 
 
 _BY_NUMBER = dict(
@@ -389,12 +392,14 @@ _BY_NUMBER = dict(
             TupleCodec(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
             TupleCodec(Accepted, _BALLOT, _EPOCH),
             TupleCodec(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch), _QUESTION),
-            TupleCodec(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_LANES, key=lambda want: want.lane)),
+            TupleCodec(
+                Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_GROUPS, key=lambda want: want.group_id)
+            ),
             TupleCodec(Join, _MEMBER),
             TupleCodec(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
             TupleCodec(Ask, _EPOCH, _QUESTION),
             TupleCodec(Obituary, _NONCE, Choice(DEAD, LEFT, EXITED), Maybe(_STATE)),
-            TupleCodec(LaneTold, _LANE, Bytes(0, MAX_TOLD_BYTES)),
+            TupleCodec(GroupReport, _GROUP_ID, Bytes(0, MAX_TOLD_BYTES)),
         ),
         start=1,
     )
@@ -402,7 +407,7 @@ _BY_NUMBER = dict(
 _NUMBERS = {codec.kind: number for number, codec in _BY_NUMBER.items()}
 
 
-def encode(message: Message | LaneTold) -> bytes:
+def encode(message: Message | GroupReport) -> bytes:
     """Return the frame of a message, at most `MAX_FRAME_BYTES` long.
 
     Raises:
@@ -414,7 +419,7 @@ def encode(message: Message | LaneTold) -> bytes:
     return _written(_BY_NUMBER[number], message, bytes([number]), MAX_FRAME_BYTES)
 
 
-def decode(data: bytes) -> Message | LaneTold:
+def decode(data: bytes) -> Message | GroupReport:
     """Return the message that a frame holds.
 
     Raises:
@@ -423,7 +428,7 @@ def decode(data: bytes) -> Message | LaneTold:
     codec = _BY_NUMBER.get(data[0]) if data else None
     if codec is None:
         raise ProtocolError(f"a frame of {len(data)} bytes of no known type; do the ranks run one version of epee?")
-    message: Message | LaneTold = _read(codec, data, 1, MAX_FRAME_BYTES)
+    message: Message | GroupReport = _read(codec, data, 1, MAX_FRAME_BYTES)
     return message
 
 

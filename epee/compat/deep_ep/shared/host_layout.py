@@ -31,9 +31,9 @@ def num_tokens_per_host(is_token_in_rank: torch.Tensor, hosts: Sequence[Sequence
 
 def num_relayed(handle: CpuHandle, num_channels: int) -> torch.Tensor:
     """Return `[num_hosts, num_channels]`: records that this rank relays from a host's channels 0 ... c."""
-    lanes, _ = _relayed(handle, num_channels)
+    flows, _ = _relayed(handle, num_channels)
     num_hosts = handle.by_host.topology.num_hosts
-    counts = torch.bincount(lanes, minlength=num_hosts * num_channels)
+    counts = torch.bincount(flows, minlength=num_hosts * num_channels)
     return counts.view(num_hosts, num_channels).cumsum(1).to(torch.int32)
 
 
@@ -44,11 +44,11 @@ def relayed_up_to(handle: CpuHandle) -> torch.Tensor:
 
 def relay_head(handle: CpuHandle, num_channels: int) -> torch.Tensor:
     """Return `[num_records, ranks of this host]`: a record's index among those of its group for a rank, -1 for none."""
-    lanes, bits = _relayed(handle, num_channels)
+    flows, bits = _relayed(handle, num_channels)
     member = bits[:, None] >> torch.arange(len(handle.by_host.topology.here), dtype=torch.int64, device="cpu") & 1
     before = member.cumsum(0) - member
-    if len(lanes):
-        before = before - before[torch.searchsorted(lanes, lanes)]  # without those of earlier groups
+    if len(flows):
+        before = before - before[torch.searchsorted(flows, flows)]  # without those of earlier groups
     return torch.where(member == 1, before, -1).to(torch.int32)
 
 
@@ -84,13 +84,13 @@ def source_meta(handle: CpuHandle) -> torch.Tensor:
 def _relayed(handle: CpuHandle, num_channels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the group and the bits of each record that this rank relays, `[num_records]` int64 both."""
     topology = handle.by_host.topology
-    lanes, bits = [], []
+    flows, bits = [], []
     for source in topology.relayed():
         sent = handle.by_host.received[source]
         size = layout.channel_size(handle.by_host.num_source_tokens[source], num_channels)
         channels = torch.from_numpy(sent.tokens).div(size, rounding_mode="floor")
-        lanes.append(topology.host_of[source] * num_channels + channels)
+        flows.append(topology.host_of[source] * num_channels + channels)
         bits.append(torch.from_numpy(sent.bits))
-    lane = torch.cat(lanes)
-    order = torch.argsort(lane, stable=True)
-    return lane[order], torch.cat(bits)[order]
+    flow = torch.cat(flows)
+    order = torch.argsort(flow, stable=True)
+    return flow[order], torch.cat(bits)[order]

@@ -39,36 +39,36 @@ class KnownHandles(Generic[_Facts]):
 
     def __init__(self, length: int) -> None:
         self._nothing = (None,) * length
-        self._facts: Any = WeakTensorKeyDictionary()
+        self._checked: Any = WeakTensorKeyDictionary()
 
-    def handle(self, facts: _Facts) -> Any:
-        """Return a handle that refers to these facts; they make its entries."""
+    def handle(self, checked: _Facts) -> Any:
+        """Return a handle that refers to these checked; they make its entries."""
         made = tuple.__new__(LateTuple, self._nothing)
-        made._owner, made._facts, made._made = self, facts, {}
+        made._owner, made._checked, made._made = self, checked, {}
         return made
 
-    def remember(self, first: torch.Tensor, facts: _Facts) -> None:
-        """Register the facts of a handle with this first entry, until that tensor is deleted."""
-        self._facts[first] = facts
+    def remember(self, first: torch.Tensor, checked: _Facts) -> None:
+        """Register the checked of a handle with this first entry, until that tensor is deleted."""
+        self._checked[first] = checked
 
-    def facts(self, handle: object) -> _Facts:
-        """Return the facts of a handle.
+    def checked(self, handle: object) -> _Facts:
+        """Return the checked of a handle.
 
         Raises:
             InvalidArgument: it is none of this buffer's.
         """
         known: _Facts
         if type(handle) is LateTuple and handle._owner is self:
-            known = handle._facts
+            known = handle._checked
             return known
         key = handle[0] if isinstance(handle, (tuple, list)) and handle else None
-        facts = self._facts.get(key) if isinstance(key, torch.Tensor) else None
-        if facts is None:
+        checked = self._checked.get(key) if isinstance(key, torch.Tensor) else None
+        if checked is None:
             raise InvalidArgument(
                 "handle must be what a dispatch of this buffer returned (the same tensors, not copies), got "
                 f"{type(handle).__name__}; dispatch again"
             )
-        return cast(_Facts, facts)
+        return cast(_Facts, checked)
 
 
 class LateTuple(tuple[Any, ...]):
@@ -82,7 +82,7 @@ class LateTuple(tuple[Any, ...]):
     """
 
     _owner: KnownHandles[Any]
-    _facts: Any  # as of `KnownHandles`
+    _checked: Any  # as of `KnownHandles`
     _made: dict[int, Any]
 
     def __new__(cls, entries: Any = ()) -> Any:
@@ -101,9 +101,9 @@ class LateTuple(tuple[Any, ...]):
         if not 0 <= at < len(self):
             raise IndexError("tuple index out of range")
         if at not in self._made:
-            made = self._made.setdefault(at, self._facts.entry(at))
+            made = self._made.setdefault(at, self._checked.entry(at))
             if at == 0:
-                self._owner.remember(made, self._facts)
+                self._owner.remember(made, self._checked)
         return self._made[at]
 
     def __iter__(self) -> Iterator[Any]:

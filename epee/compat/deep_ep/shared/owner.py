@@ -15,7 +15,7 @@ import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
-from epee.ep import BufferPool, Dispatched, Lane, current_stream, wait_on
+from epee.ep import BufferPool, CallStream, Dispatched, current_stream, wait_on
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
@@ -61,7 +61,7 @@ class PoolOwner:
             events = [found for event in previous_events if (found := cuda_event_of(event)) is not None]
         if not is_async and not events:
             return _AT_ONCE[is_gpu]
-        return Running(is_gpu, pool.lane(device, is_async, events[0] if events else None), events[1:], is_async)
+        return Running(is_gpu, pool.call_stream(device, is_async, events[0] if events else None), events[1:], is_async)
 
 
 class Running:
@@ -69,7 +69,7 @@ class Running:
 
     Args:
         is_gpu: whether it works on a GPU.
-        lane: stream of the call; None for the current stream, at once, without an event.
+        call_stream: stream of the call; None for the current stream, at once, without an event.
         events: that it waits for.
         is_async: whether the caller gets an event.
 
@@ -77,19 +77,23 @@ class Running:
         is_gpu: as the argument.
     """
 
-    __slots__ = ("_events", "_is_async", "_lane", "is_gpu")
+    __slots__ = ("_call_stream", "_events", "_is_async", "is_gpu")
 
     def __init__(
-        self, is_gpu: bool, lane: Lane | None, events: Sequence[torch.cuda.Event | None] = (), is_async: bool = False
+        self,
+        is_gpu: bool,
+        call_stream: CallStream | None,
+        events: Sequence[torch.cuda.Event | None] = (),
+        is_async: bool = False,
     ) -> None:
         self.is_gpu = is_gpu
-        self._lane = lane
+        self._call_stream = call_stream
         self._events = events
         self._is_async = is_async
 
     def __enter__(self) -> Running:
-        if self._lane is not None:
-            self._lane.__enter__()
+        if self._call_stream is not None:
+            self._call_stream.__enter__()
             for event in self._events:
                 if event is not None:
                     wait_on(current_stream(), event)
@@ -98,15 +102,15 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._lane is not None:
-            self._lane.__exit__(kind, error, traceback)
+        if self._call_stream is not None:
+            self._call_stream.__exit__(kind, error, traceback)
         if error is not None and self.is_gpu:
             advise(error)
 
     @property
     def has_own_stream(self) -> bool:
         """Whether the call runs on the communication stream."""
-        return self._lane is not None and self._lane.is_own
+        return self._call_stream is not None and self._call_stream.is_own
 
     def event(
         self,
@@ -120,10 +124,10 @@ class Running:
             inputs, results: tensors of the call, those of its handle among them.
             got: the core's result, whose slot the caller's stream will read.
         """
-        if self._lane is None:
+        if self._call_stream is None:
             return EventOverlap()
-        if self._lane.is_own:
-            readers = self._lane.keep(inputs, results)
+        if self._call_stream.is_own:
+            readers = self._call_stream.keep(inputs, results)
             if got is not None:
                 got.readers.extend(readers)
         return after(self._is_async)

@@ -19,7 +19,7 @@ from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, Running
 from epee.compat.deep_ep.shared.rows import device_of, int64_routing
 from epee.compat.deep_ep.v1.handle import V1Handle
 from epee.compat.deep_ep.v1.wishes import Given, Wishes
-from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Room, Wish, topk_facts
+from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Room, Wish, checked_topk
 from epee.errors import expected
 
 # The options of a dispatch with routing: expert_alignment, num_worst_tokens, config. A plain tuple: to make one of a
@@ -192,10 +192,10 @@ class FreshDispatches:
         if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:
             return None
         try:
-            facts = topk_facts(x, topk_idx, topk_weights)
+            checked = checked_topk(x, topk_idx, topk_weights)
         except expected(*NO_FACTS):
             return None
-        return facts, is_in.shape, is_in.dtype, per_expert.shape, asked
+        return checked, is_in.shape, is_in.dtype, per_expert.shape, asked
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
         """Return the tokens of each local expert as all ranks counted them (routing without experts)."""

@@ -2,7 +2,7 @@
 //
 // Region of a rank (offsets from the Python `Layout`). Peers write what is marked *; each such word or byte has one
 // writer, named by its index:
-//   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
+//   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its signature (below)
 //   places  *[number % 4][rank][2]        where in its pool the rank's input for us, and its output, begin
 //   gone    *[rank]                       a call that the rank has lost since the ranks met last, and for what
 //                                         (`loss_of`), else 0
@@ -114,7 +114,7 @@ DEVICE int rank_behind(int rank, int n) { return rank + n < kNumRanks ? rank + n
 
 /// A word of `joined`: call `tag`, in which `bytes` go from its writer to its reader. Its last bit is for `kPlaced`.
 DEVICE u64 word_of(const CollectiveCall& call, u64 tag, i64 bytes) {
-  const u64 facts = (call.facts + static_cast<u64>(bytes)) * 0x9E3779B97F4A7C15ull >> (64 - kFactsBits);
+  const u64 facts = (call.signature + static_cast<u64>(bytes)) * 0x9E3779B97F4A7C15ull >> (64 - kFactsBits);
   return tag << kFactsBits | (facts & ~kPlaced);
 }
 DEVICE u64* joined_at(u64 region, u64 tag, int rank) {

@@ -447,7 +447,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
         assert isinstance(handle, HostsLatencyHandle)
-        rows = as_sent(call.x, call.facts.quantisation)
+        rows = as_sent(call.x, call.checked.quantisation)
         readers = self._readers(pending_call)
         none = np.empty(0, dtype=np.int64)
         handle.records = [none] * self._topology.num_hosts
@@ -554,7 +554,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
             weights = array_of(call.topk_weights)
             for host in readers:
                 self.wire.send_weights(host, seq, weights[handle.records[host]], handle.cut)
-        dtype, had = call.facts.partial_dtype, 0
+        dtype, had = call.checked.partial_dtype, 0
         for src in (rank for ranks in readers.values() for rank in ranks):
             rows = self._partials_for(pending_call, src, call, handle)
             if rows is not None:
@@ -582,7 +582,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
                 self._pending_calls.require_all(pending_call)
                 return None
         y = call.y.view(-1, handle.cut.config.hidden)
-        return partial_sums(source, factors, y).to(call.facts.partial_dtype)
+        return partial_sums(source, factors, y).to(call.checked.partial_dtype)
 
     def _receive_partials(
         self, pending_call: PendingCall, partial_dtype: torch.dtype, result: LatencyCombined, handle: CpuLatencyHandle

@@ -63,7 +63,7 @@ class HostsPendingCalls(PendingCalls):
             MismatchError: as `head`.
         """
         wire, seq = self._hosts_wire, pending_call.seq
-        if not wire.has_come(rank, seq, pending_call.patience, "laid"):
+        if not wire.has_come(rank, seq, pending_call.timeouts, "laid"):
             self.lose(pending_call, rank)
             return None
         try:

@@ -64,7 +64,7 @@ from ...config import BufferConfig
 from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, LOST, EndWords
 from ...latency.region import RegionWords, SectionCut
 from ...latency.rows import Floats
-from ...latency.wire import Patience, SectionHeader, Wire, pack_head
+from ...latency.wire import SectionHeader, Timeouts, Wire, pack_head
 from .region import Bytes, HostsFields, blank_half, latency_layout, weights_of
 
 
@@ -289,9 +289,9 @@ class HostsWire(Wire):
         fields = self._fields[src]
         return fields, fields.at(field, self.slot(seq))
 
-    def has_room(self, dst: int, seq: int, patience: Patience) -> bool:
+    def has_room(self, dst: int, seq: int, timeouts: Timeouts) -> bool:
         """As `Wire.has_room`; the network must have taken what was sent of the slot to that host, too."""
-        if not super().has_room(dst, seq, patience):
+        if not super().has_room(dst, seq, timeouts):
             return False
         host = self.topology.host_of[dst]
         if host != self.topology.host and host not in self.gateways:
@@ -302,12 +302,12 @@ class HostsWire(Wire):
         gateway = self.gateways[host]
         while not self._links.is_out(gateway, number):
             self.interrupt()
-            if time.monotonic() > patience.deadline or dst in self.ended():
+            if time.monotonic() > timeouts.deadline or dst in self.ended():
                 return False
             self.nap(0.0005)
         return True
 
-    def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], patience: Patience) -> bool:
+    def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], timeouts: Timeouts) -> bool:
         """As `Wire._poll`, pumping the links: as long as bytes arrive they are moved here."""
         pump = self._links.pump
         for _ in range(_PUMPS if self._own_core else 2):
@@ -315,12 +315,12 @@ class HostsWire(Wire):
                 return True
             pump()
         now = time.monotonic()
-        until, end = min(now + YIELD_S, patience.deadline), now + MOST_MOVES_S
+        until, end = min(now + YIELD_S, timeouts.deadline), now + MOST_MOVES_S
         while now < until:
             if is_there(words[index]):
                 return True
             if pump():
-                until = min(now + YIELD_S, end, patience.deadline)
+                until = min(now + YIELD_S, end, timeouts.deadline)
             else:
                 os.sched_yield()
             now = time.monotonic()
@@ -364,10 +364,10 @@ class HostsWire(Wire):
         for peer in self.topology.elsewhere:
             fields = self._fields[peer]
             index = fields.at("waiting")
-            call, patience_us, number = fields.words[index], fields.words[index + 2], fields.words[index + 3]
+            call, wait_limit_us, number = fields.words[index], fields.words[index + 2], fields.words[index + 3]
             known = self._waits.get(peer)
             if known is None or known[:2] != (call, number):
-                self._waits[peer] = call, number, time.monotonic() + patience_us / 1e6
+                self._waits[peer] = call, number, time.monotonic() + wait_limit_us / 1e6
 
     # -- messages
 

@@ -1,4 +1,4 @@
-"""From a latency kernel's report (numbers in pinned CPU memory) to an exception with the facts in words."""
+"""From a latency kernel's report (numbers in pinned CPU memory) to an exception with the checked in words."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def take_report(words: memoryview, rank: int) -> EpeeError | None:
     return _describe(code, name, context(name, rank=rank, peer=peer, seq=seq), peer, (expected, got, where))
 
 
-def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
-    expected, got, where = facts
+def _describe(code: int, op: str, head: str, peer: int, checked: tuple[int, int, int]) -> EpeeError:
+    expected, got, where = checked
     if code == BAD_EXPERT:
         value = got - (1 << 64) if got >> 63 else got
         return InvalidArgument(

@@ -13,7 +13,7 @@ import torch
 
 from ....gpu.event import Event
 from ....memory.fresh import Late
-from ...streams import Lane
+from ...streams import CallStream
 from ..types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
 from .types import CoreCombined, CoreHandle
 
@@ -48,12 +48,12 @@ class _Ends:
     """The common part of both kinds of results: the end of their call."""
 
     _core: CoreHandle | CoreCombined  # where the kernel writes
-    _where: tuple[Lane, torch.device, int]  # that the call's work is on; a raw stream
+    _where: tuple[CallStream, torch.device, int]  # that the call's work is on; a raw stream
 
     @Late
     def event(self) -> Event:
-        lane, device, stream = self._where
-        return lane.event(device, stream)
+        call_stream, device, stream = self._where
+        return call_stream.event(device, stream)
 
     @Late
     def got(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # 
     Args:
         x: as the attribute.
         handle: as the attribute.
-        lane: the stream of the call.
+        call_stream: the stream of the call.
         device, stream: that the call's work is on; a raw stream.
         hook: as the attribute.
     """
@@ -79,16 +79,16 @@ class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # 
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         handle: CudaLatencyHandle,
-        lane: Lane,
+        call_stream: CallStream,
         device: torch.device,
         stream: int,
         hook: Hook | None,
     ) -> None:
         self.x, self.handle, self.hook = x, handle, hook
         self._core = self._handle = handle.core
-        self._where = lane, device, stream
-        if lane.is_own:
-            self.event = lane.event(device, stream)  # recorded now
+        self._where = call_stream, device, stream
+        if call_stream.is_own:
+            self.event = call_stream.event(device, stream)  # recorded now
 
     @Late
     def num_tokens_per_expert(self) -> torch.Tensor:
@@ -103,7 +103,7 @@ class CudaLatencyCombined(_Ends, LatencyCombined):  # type: ignore[misc]  # like
         weights: `[num_tokens, num_topk]` float32 that it multiplied by, None for those of the dispatch.
         handle: of the dispatch.
         num_local_experts: of a rank.
-        lane, device, stream, hook: as of `CudaLatencyDispatched`.
+        call_stream, device, stream, hook: as of `CudaLatencyDispatched`.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class CudaLatencyCombined(_Ends, LatencyCombined):  # type: ignore[misc]  # like
         weights: torch.Tensor | None,
         handle: CoreHandle,
         num_local_experts: int,
-        lane: Lane,
+        call_stream: CallStream,
         device: torch.device,
         stream: int,
         hook: Hook | None,
     ) -> None:
         self.x, self.hook, self.lost = core.x, hook, None
-        self._core, self._where = core, (lane, device, stream)
+        self._core, self._where = core, (call_stream, device, stream)
         self._weights, self._handle, self._num_local_experts = weights, handle, num_local_experts
-        if lane.is_own:
-            self.event = lane.event(device, stream)
+        if call_stream.is_own:
+            self.event = call_stream.event(device, stream)
 
     @property
     def lost_weight(self) -> torch.Tensor:

@@ -285,7 +285,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
         self._members.memory = Memory()  # no reference cycle keeps a closed path
 
     def _send_tokens(self, pending_call: PendingCall, call: LatencyDispatchCall, handle: CpuLatencyHandle) -> None:
-        rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
+        rows, cut = as_sent(call.x, call.checked.quantisation), handle.cut
         reachable = self._pending_calls.reachable(pending_call)
         for dst in reachable:
             tokens = handle.sent[dst]
@@ -334,7 +334,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
                     self._pending_calls.require_all(pending_call)
                     continue
                 factors = self.wire.read_weights(src, pending_call.seq, len(source.tokens), cut)
-            partial = partial_sums(source, factors, y).to(call.facts.partial_dtype)
+            partial = partial_sums(source, factors, y).to(call.checked.partial_dtype)
             self.wire.write_rows(src, pending_call.seq, WireRows(partial, None), None, cut)
             heads[src] = pending_call.head._replace(num_rows=len(partial), had=1)
         for src, head in heads.items():

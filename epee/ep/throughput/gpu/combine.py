@@ -1,6 +1,6 @@
 """The launch of a combine: the memory of this rank's rows, and the arguments of the kernel.
 
-Combines of a shape with equal `CombineFacts` share a `CombinePlan`: the kernels to be launched, with all arguments
+Combines of a shape with equal `CheckedCombine` share a `CombinePlan`: the kernels to be launched, with all arguments
 except addresses and the numbers of the call, which `start` writes.
 
 A combine that adds up in an order given by the caller (`csrc/kernels/throughput/order.cuh`) has three kernels: a
@@ -29,7 +29,7 @@ from .types import CombineOptions, DispatchOptions, ThroughputHandle
 _THREADS = 256
 
 
-class OrderFacts(NamedTuple):
+class CheckedOrder(NamedTuple):
     """The properties that decide how the sum is launched, except addresses.
 
     Attributes:
@@ -53,34 +53,34 @@ class OrderFacts(NamedTuple):
 
 
 class OrderPlan:
-    """The launches of sums with equal facts, after the combine in which the ranks meet.
+    """The launches of sums with equal checked, after the combine in which the ranks meet.
 
     Args:
         shape: of the calls.
-        facts: of the calls.
+        checked: of the calls.
     """
 
-    def __init__(self, shape: Shape, facts: OrderFacts) -> None:
+    def __init__(self, shape: Shape, checked: CheckedOrder) -> None:
         machine, config = shape.machine, shape.config
-        self._machine, self._has_tokens = machine, facts.num_tokens > 0
-        grid = min(facts.num_tokens, 8 * machine.max_sms)
+        self._machine, self._has_tokens = machine, checked.num_tokens > 0
+        grid = min(checked.num_tokens, 8 * machine.max_sms)
         self._stage = shape.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0), grid=grid)
         self._end = shape.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
-        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, machine.platform.device)
+        self.new_out = allocator((checked.num_tokens, config.hidden), checked.dtype, machine.platform.device)
         a = self._stage.args
-        if facts.is_expert:
-            place = shape.expert_place(facts.expert_alignment)
+        if checked.is_expert:
+            place = shape.expert_place(checked.expert_alignment)
             regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
-            a.max_rows = config.expanded_rows(facts.expert_alignment)
+            a.max_rows = config.expanded_rows(checked.expert_alignment)
         else:
             regions, a.slot_bytes, a.num_slots = machine.slots, config.slot_bytes, config.num_slots + 1
-            a.max_rows = config.recv_rows(facts.capacity)
+            a.max_rows = config.recv_rows(checked.capacity)
         for rank, region in enumerate(regions):
             a.slots[rank] = region.address
-        a.is_bias_f32, a.is_expert = int(facts.is_bias_f32), int(facts.is_expert)
-        a.num_tokens, a.row_bytes = facts.num_tokens, config.hidden * facts.dtype.itemsize
-        a.payload, a.by = list(PAYLOADS).index(facts.dtype), ORDERS.index(facts.by)
-        a.bias_first, a.round_partials = int(facts.bias_first), int(facts.round_partials)
+        a.is_bias_f32, a.is_expert = int(checked.is_bias_f32), int(checked.is_expert)
+        a.num_tokens, a.row_bytes = checked.num_tokens, config.hidden * checked.dtype.itemsize
+        a.payload, a.by = list(PAYLOADS).index(checked.dtype), ORDERS.index(checked.by)
+        a.bias_first, a.round_partials = int(checked.bias_first), int(checked.round_partials)
         self._write = call_words(a, "handle y bias_0 bias_1 out")
 
     def start(
@@ -111,14 +111,14 @@ def order_plan_of(
     order: CombineOrder,
     place: int,
 ) -> OrderPlan:
-    """Return how such sums are launched; `place` as in `OrderFacts`, other arguments as of `combine.combine`."""
+    """Return how such sums are launched; `place` as in `CheckedOrder`, other arguments as of `combine.combine`."""
     is_bias_f32 = bool(bias) and bias[0].dtype == torch.float32
     looks = handle.is_expert, handle.expert_alignment, handle.num_tokens, handle.capacity
-    facts = OrderFacts(*looks, dtype, is_bias_f32, order.by, order.bias_first, order.round_partials, place)
-    key = facts, shape.machine.max_sms
+    checked = CheckedOrder(*looks, dtype, is_bias_f32, order.by, order.bias_first, order.round_partials, place)
+    key = checked, shape.machine.max_sms
     plan: OrderPlan | None = shape.plans.get(key)
     if plan is None:
-        plan = OrderPlan(shape, facts)
+        plan = OrderPlan(shape, checked)
         shape.keep_plan(key, plan)
     return plan
 
@@ -166,7 +166,7 @@ def find_rows(machine: Machine, address: int, writer: Shape | None = None) -> tu
     return machine.landing, address != 0
 
 
-class CombineFacts(NamedTuple):
+class CheckedCombine(NamedTuple):
     """The properties that decide how a combine is launched, except addresses.
 
     Attributes:
@@ -202,11 +202,11 @@ Brought: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, Sequence[torch.Te
 
 
 class CombinePlan:
-    """The launches of combines with equal facts.
+    """The launches of combines with equal checked.
 
     Args:
         shape: of the calls.
-        facts: of the calls.
+        checked: of the calls.
 
     Attributes:
         max_sms: multiprocessors that the calls may take.
@@ -214,33 +214,35 @@ class CombinePlan:
         new_weights: allocates the weights that come back; None without.
     """
 
-    def __init__(self, shape: Shape, facts: CombineFacts) -> None:
+    def __init__(self, shape: Shape, checked: CheckedCombine) -> None:
         machine, config = shape.machine, shape.config
         limits = machine.platform.limits
         self._machine, self.max_sms = machine, machine.max_sms
         device = machine.platform.device
-        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, device)
+        self.new_out = allocator((checked.num_tokens, config.hidden), checked.dtype, device)
         self.new_weights: Allocate | None = None
-        if facts.has_weights:
-            self.new_weights = allocator((facts.num_tokens, config.num_topk), torch.float32, device)
-        row_bytes = config.hidden * facts.dtype.itemsize
-        num_entries = config.num_topk if facts.is_expert else config.num_ranks
-        is_few = facts.num_tokens <= FEW_TOKENS
-        num_sms = machine.num_sms(facts.num_sms, FEW_SMS if is_few and not facts.is_copied else DEFAULT_SMS)
-        launch = combine_shape(row_bytes, num_entries, num_sms, limits, facts.has_weights)
-        num_copy_blocks = machine.max_sms - num_sms if facts.is_copied else 0
-        if facts.is_copied and num_copy_blocks == 0:
+        if checked.has_weights:
+            self.new_weights = allocator((checked.num_tokens, config.num_topk), torch.float32, device)
+        row_bytes = config.hidden * checked.dtype.itemsize
+        num_entries = config.num_topk if checked.is_expert else config.num_ranks
+        is_few = checked.num_tokens <= FEW_TOKENS
+        num_sms = machine.num_sms(checked.num_sms, FEW_SMS if is_few and not checked.is_copied else DEFAULT_SMS)
+        launch = combine_shape(row_bytes, num_entries, num_sms, limits, checked.has_weights)
+        num_copy_blocks = machine.max_sms - num_sms if checked.is_copied else 0
+        if checked.is_copied and num_copy_blocks == 0:
             num_sms, num_copy_blocks = num_sms - 1, 1
-        name = f"combine_throughput_{facts.layout}_{PAYLOADS[facts.dtype]}"
+        name = f"combine_throughput_{checked.layout}_{PAYLOADS[checked.dtype]}"
         self._stage = shape.stage(name, launch, "early", grid=num_sms + num_copy_blocks)
         a = self._stage.args
         self._write = call_words(a, "handle y bias_0 bias_1 out out_weights slot refused")
-        _set_place(shape, a, facts)
+        _set_place(shape, a, checked)
         self._lent, self._slot_bytes, self._weights_offset = a.slots[config.rank], a.slot_bytes, a.weights_offset
-        self._is_expert = facts.is_expert
-        a.is_bias_f32 = int(facts.is_bias_f32)
-        a.signature = combine_signature(facts.layout, facts.dtype, facts.has_weights, facts.is_ordered, facts.place)
-        a.num_tokens, a.row_bytes, a.chunk_bytes = facts.num_tokens, row_bytes, launch.chunk_bytes
+        self._is_expert = checked.is_expert
+        a.is_bias_f32 = int(checked.is_bias_f32)
+        a.signature = combine_signature(
+            checked.layout, checked.dtype, checked.has_weights, checked.is_ordered, checked.place
+        )
+        a.num_tokens, a.row_bytes, a.chunk_bytes = checked.num_tokens, row_bytes, launch.chunk_bytes
         a.num_stages, a.max_entries = launch.num_stages, num_entries
         a.num_pull_blocks, a.num_copy_blocks = num_sms, num_copy_blocks
         a.num_copy_warps = min(MAX_COPY_WARPS, launch.block // 32, launch.shared_bytes // (2 * launch.chunk_bytes))
@@ -365,7 +367,7 @@ def _plan_of(
     # in another order without tokens, unless weights are to come back: the ranks meet and exchange the addresses of all
     # rows
     num_tokens = handle.num_tokens if order is None or has_weights else 0
-    facts = CombineFacts(
+    checked = CheckedCombine(
         handle.layout,
         handle.expert_alignment,
         num_tokens,
@@ -378,10 +380,10 @@ def _plan_of(
         options.num_sms,
         handle.capacity,
     )
-    key = facts, shape.machine.max_sms
+    key = checked, shape.machine.max_sms
     plan: CombinePlan | None = shape.plans.get(key)
     if plan is None:
-        plan = CombinePlan(shape, facts)
+        plan = CombinePlan(shape, checked)
         shape.keep_plan(key, plan)
     if order is None:
         return plan
@@ -453,14 +455,14 @@ def _layout_of(shape: Shape, is_expert: bool, expert_alignment: int) -> Layout:
     return shape.expert_layout(expert_alignment) if is_expert else shape.config.slot_layout
 
 
-def _set_place(shape: Shape, args: Any, facts: CombineFacts) -> None:
+def _set_place(shape: Shape, args: Any, checked: CheckedCombine) -> None:
     config = shape.config
-    is_expert, alignment = facts.is_expert, facts.expert_alignment
+    is_expert, alignment = checked.is_expert, checked.expert_alignment
     regions, args.slot_bytes, args.num_slots = shape.machine.slots, config.slot_bytes, config.num_slots + 1
     if is_expert:
         place = shape.expert_place(alignment)
         regions, args.slot_bytes, args.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
     for rank, region in enumerate(regions):
         args.slots[rank] = region.address
-    args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
+    args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(checked.capacity)
     args.weights_offset = _layout_of(shape, is_expert, alignment).offset("combine_weights")

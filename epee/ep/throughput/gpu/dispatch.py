@@ -4,8 +4,8 @@ The first kernel counts, exchanges counts and grants, and computes all offsets; 
 receivers' slots (rank layout), or into their landing slots and from there to the experts' blocks in ordinary memory
 (expert layout; a rank's own rows go there at once). Few tokens in the rank layout need one kernel that does both.
 
-Dispatches of a shape with equal `DispatchFacts` share a `DispatchPlan`: the kernels to be launched, with all arguments
-except addresses and the numbers of the call, which `start` writes.
+Dispatches of a shape with equal `CheckedDispatch` share a `DispatchPlan`: the kernels to be launched, with all
+arguments except addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ....memory.fresh import allocator, first_rows, part_of
 from .machine import Machine
 from .shape import Shape
 from .slots import Taken
-from .types import DispatchFacts, DispatchOptions, DispatchResult, HandleForm, ThroughputHandle
+from .types import CheckedDispatch, DispatchOptions, DispatchResult, HandleForm, ThroughputHandle
 from .views import FieldAt, KeptRows
 
 SMALL_TOKENS = 1024
@@ -64,53 +64,53 @@ class Fields(NamedTuple):
 
 
 class DispatchPlan:
-    """The launches of dispatches with equal facts.
+    """The launches of dispatches with equal checked.
 
     Args:
         shape: of the calls.
-        facts: of the calls.
+        checked: of the calls.
 
     Attributes:
-        facts: of the calls.
+        checked: of the calls.
         max_sms: multiprocessors that the calls may take.
         most_rows: of a result: the maximum.
         num_topk: of the shape.
         is_expert: whether the layout is "expert".
         has_mailbox: whether the CPU waits for the counts.
         new_handle: makes a handle of the number of the call.
-        handle_facts: the common fields of handles, for the code that makes them of the result of `new_handle`; at first
-            empty.
+        checked_handle: the common fields of handles, for the code that makes them of the result of `new_handle`; empty
+            at first.
     """
 
-    def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
+    def __init__(self, shape: Shape, checked: CheckedDispatch) -> None:
         machine, config = shape.machine, shape.config
-        self._shape, self.facts = shape, facts
-        self._fields = _fields(shape, facts)
-        is_expert, alignment = facts.is_expert, facts.expert_alignment
+        self._shape, self.checked = shape, checked
+        self._fields = _fields(shape, checked)
+        is_expert, alignment = checked.is_expert, checked.expert_alignment
         self.max_sms = machine.max_sms
-        self.most_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
+        self.most_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(checked.capacity)
         self.num_topk = config.num_topk
-        self.is_expert, self.has_mailbox = is_expert, facts.is_exact and facts.is_fresh
-        self._is_fresh, self._has_topk = facts.is_fresh, facts.has_topk
+        self.is_expert, self.has_mailbox = is_expert, checked.is_exact and checked.is_fresh
+        self._is_fresh, self._has_topk = checked.is_fresh, checked.has_topk
         self._num_rows_at = RECV_INFO_EXPANDED if is_expert else RECV_INFO_ROWS
         self._counts = slice(RECV_INFO_COUNTS, RECV_INFO_COUNTS + config.num_local_experts)
         self._num_info_words = config.info_words // 2
-        self.handle_facts: dict[str, Any] = {}
+        self.checked_handle: dict[str, Any] = {}
         device, most = machine.platform.device, self.most_rows
-        self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), device).make
+        self.new_handle = HandleForm(checked, handle_space(config, checked.num_tokens), device).make
         self._hidden = config.hidden
         if is_expert:
-            self._new_x = allocator((most, config.hidden), facts.dtype, device)
-            self._new_scales = allocator((most, facts.num_scales), torch.int32, device)
+            self._new_x = allocator((most, config.hidden), checked.dtype, device)
+            self._new_scales = allocator((most, checked.num_scales), torch.int32, device)
             self._new_weights = allocator((most,), torch.float32, device)
             self._new_sources = allocator((3 * most,), torch.int64, device)
         self._num_senders = self._num_channels = self._few_warps = 0
         limits = machine.platform.limits
         few = None
-        if facts.is_fresh and not facts.is_expert and facts.num_tokens <= FEW_TOKENS:
+        if checked.is_fresh and not checked.is_expert and checked.num_tokens <= FEW_TOKENS:
             most = min(FEW_SMS, machine.max_sms // 2)  # so that the next kernel fits beside it
-            wanted = machine.num_sms(facts.num_sms, most)
-            few = few_shape(facts.num_tokens, facts.row_bytes, config.num_counters, wanted, limits)
+            wanted = machine.num_sms(checked.num_sms, most)
+            few = few_shape(checked.num_tokens, checked.row_bytes, config.num_counters, wanted, limits)
         self._payload: Stage | None = None
         if few is not None:
             launch, self._few_warps = few
@@ -120,10 +120,10 @@ class DispatchPlan:
         else:
             launch = self._payload_shape(machine)
             # Launched early, the blocks have their barriers ready when the counts come: 3 us that matter to few tokens.
-            mode = "early" if facts.num_tokens <= SMALL_TOKENS else "plain"
-            name = "dispatch_throughput_expert" if facts.is_expert else "dispatch_throughput"
+            mode = "early" if checked.num_tokens <= SMALL_TOKENS else "plain"
+            name = "dispatch_throughput_expert" if checked.is_expert else "dispatch_throughput"
             self._payload = shape.stage(f"{name}_{launch.num_stages}", launch, mode)
-            self._first = _layout_stage(shape, facts)
+            self._first = _layout_stage(shape, checked)
             layout, payload = self._first.args, self._payload.args
         self._layout_args, self._payload_args = layout, payload
         self._write_layout = call_words(layout, "topk_idx token_in_rank topk_weights handle mailbox grant refused")
@@ -232,7 +232,7 @@ class DispatchPlan:
 
     def _allocate_expanded(self) -> Expanded:
         """Return room for an expert-layout result in full capacity."""
-        x, scales = self._new_x(), self._new_scales() if self.facts.num_scales else None
+        x, scales = self._new_x(), self._new_scales() if self.checked.num_scales else None
         if self._shape.machine.is_poisoned:
             for tensor in (x, scales):
                 if tensor is not None:
@@ -249,7 +249,7 @@ class DispatchPlan:
     def _cut_expanded(self, expanded: Expanded, handle: ThroughputHandle, stream: int) -> DispatchResult:
         """Return an expert-layout result, cut to its size when that is known."""
         x, scales, weights, sources = expanded
-        most, num_scales = self.most_rows, self.facts.num_scales
+        most, num_scales = self.most_rows, self.checked.num_scales
         rows = most if handle.num_recv is None else handle.num_recv
         return DispatchResult(
             first_rows(x, (most, self._hidden), rows),
@@ -292,12 +292,12 @@ class DispatchPlan:
 
     def _payload_shape(self, machine: Machine) -> LaunchShape:
         """Return the launch of the payload kernel, which in the expert layout takes every multiprocessor."""
-        facts, limits = self.facts, machine.platform.limits
-        senders = self._num_senders = machine.num_sms(facts.num_sms)
-        num_stages = 4 if facts.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
-        if not facts.is_expert:
-            return dispatch_shape(facts.row_bytes, senders, limits, num_stages)
-        launch = expert_shape(facts.row_bytes, machine.max_sms, limits, num_stages)
+        checked, limits = self.checked, machine.platform.limits
+        senders = self._num_senders = machine.num_sms(checked.num_sms)
+        num_stages = 4 if checked.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
+        if not checked.is_expert:
+            return dispatch_shape(checked.row_bytes, senders, limits, num_stages)
+        launch = expert_shape(checked.row_bytes, machine.max_sms, limits, num_stages)
         warps = launch.block // 32
         senders = self._num_senders = num_senders(senders, machine.max_sms, machine.config.num_ranks, warps)
         self._num_channels = senders * warps // 2
@@ -305,48 +305,48 @@ class DispatchPlan:
 
     def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
         """Set the constants among the `LayoutParams`."""
-        facts = self.facts
-        if self._payload is not None and facts.is_fresh:
-            a.kept_per_warp = layout_shape(*_layout_sizes(shape, facts))[1]
-        a.signature = signature_of(facts)
-        a.num_tokens, a.expert_alignment = facts.num_tokens, facts.expert_alignment
-        a.max_expanded_rows = self.most_rows if facts.is_expert else 0
-        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload.grid, int(facts.is_fresh)
-        a.shape, a.capacity = shape.signature(facts.capacity), facts.capacity or 0
-        if not facts.is_expert:
+        checked = self.checked
+        if self._payload is not None and checked.is_fresh:
+            a.kept_per_warp = layout_shape(*_layout_sizes(shape, checked))[1]
+        a.signature = signature_of(checked)
+        a.num_tokens, a.expert_alignment = checked.num_tokens, checked.expert_alignment
+        a.max_expanded_rows = self.most_rows if checked.is_expert else 0
+        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload.grid, int(checked.is_fresh)
+        a.shape, a.capacity = shape.signature(checked.capacity), checked.capacity or 0
+        if not checked.is_expert:
             a.max_recv_rows = self.most_rows
 
     def _set_payload(self, a: Any, launch: LaunchShape) -> None:
         """Set the constants among the `DispatchParams`."""
-        facts = self.facts
-        a.x_stride, a.num_scales = facts.row_stride, facts.num_scales
-        if facts.num_scales:
-            a.scale_row_stride, a.scale_column_stride = facts.scale_strides
-        a.num_tokens, a.row_bytes = facts.num_tokens, facts.row_bytes
+        checked = self.checked
+        a.x_stride, a.num_scales = checked.row_stride, checked.num_scales
+        if checked.num_scales:
+            a.scale_row_stride, a.scale_column_stride = checked.scale_strides
+        a.num_tokens, a.row_bytes = checked.num_tokens, checked.row_bytes
         a.chunk_bytes, a.num_sender_blocks = launch.chunk_bytes, self._num_senders
-        a.fill_tail = int(not facts.is_exact and facts.has_topk)
-        if not facts.is_expert:
+        a.fill_tail = int(not checked.is_exact and checked.has_topk)
+        if not checked.is_expert:
             a.max_recv_rows = self.most_rows
         else:
-            a.expert_alignment = facts.expert_alignment
+            a.expert_alignment = checked.expert_alignment
             a.max_expanded_rows = self.most_rows
 
 
-def _layout_sizes(shape: Shape, facts: DispatchFacts) -> tuple[Any, ...]:
+def _layout_sizes(shape: Shape, checked: CheckedDispatch) -> tuple[Any, ...]:
     config, machine = shape.config, shape.machine
-    return facts.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
+    return checked.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
 
 
-def _layout_stage(shape: Shape, facts: DispatchFacts) -> Stage:
+def _layout_stage(shape: Shape, checked: CheckedDispatch) -> Stage:
     """Return the kernel that counts and exchanges; without routing only the latter."""
-    if not facts.is_fresh:
+    if not checked.is_fresh:
         launch = LaunchShape(1, _ONE_WARP, 8 * (shape.config.num_counters + 1), 0, 0)
     else:
-        launch, _ = layout_shape(*_layout_sizes(shape, facts))
+        launch, _ = layout_shape(*_layout_sizes(shape, checked))
     return shape.stage("layout_throughput", launch, "together" if launch.grid > 1 else "early")
 
 
-def _fields(shape: Shape, facts: DispatchFacts) -> Fields:
+def _fields(shape: Shape, checked: CheckedDispatch) -> Fields:
     config, offsets = shape.config, shape.offsets
     most = config.max_recv_rows
 
@@ -355,11 +355,11 @@ def _fields(shape: Shape, facts: DispatchFacts) -> Fields:
         return dtype, offsets[name], (most, columns)
 
     return Fields(
-        x=field("x", facts.dtype, config.hidden),
-        scales=field("scales", torch.int32, facts.num_scales) if facts.num_scales else None,
-        topk_idx=field("topk_idx", torch.int64, config.num_topk) if facts.has_topk else None,
-        topk_weights=field("topk_weights", torch.float32, config.num_topk) if facts.has_weights else None,
-        kept=(offsets["topk_idx"] // 8 if facts.has_topk else None, offsets["src_token"] // 8),
+        x=field("x", checked.dtype, config.hidden),
+        scales=field("scales", torch.int32, checked.num_scales) if checked.num_scales else None,
+        topk_idx=field("topk_idx", torch.int64, config.num_topk) if checked.has_topk else None,
+        topk_weights=field("topk_weights", torch.float32, config.num_topk) if checked.has_weights else None,
+        kept=(offsets["topk_idx"] // 8 if checked.has_topk else None, offsets["src_token"] // 8),
     )
 
 
@@ -388,23 +388,23 @@ def plan_of(
     short = short_key(machine, options.sync, options.num_sms)
     plan = None if memo is None else memo.get(short)
     if plan is None:
-        facts = _facts_of(handle, payload, route, options)
-        key = facts, machine.max_sms, FEW_TOKENS
+        checked = _checked_of(handle, payload, route, options)
+        key = checked, machine.max_sms, FEW_TOKENS
         plan = shape.plans.get(key)
         if plan is None:
-            plan = DispatchPlan(shape, facts)
+            plan = DispatchPlan(shape, checked)
             shape.keep_plan(key, plan)
         if memo is not None:
             memo[short] = plan
     return plan
 
 
-def _facts_of(
+def _checked_of(
     handle: ThroughputHandle | None, payload: Payload, route: torch.Tensor | None, options: DispatchOptions
-) -> DispatchFacts:
+) -> CheckedDispatch:
     x, scales, topk_weights = payload
     is_by_experts = route is not None and route.dtype != torch.bool
-    return DispatchFacts(
+    return CheckedDispatch(
         num_tokens=x.shape[0],
         dtype=x.dtype,
         row_bytes=x.shape[1] * x.itemsize,
@@ -423,16 +423,16 @@ def _facts_of(
     )
 
 
-def signature_of(facts: DispatchFacts) -> int:
+def signature_of(checked: CheckedDispatch) -> int:
     """Return what all ranks compare of a dispatch."""
     return dispatch_signature(
-        facts.layout,
-        facts.expert_alignment,
-        facts.dtype,
-        facts.num_scales,
-        facts.scale_dtype,
-        facts.has_topk,
-        facts.has_weights,
+        checked.layout,
+        checked.expert_alignment,
+        checked.dtype,
+        checked.num_scales,
+        checked.scale_dtype,
+        checked.has_topk,
+        checked.has_weights,
     )
 
 

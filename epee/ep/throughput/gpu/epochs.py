@@ -60,16 +60,16 @@ class Epochs(Memory):
 
     Args:
         making: of the path.
-        lane: the group in which the ranks agree.
+        members: the group in which the ranks agree.
         machine: kernels and memory.
 
     Attributes:
         notifier: notifies kernels of deaths.
     """
 
-    def __init__(self, making: Making, lane: GpuMembers, machine: Machine) -> None:
+    def __init__(self, making: Making, members: GpuMembers, machine: Machine) -> None:
         self._config, self._rank, self._control, _, self._watch, self._closing = making
-        self._lane, self._machine = lane, machine
+        self._members, self._machine = members, machine
         self._ghosts = DeathWatch()  # evicted processes, whose rank another process has now
         self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there
         self._fresh: dict[int, set[int]] = {}  # evicted processes of ranks that have been replaced since the last epoch
@@ -80,21 +80,21 @@ class Epochs(Memory):
 
     def begin(self, deadline: float) -> None:
         """Receive deaths from now on, and take part: at once, or after the `sync` that admits this process."""
-        self.notifier.start(self._lane.processes)
-        self._lane.memory = self
-        if not self._lane.is_in:
-            self._lane.join(deadline)
+        self.notifier.start(self._members.processes)
+        self._members.memory = self
+        if not self._members.is_in:
+            self._members.join(deadline)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._ghosts.close()
-        self._lane.memory = Memory()  # no reference cycle keeps a closed path
+        self._members.memory = Memory()  # no reference cycle keeps a closed path
 
     # -- entering an epoch (`Memory`)
 
     def follow(self, rank: int, process: tuple[int, int]) -> None:
         """Notify kernels of the death of another process, and remember the previous one."""
-        before = self._lane.processes.get(rank)
+        before = self._members.processes.get(rank)
         if before is not None:
             # the rank's current process is watched later
             is_dead = before not in self._ghost_of and rank in self._watch.dead()
@@ -139,7 +139,7 @@ class Epochs(Memory):
             try:
                 self._machine.replace_peer(rank, (blob[:half], blob[half:]))
             except expected(EpeeError) as error:
-                if self._lane.lends(rank) and not is_leaving(*self._lane.processes[rank]):
+                if self._members.lends(rank) and not is_leaving(*self._members.processes[rank]):
                     raise
                 _log.info("rank %d has ended, or let go of its memory, before it was mapped: %s", rank, error)
         self._machine.open_view()
@@ -167,13 +167,13 @@ class Epochs(Memory):
         told = self.notifier.told
         if dead := self.dead() or tuple(rank for rank in told if rank in self._machine.members):
             raise self._death(op, dead)
-        if self._lane.is_calm():
+        if self._members.is_calm():
             return
-        state = self._lane.state()
-        self._lane.require_place(is_masked=False)
+        state = self._members.state()
+        self._members.require_place(is_masked=False)
         if needs_all:
-            self._lane.require_members(op, self._machine.num_calls)
-            self._lane.note_calm(state)
+            self._members.require_members(op, self._machine.num_calls)
+            self._members.note_calm(state)
 
     def blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead if that is the cause of `error`.

@@ -41,7 +41,7 @@ class Shape:
 
     Attributes:
         offsets: of the fields of a slot.
-        plans: how kernels are launched, by the facts that decide it.
+        plans: how kernels are launched, by the checked that decide it.
     """
 
     def __init__(self, machine: Machine, config: ThroughputConfig) -> None:
@@ -95,7 +95,7 @@ class Shape:
         return stage
 
     def keep_plan(self, key: tuple[object, ...], plan: Any) -> None:
-        """Cache the plan of calls with equal facts; not forever, as callers may bring new facts all the time."""
+        """Cache the plan of calls with equal checked; not forever, as callers may bring new checked all the time."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = plan

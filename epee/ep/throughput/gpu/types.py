@@ -167,7 +167,7 @@ class DispatchResult:
         return self.row_src_token if self.kept is None else self.kept.src_token
 
 
-class DispatchFacts(NamedTuple):
+class CheckedDispatch(NamedTuple):
     """The properties that decide how a dispatch is launched, except addresses.
 
     Attributes:
@@ -208,29 +208,29 @@ class HandleForm:
     """The common fields of the handles of equal dispatches.
 
     Args:
-        facts: of the dispatches.
+        checked: of the dispatches.
         space: of the handles.
         device: of their words.
     """
 
     __slots__ = ("_constants", "_new_words", "_rule")
 
-    def __init__(self, facts: DispatchFacts, space: HandleSpace, device: torch.device) -> None:
+    def __init__(self, checked: CheckedDispatch, space: HandleSpace, device: torch.device) -> None:
         self._new_words = allocator((space.total,), torch.int32, device)
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         first = ThroughputHandle(
             0,
-            facts.layout,
-            facts.expert_alignment,
-            facts.num_tokens,
+            checked.layout,
+            checked.expert_alignment,
+            checked.num_tokens,
             space,
             nothing,
-            facts.has_topk,
-            facts.has_weights,
-            capacity=facts.capacity,
+            checked.has_topk,
+            checked.has_weights,
+            capacity=checked.capacity,
         )
         self._constants: dict[str, Any] = {**first.__dict__}
-        self._rule = address_rule(space.read_at, facts.has_weights, facts.is_expert)
+        self._rule = address_rule(space.read_at, checked.has_weights, checked.is_expert)
 
     def make(self, call_idx: int) -> ThroughputHandle:
         """Return the handle of a dispatch, its words uninitialised."""
